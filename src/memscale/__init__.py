@@ -1,0 +1,85 @@
+"""MemScale: a drop-in memory optimizer for PyTorch training.
+
+    model = memscale.wrap(model)      # and the training loop stays as it was
+
+    wrap / optimize                                      _api.py
+       |
+       v
+    profile_model(model, sample)   -> Profile            _profile/     what each layer costs
+    Hardware.detect(device)        -> Hardware           _hardware.py  what there is to spend
+    choose_strategy(config)        -> Strategy           _policy/      stage 1: which techniques may be used
+    decide(profile, hardware, ...) -> Plan               _decide.py    stage 2: pure, deterministic, explained
+    execute(model, plan)           -> Executor           _execute.py   attaches hooks, owns the undo stack
+
+Only frozen data crosses between the stages. Importing this package does no work: names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memscale._api import (
+        apply_all_optimizations as apply_all_optimizations,
+    )
+    from memscale._api import detach as detach
+    from memscale._api import optimize as optimize
+    from memscale._api import wrap as wrap
+    from memscale._config import AsyncOffloadConfig as AsyncOffloadConfig
+    from memscale._config import Config as Config
+    from memscale._config import OptimizationMode as OptimizationMode
+    from memscale._errors import ConfigError as ConfigError
+    from memscale._errors import DoesNotFitError as DoesNotFitError
+    from memscale._errors import MemScaleError as MemScaleError
+    from memscale._errors import PlanError as PlanError
+    from memscale._errors import ProfileError as ProfileError
+    from memscale._errors import UnknownModelError as UnknownModelError
+    from memscale._errors import VerificationError as VerificationError
+    from memscale._estimate import Estimate as Estimate
+    from memscale._estimate import estimate as estimate
+    from memscale._execute import Executor as Executor
+    from memscale._hardware import Hardware as Hardware
+    from memscale._memory import Measurement as Measurement
+    from memscale._memory import measure as measure
+    from memscale._plan import Plan as Plan
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "wrap": "_api",
+    "optimize": "_api",
+    "detach": "_api",
+    "apply_all_optimizations": "_api",
+    "estimate": "_estimate",
+    "Estimate": "_estimate",
+    "measure": "_memory",
+    "Measurement": "_memory",
+    "Config": "_config",
+    "OptimizationMode": "_config",
+    "AsyncOffloadConfig": "_config",
+    "Hardware": "_hardware",
+    "Plan": "_plan",
+    "Executor": "_execute",
+    "MemScaleError": "_errors",
+    "ConfigError": "_errors",
+    "DoesNotFitError": "_errors",
+    "PlanError": "_errors",
+    "ProfileError": "_errors",
+    "UnknownModelError": "_errors",
+    "VerificationError": "_errors",
+}
+
+__all__ = sorted([*_HOME_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'memscale' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"memscale.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

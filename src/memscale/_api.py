@@ -1,0 +1,257 @@
+"""The public verbs. `make_plan` is the architecture: profile, decide, rehearse; `wrap` then executes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._config import AsyncOffloadConfig, Config
+from memscale._decide import decide, explain_misfit, needs_optimizing
+from memscale._errors import DoesNotFitError, MemScaleError
+from memscale._execute import Executor, executor_of
+from memscale._hardware import Hardware
+from memscale._patching import OwnHook
+from memscale._peak import CostModel
+from memscale._plan import Action, Checkpoint, Plan
+from memscale._policy import choose_strategy
+from memscale._profile import Profile
+from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._profile.layers import find_blocks
+from memscale._profile.profiler import (
+    ProfileSettings,
+    open_rehearsal,
+    optimizer_cost,
+    profile_model,
+    try_variant,
+)
+from memscale._profile.rehearsal import Rehearsal
+from memscale.report import console
+
+logger = logging.getLogger("memscale")
+
+Target = TypeVar("Target")
+
+
+def wrap(
+    target: Target,
+    config: Config | None = None,
+    sample_input: Any = None,
+    async_offload: bool | None = None,
+    async_config: AsyncOffloadConfig | None = None,
+) -> Target:
+    """Make a model train in less memory; the training loop stays as it was.
+
+        model = memscale.wrap(model)
+
+    `sample_input` (a tensor, a tuple or a dict; read for shapes and dtypes) lets the plan be made now. Without one,
+    inputs are derived from a `transformers` config, or the plan is made at the first training forward. A later,
+    larger batch is planned again. Returns the same object; `memscale.detach(model)` undoes everything.
+    """
+    model = _model_of(target)
+    config = _with_async(config or Config(), async_offload, async_config)
+    inputs = None if sample_input is None else Inputs.from_sample(sample_input)
+    _attach(model, config, inputs, None)
+    return target
+
+
+@contextlib.contextmanager
+def optimize(
+    model: nn.Module, optimizer: Optimizer | None = None, config: Config | None = None, sample_input: Any = None
+) -> Iterator[Executor]:
+    """`wrap` for the length of a `with` block; knows the optimizer, so the plan counts its state exactly."""
+    inputs = None if sample_input is None else Inputs.from_sample(sample_input)
+    executor = _attach(_model_of(model), config or Config(), inputs, _checked_optimizer(optimizer))
+    try:
+        yield executor
+    finally:
+        executor.detach()
+
+
+def detach(model: nn.Module) -> None:
+    """Leave the model as it was before `wrap`. Detaching what is not wrapped warns and does nothing."""
+    executor = executor_of(_model_of(model))
+    if executor is None:
+        warnings.warn(f"this {type(model).__name__} is not wrapped; nothing to detach", stacklevel=2)
+        return
+    executor.detach()
+
+
+def apply_all_optimizations(
+    model: nn.Module, optimizer: Optimizer, config: Config | None = None, sample_input: Any = None
+) -> tuple[nn.Module, Optimizer]:
+    """Everything that the mode AGGRESSIVE allows, in one call. Returns the model and the optimizer to train with."""
+    config = config or Config(mode="aggressive")  # type: ignore[arg-type]
+    inputs = None if sample_input is None else Inputs.from_sample(sample_input)
+    _attach(_model_of(model), config, inputs, _checked_optimizer(optimizer))
+    return model, optimizer
+
+
+def make_plan(
+    model: nn.Module,
+    inputs: Inputs,
+    config: Config,
+    optimizer: str | Optimizer = "adamw",
+    hardware: Hardware | None = None,
+) -> Plan:
+    """The stages in order: profile on fake tensors, decide, and rehearse what was decided."""
+    hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
+    strategy = choose_strategy(config)
+    rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware)
+    if needs_optimizing(profile, hardware, strategy.config):
+        profile = with_variants(profile, rehearsal, strategy.config)
+    plan = decide(profile, hardware, strategy.config, strategy.source, raise_if_unfit=False)
+    plan = confirm(plan, profile, rehearsal, hardware)
+    if not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, config))
+    return plan
+
+
+def profile_step(
+    model: nn.Module, inputs: Inputs, config: Config, optimizer: str | Optimizer, hardware: Hardware
+) -> tuple[Rehearsal, Profile]:
+    """A stage for training steps of this model, and what the plain step costs on it."""
+    settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
+    cost = optimizer_cost(model, optimizer, hardware.device_type)
+    rehearsal, plain = open_rehearsal(model, inputs, torch.device(hardware.device_type), settings)
+    return rehearsal, profile_model(model, rehearsal, plain, cost, inputs)
+
+
+def with_variants(profile: Profile, rehearsal: Rehearsal, config: Config) -> Profile:
+    """The same profile with the step under each eligible technique beside the plain one."""
+    if not config.enable_checkpointing:
+        return profile
+    blocks = tuple(find_blocks(rehearsal.model))
+    if not blocks:
+        return profile
+    full = tuple(Checkpoint(fqn) for fqn in blocks)
+    selective = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
+    return dataclasses.replace(
+        profile,
+        checkpointed=try_variant(rehearsal, functools.partial(_rehearse_actions, full), "checkpointing"),
+        selective=try_variant(
+            rehearsal, functools.partial(_rehearse_actions, selective), "selective checkpointing"
+        ),
+    )
+
+
+def confirm(plan: Plan, profile: Profile, rehearsal: Rehearsal, hardware: Hardware) -> Plan:
+    """The number holds: run this very plan on the stage, and promise what that shows."""
+    if not plan.actions:
+        return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
+    trace = rehearsal.run(functools.partial(_rehearse_actions, plan.actions))
+    peak_bytes = CostModel(profile, hardware).peak_of(trace)
+    return dataclasses.replace(
+        plan, predicted_peak_bytes=peak_bytes, fits=peak_bytes <= plan.budget_bytes, rehearsed=True
+    )
+
+
+def _rehearse_actions(actions: tuple[Action, ...], model: nn.Module) -> Executor:
+    executor = Executor(model)
+    executor.attach(actions)
+    return executor
+
+
+def device_of(model: nn.Module, config: Config) -> torch.device:
+    """Where the model computes: as configured, else where its parameters are."""
+    if config.device is not None:
+        return torch.device(config.device)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+class _Planner(OwnHook):
+    """A forward pre-hook: plans at the first training forward, and again when a larger batch comes."""
+
+    def __init__(self, executor: Executor, config: Config, optimizer: str | Optimizer) -> None:
+        self.executor = executor
+        self.config = config
+        self.optimizer = optimizer
+        self.planned_elements = 0
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        inputs = Inputs(args, kwargs)
+        if _num_elements(inputs) > self.planned_elements:
+            if self.executor.plan is not None:
+                logger.info("a larger batch than planned for: planning again")
+            self.plan(model, inputs)
+
+    def plan(self, model: nn.Module, inputs: Inputs) -> None:
+        self.executor.suspend()
+        plan = make_plan(model, inputs, self.config, self.optimizer)
+        self.executor.apply(plan)
+        self.planned_elements = _num_elements(inputs)
+        if self.config.enable_logging:
+            console.show_plan(plan)
+
+
+def _num_elements(inputs: Inputs) -> int:
+    return sum(tensor.numel() for tensor in inputs.tensors())
+
+
+def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: Optimizer | None) -> Executor:
+    """Wrap all or nothing: an error half-way leaves the model as it was."""
+    earlier = executor_of(model)
+    if earlier is not None:
+        logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
+        earlier.detach()
+    executor = Executor(model, verify=config.verify_correctness)
+    try:
+        executor.adopt()
+        console.open_log(config, executor.on_detach)
+        if config.enable_logging:
+            console.show_hardware(Hardware.detect(device_of(model, config), config.offload_dir))
+        planner = _Planner(executor, config, optimizer if optimizer is not None else "adamw")
+        inputs = inputs if inputs is not None else derive_inputs(model)
+        if inputs is not None:
+            planner.plan(model, inputs)
+        handle = model.register_forward_pre_hook(planner, prepend=True, with_kwargs=True)
+        executor.on_detach(handle.remove)
+    except BaseException:
+        executor.detach()
+        raise
+    return executor
+
+
+def _model_of(target: object) -> nn.Module:
+    if isinstance(target, nn.Module):
+        return target
+    raise TypeError(f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
+
+
+def _checked_optimizer(optimizer: object) -> Optimizer | None:
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}")
+
+
+def _with_async(
+    config: Config, async_offload: bool | None, async_config: AsyncOffloadConfig | None
+) -> Config:
+    """The argument wins, then the environment, then the config."""
+    changes: dict[str, Any] = {}
+    if async_offload is None and "MEMSCALE_ASYNC_OFFLOAD" in os.environ:
+        async_offload = _parse_switch(os.environ["MEMSCALE_ASYNC_OFFLOAD"])
+    if async_offload is not None:
+        changes["async_offload"] = async_offload
+    if async_config is not None:
+        changes["async_config"] = async_config
+    return config.replace(**changes) if changes else config
+
+
+def _parse_switch(text: str) -> bool:
+    if text.strip().lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.strip().lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise MemScaleError(f"MEMSCALE_ASYNC_OFFLOAD={text!r} is not allowed; it must be 1 or 0")

@@ -1,0 +1,235 @@
+"""What the user wishes: `Config`, keyword-only, frozen, validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import os
+from typing import Any
+
+from memscale._errors import ConfigError
+
+
+class OptimizationMode(str, enum.Enum):
+    """How far MemScale may go; an explicit `Config` field always wins over the mode."""
+
+    CONSERVATIVE = "conservative"
+    """Checkpointing only: exact, and the cheapest in time."""
+    BALANCED = "balanced"
+    """Checkpointing and offloading: exact."""
+    AGGRESSIVE = "aggressive"
+    """Everything: tiling, 16-bit math where it is fast, an 8-bit optimizer."""
+
+
+_TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
+    OptimizationMode.CONSERVATIVE: {
+        "enable_checkpointing": True,
+        "enable_offloading": False,
+        "enable_tiling": False,
+        "use_mixed_precision": False,
+        "use_8bit_optimizer": False,
+    },
+    OptimizationMode.BALANCED: {
+        "enable_checkpointing": True,
+        "enable_offloading": True,
+        "enable_tiling": False,
+        "use_mixed_precision": False,
+        "use_8bit_optimizer": False,
+    },
+    OptimizationMode.AGGRESSIVE: {
+        "enable_checkpointing": True,
+        "enable_offloading": True,
+        "enable_tiling": True,
+        "use_mixed_precision": True,  # where the hardware has fast 16-bit math: see _resolve_techniques
+        "use_8bit_optimizer": True,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AsyncOffloadConfig:
+    """How transfers between the device and the host overlap with compute."""
+
+    pinned_pool_bytes: int = 512 * 1024 * 1024
+    """Pinned host memory that transfers may hold at once."""
+    prefetch_depth: int = 2
+    """How many layers ahead of their use tensors are fetched."""
+    num_transfer_streams: int | None = None
+    """Side streams; None: two where the device has two copy engines, else one."""
+    min_tensor_bytes: int = 1024 * 1024
+    """Smaller tensors stay on the device."""
+    debug: bool = False
+    """Check every transfer's order at some cost."""
+
+    def __post_init__(self) -> None:
+        _check_int(self, "pinned_pool_bytes", minimum=1)
+        _check_int(self, "prefetch_depth", minimum=1)
+        _check_int(self, "min_tensor_bytes", minimum=0)
+        if self.num_transfer_streams is not None:
+            _check_int(self, "num_transfer_streams", minimum=1)
+        _check_bool(self, "debug")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """What the user wishes. A technique left at `None` is set as the mode says, once, at construction."""
+
+    mode: OptimizationMode = OptimizationMode.BALANCED
+    """An `OptimizationMode` or its name in any case."""
+    enable_checkpointing: bool | None = None
+    """Recompute activations in backward instead of keeping them (exact)."""
+    enable_offloading: bool | None = None
+    """Let tensors wait on the host or on disk (exact)."""
+    enable_tiling: bool | None = None
+    """Compute the largest tensors tile by tile (exact up to the order of summation)."""
+    use_mixed_precision: bool | None = None
+    """Compute in bf16 or fp16."""
+    use_8bit_optimizer: bool | None = None
+    """Keep optimizer state in 8 bits."""
+    device: str | None = None
+    """Where the model computes; None: where its parameters are."""
+    max_cpu_offload_gb: float | None = None
+    """Host RAM that offloading may use, in GB (1e9 bytes); None: what is available less a safe margin."""
+    target_gpu_utilization: float = 0.85
+    """The share of the device's memory that a plan may fill."""
+    memory_budget_gb: float | None = None
+    """A hard budget in GB (1e9 bytes); wins over the utilisation."""
+    force_optimize: bool = False
+    """Go as low as the mode allows, even when the model fits as it is."""
+    offload_dir: str | None = None
+    """A directory for the disk tier."""
+    use_static_profiling: bool = True
+    """Profile on fake tensors first: no memory, no data."""
+    use_empirical_fallback: bool = True
+    """Run a real step when fake tensors do not suffice."""
+    warmup_steps: int = 2
+    """Real steps before the measured one, when a real step is needed."""
+    enable_logging: bool = True
+    """Show the hardware line and the plan."""
+    log_file: str | None = None
+    """Write them to this file as well."""
+    observability_port: int | None = None
+    """Serve metrics on this port."""
+    verify_correctness: bool = False
+    """Compare every recomputation with the first computation, bit for bit, and raise where they differ."""
+    async_offload: bool = False
+    """Overlap transfers with compute."""
+    async_config: AsyncOffloadConfig | None = None
+    """How; None: the defaults."""
+    auto_policy: bool = False
+    """Let a policy choose the mode and the eligible techniques."""
+    _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("device", "offload_dir", "log_file"):
+            _make_text(self, name)
+        _set(self, "mode", _parse_mode(self.mode))
+        _resolve_techniques(self)
+        for name in _BOOLEAN_FIELDS:
+            _check_bool(self, name)
+        for name in ("max_cpu_offload_gb", "memory_budget_gb"):
+            _check_gb(self, name)
+        _check_share(self, "target_gpu_utilization")
+        _check_int(self, "warmup_steps", minimum=0)
+        if self.observability_port is not None:
+            _check_int(self, "observability_port", minimum=1, maximum=65535)
+        if self.async_config is not None and not isinstance(self.async_config, AsyncOffloadConfig):
+            raise _bad("async_config", self.async_config, "an AsyncOffloadConfig or None")
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some fields changed. Techniques that were left to the mode are resolved again."""
+        kept = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.init and (field.name not in _TECHNIQUES or field.name in self._explicit)
+        }
+        return Config(**{**kept, **changes})
+
+
+_TECHNIQUES = tuple(_TECHNIQUES_OF_MODE[OptimizationMode.BALANCED])
+_BOOLEAN_FIELDS = (
+    *_TECHNIQUES,
+    "force_optimize",
+    "use_static_profiling",
+    "use_empirical_fallback",
+    "enable_logging",
+    "verify_correctness",
+    "async_offload",
+    "auto_policy",
+)
+
+
+def _parse_mode(value: object) -> OptimizationMode:
+    if isinstance(value, str):
+        try:
+            return OptimizationMode(value.lower())
+        except ValueError:
+            pass
+    raise _bad("mode", value, "one of " + ", ".join(repr(mode.value) for mode in OptimizationMode))
+
+
+def _resolve_techniques(config: Config) -> None:
+    _set(config, "_explicit", frozenset(name for name in _TECHNIQUES if getattr(config, name) is not None))
+    for name, default in _TECHNIQUES_OF_MODE[config.mode].items():
+        if getattr(config, name) is None:
+            if name == "use_mixed_precision" and default:
+                default = _has_fast_16bit(config.device)
+            _set(config, name, default)
+
+
+def _has_fast_16bit(device: str | None) -> bool:
+    from memscale._hardware import Hardware  # imported late: detection loads torch, Config alone does not
+
+    return Hardware.detect(device).has_fast_16bit
+
+
+def _set(config: object, name: str, value: object) -> None:
+    object.__setattr__(config, name, value)
+
+
+def _make_text(config: Config, name: str) -> None:
+    """`torch.device` and `pathlib.Path` are as good as their text; the text is what serialises."""
+    value = getattr(config, name)
+    if value is None or isinstance(value, str):
+        return
+    if isinstance(value, os.PathLike):
+        _set(config, name, os.fspath(value))
+    elif name == "device" and type(value).__name__ == "device":
+        _set(config, name, str(value))
+    else:
+        raise _bad(name, value, "a string or None")
+
+
+def _check_bool(config: object, name: str) -> None:
+    if not isinstance(getattr(config, name), bool):
+        raise _bad(name, getattr(config, name), "True or False")
+
+
+def _check_int(config: object, name: str, *, minimum: int, maximum: int | None = None) -> None:
+    value = getattr(config, name)
+    limit = f"an integer of at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise _bad(name, value, limit)
+    if maximum is not None and value > maximum:
+        raise _bad(name, value, limit)
+
+
+def _check_gb(config: Config, name: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise _bad(name, value, "a finite number of GB above 0, or None")
+
+
+def _check_share(config: Config, name: str) -> None:
+    value = getattr(config, name)
+    if not (_is_number(value) and 0 < value <= 1):
+        raise _bad(name, value, "a number in (0, 1]")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bad(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r} is not allowed; it must be {allowed}")

@@ -1,0 +1,31 @@
+"""What MemScale raises. One base class, so that `except memscale.MemScaleError` catches all of it."""
+
+from __future__ import annotations
+
+
+class MemScaleError(Exception):
+    """Base of every error that MemScale raises on its own account."""
+
+
+class ConfigError(MemScaleError, ValueError):
+    """A setting is outside what is allowed; the message names the field, the value and the range."""
+
+
+class DoesNotFitError(MemScaleError):
+    """No plan with the enabled techniques stays under the budget."""
+
+
+class ProfileError(MemScaleError):
+    """The model could not be profiled, neither on fake tensors nor by a real step."""
+
+
+class PlanError(MemScaleError):
+    """A plan cannot be read, or does not belong to this model."""
+
+
+class VerificationError(MemScaleError):
+    """`verify_correctness` found a recomputation that differs from the first computation."""
+
+
+class UnknownModelError(MemScaleError):
+    """A model name or a `file.py:factory` that the command line cannot resolve."""

@@ -1,0 +1,116 @@
+"""`estimate()`: what a training step would peak at, as it is and in each mode, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale import _json
+from memscale._api import confirm, device_of, profile_step, with_variants
+from memscale._config import Config, OptimizationMode
+from memscale._decide import budget_bytes, decide
+from memscale._errors import MemScaleError
+from memscale._hardware import Hardware
+from memscale._peak import CostModel
+from memscale._plan import Plan
+from memscale._policy import choose_strategy
+from memscale._profile import Profile
+from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._profile.profiler import OPTIMIZERS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModeEstimate:
+    """What one mode comes to."""
+
+    predicted_peak_bytes: int
+    predicted_slowdown: float
+    fits: bool
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a training step would peak at."""
+
+    baseline_peak_bytes: int
+    breakdown: dict[str, int]
+    """The baseline's bytes at its peak: params, grads, optimizer, activations, temporaries, other (inputs, buffers)."""
+    budget_bytes: int
+    baseline_fits: bool
+    by_mode: dict[OptimizationMode, ModeEstimate]
+    recommended_mode: OptimizationMode | None
+    """The mildest mode that fits; None when none does."""
+    device_name: str
+    optimizer_name: str
+    inputs: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return _json.dumps(self)
+
+
+def estimate(
+    model: nn.Module,
+    sample_input: Any = None,
+    *,
+    optimizer: str | Optimizer = "adamw",
+    config: Config | None = None,
+    hardware: Hardware | None = None,
+) -> Estimate:
+    """Predict the peak and the slowdown of each mode, on this machine or for a card that is elsewhere.
+
+    The model may be on the meta device: no weights are needed. `optimizer` is a name or an optimizer object.
+    """
+    if isinstance(optimizer, str) and optimizer not in (*OPTIMIZERS, "none"):
+        raise ValueError(f"optimizer={optimizer!r} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}")
+    config = config or Config()
+    inputs = Inputs.from_sample(sample_input) if sample_input is not None else derive_inputs(model)
+    if inputs is None:
+        raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
+    hardware = hardware or Hardware.detect(_real_device(model, config), config.offload_dir)
+    rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware)
+    profile = with_variants(profile, rehearsal, config.replace(enable_checkpointing=True))
+    by_mode = {}
+    for mode in OptimizationMode:
+        strategy = choose_strategy(config.replace(mode=mode))
+        plan = decide(profile, hardware, strategy.config, strategy.source, raise_if_unfit=False)
+        same = next((known.plan for known in by_mode.values() if known.plan.actions == plan.actions), None)
+        plan = confirm(plan, profile, rehearsal, hardware) if same is None else dataclasses.replace(same, mode=mode.value)
+        by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
+    baseline = CostModel(profile, hardware).peak_of(profile.plain)
+    budget = budget_bytes(hardware, config)
+    return Estimate(
+        baseline_peak_bytes=baseline,
+        breakdown=breakdown_at_peak(profile, baseline),
+        budget_bytes=budget,
+        baseline_fits=baseline <= budget,
+        by_mode=by_mode,
+        recommended_mode=next((mode for mode, result in by_mode.items() if result.fits), None),
+        device_name=hardware.device_name,
+        optimizer_name=profile.optimizer.name,
+        inputs=next(iter(by_mode.values())).plan.inputs,
+    )
+
+
+def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:
+    """Who holds the bytes at the plain step's peak; the parts add up to it."""
+    parts = {
+        "params": profile.parameter_bytes,
+        "grads": profile.plain.gradients_at_peak,
+        "optimizer": profile.optimizer.state_bytes,
+        "activations": profile.plain.activations_at_peak,
+        "other": profile.buffer_bytes + profile.input_bytes,
+    }
+    if peak_bytes > profile.static_bytes + profile.plain.peak_bytes:  # the optimizer step is the peak
+        parts |= {"grads": profile.plain.end_bytes, "activations": 0}
+    parts["temporaries"] = peak_bytes - sum(parts.values())
+    return parts
+
+
+def _real_device(model: nn.Module, config: Config) -> str | None:
+    """None, that is this machine's device, for a model without weights."""
+    device = device_of(model, config)
+    return None if device.type == "meta" else str(device)

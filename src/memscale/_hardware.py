@@ -1,0 +1,352 @@
+"""What there is to spend: `Hardware`, detected on this machine or looked up by a card's name.
+
+The data is plain and needs no torch; only `Hardware.detect` loads it. GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import platform
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from memscale._errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 1024**3
+
+_CPU_FLOPS_PER_CORE = 3.0e10
+"""Nominal fp32 throughput of one core. Only ratios of predicted times rest on it."""
+_CPU_BYTES_PER_S = 1.2e10
+_CPU_DISK_BYTES_PER_S = 5.0e8
+_UNKNOWN_GPU_FLOPS, _UNKNOWN_GPU_BYTES_PER_S, _UNKNOWN_LINK_BYTES_PER_S = 2.0e13, 6.0e11, 1.2e10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Card:
+    """A known GPU: the vendor's published figures for dense math."""
+
+    name: str
+    total_bytes: int
+    memory_bytes_per_s: float
+    fp32_flops: float
+    half_flops: float
+    """Dense 16-bit tensor-core throughput with 32-bit accumulation."""
+    link_bytes_per_s: float
+    """Host link, one direction, what a pinned copy reaches of the nominal rate (about 80 %)."""
+    architecture: str
+    bf16: bool = True
+    unified: bool = False
+
+
+def _card(
+    name: str, gib: float, gb_per_s: float, tflops: float, half: float, link: float, arch: str, bf16: bool = True
+) -> Card:
+    return Card(name, int(gib * GIB), gb_per_s * 1e9, tflops * 1e12, half * 1e12, link * 1e9, arch, bf16)
+
+
+KNOWN_CARDS: tuple[Card, ...] = (
+    _card("GTX 1080 Ti", 11, 484, 11.3, 11.3, 12, "sm_61", bf16=False),
+    _card("RTX 2060", 6, 336, 6.5, 25.8, 12, "sm_75", bf16=False),
+    _card("RTX 2080 Ti", 11, 616, 13.4, 53.8, 12, "sm_75", bf16=False),
+    _card("RTX 3060", 12, 360, 12.7, 25.5, 24, "sm_86"),
+    _card("RTX 3070", 8, 448, 20.3, 40.6, 24, "sm_86"),
+    _card("RTX 3080", 10, 760, 29.8, 59.5, 24, "sm_86"),
+    _card("RTX 3090", 24, 936, 35.6, 71.0, 24, "sm_86"),
+    _card("RTX 4060", 8, 272, 15.1, 30.2, 12, "sm_89"),
+    _card("RTX 4070", 12, 504, 29.1, 58.3, 24, "sm_89"),
+    _card("RTX 4080", 16, 717, 48.7, 97.5, 24, "sm_89"),
+    _card("RTX 4090", 24, 1008, 82.6, 165.2, 24, "sm_89"),
+    _card("RTX 5080", 16, 960, 56.3, 112.6, 48, "sm_120"),
+    _card("RTX 5090", 32, 1792, 104.8, 209.5, 48, "sm_120"),
+    _card("RTX A4000", 16, 448, 19.2, 76.7, 24, "sm_86"),
+    _card("RTX A6000", 48, 768, 38.7, 154.8, 24, "sm_86"),
+    _card("T4", 16, 320, 8.1, 65.0, 12, "sm_75", bf16=False),
+    _card("V100", 16, 900, 15.7, 125.0, 12, "sm_70", bf16=False),
+    _card("L4", 24, 300, 30.3, 121.0, 24, "sm_89"),
+    _card("L40S", 48, 864, 91.6, 362.0, 24, "sm_89"),
+    _card("A10G", 24, 600, 31.2, 125.0, 24, "sm_86"),
+    _card("A100", 40, 1555, 19.5, 312.0, 24, "sm_80"),
+    _card("A100 80GB", 80, 2039, 19.5, 312.0, 24, "sm_80"),
+    _card("H100", 80, 3350, 66.9, 989.0, 48, "sm_90"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hardware:
+    """The device that computes, the host beside it and the disk below, as numbers."""
+
+    device_type: str
+    device_name: str
+    device_count: int
+    total_bytes: int
+    """Memory of one device; on a CPU-only machine RAM, or the control group's limit when lower."""
+    free_bytes: int
+    architecture: str
+    supports_bf16: bool
+    supports_fp16: bool
+    has_fast_16bit: bool
+    """16-bit math is really faster here, not merely possible."""
+    unified_memory: bool
+    """Device and host share one memory, so offloading to the host gains nothing."""
+    host_total_bytes: int
+    """RAM, or the control group's limit when lower."""
+    host_available_bytes: int
+    disk_free_bytes: int | None
+    """Free space of `offload_dir`; None without one."""
+    fp32_flops: float
+    half_flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """To the next tier: the host link of a GPU, the disk of a CPU."""
+    present: bool = True
+    """False for a card from the table that need not be in this machine."""
+
+    @classmethod
+    def detect(cls, device: str | torch.device | None = None, offload_dir: str | None = None) -> Hardware:
+        """Read this machine. `device=None`: its accelerator if it has one, else the CPU."""
+        import torch
+
+        chosen = _choose_device(device)
+        host_total, host_available = host_memory()
+        disk = None if offload_dir is None else _disk_free(offload_dir)
+        if chosen.type == "cpu":
+            return _cpu_hardware(host_total, host_available, disk)
+        index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
+        return _accelerator_hardware(chosen.type, index, host_total, host_available, disk)
+
+    @classmethod
+    def from_name(cls, name: str) -> Hardware:
+        """A known card, idle, with this machine's host beside it."""
+        card = find_card(name)
+        if card is None:
+            known = ", ".join(card.name for card in KNOWN_CARDS)
+            raise ConfigError(f"no card called {name!r} is known; known are: {known}")
+        host_total, host_available = host_memory()
+        return cls(
+            device_type="cuda",
+            device_name=card.name,
+            device_count=1,
+            total_bytes=card.total_bytes,
+            free_bytes=card.total_bytes,
+            architecture=card.architecture,
+            supports_bf16=card.bf16,
+            supports_fp16=True,
+            has_fast_16bit=card.half_flops > card.fp32_flops,
+            unified_memory=card.unified,
+            host_total_bytes=host_total,
+            host_available_bytes=host_available,
+            disk_free_bytes=None,
+            fp32_flops=card.fp32_flops,
+            half_flops=card.half_flops,
+            memory_bytes_per_s=card.memory_bytes_per_s,
+            link_bytes_per_s=card.link_bytes_per_s,
+            present=False,
+        )
+
+    def describe(self) -> str:
+        """One line for people."""
+        maths = [name for name, has in (("bf16", self.supports_bf16), ("fp16", self.supports_fp16)) if has]
+        return (
+            f"{self.device_name} ({self.device_type}, {self.architecture}): "
+            f"{self.total_bytes / 1e9:.1f} GB, {self.free_bytes / 1e9:.1f} GB free; "
+            f"host {self.host_available_bytes / 1e9:.1f} GB available; {' and '.join(maths) or 'no 16-bit math'}"
+        )
+
+
+def find_card(name: str, *, loosely: bool = False) -> Card | None:
+    """The table's card of this name: `"rtx 3090"`, `"NVIDIA GeForce RTX 3090"`.
+
+    Loosely, a card whose words are all in the name will do ("NVIDIA A100-SXM4-80GB"): good enough for the
+    throughput of a card that is present, whose memory was read from the card itself.
+    """
+    wanted = _words(name)
+    if loosely:
+        matches = [card for card in KNOWN_CARDS if _words(card.name) <= wanted]
+    else:
+        joined = "".join(sorted(wanted))
+        matches = [card for card in KNOWN_CARDS if "".join(sorted(_words(card.name))) == joined]
+    return max(matches, key=lambda card: len(card.name), default=None)
+
+
+def _words(name: str) -> set[str]:
+    """ "RTX3090" and "NVIDIA GeForce RTX 3090" both mean {"rtx", "3090"}."""
+    spaced = re.sub(r"(?<=[a-z]{2})(?=\d)", " ", re.sub(r"[^a-z0-9]+", " ", name.lower()))
+    return set(spaced.split()) - {"nvidia", "geforce", "tesla", "gpu"}
+
+
+def host_memory() -> tuple[int, int]:
+    """Total and available bytes of host RAM, the control group's limit included."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    limit = _cgroup_limit()
+    if limit is not None and limit[0] < total:
+        total, available = limit[0], min(available, max(0, limit[0] - limit[1]))
+    return total, available
+
+
+def _cgroup_limit(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+    """Limit and use of this process's memory control group (v2, then v1); None where there is none."""
+    for limit_name, use_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limits = [
+            (limit, _read_int(directory / use_name) or 0)
+            for directory in _cgroup_directories(root)
+            if (limit := _read_int(directory / limit_name)) is not None
+        ]
+        if limits:
+            return min(limits, key=lambda pair: pair[0] - pair[1])
+    return None
+
+
+def _cgroup_directories(root: pathlib.Path) -> list[pathlib.Path]:
+    """The process's own group and every group above it: the tightest of them binds."""
+    directories = [root]
+    try:
+        lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return directories
+    for line in lines:
+        number, _, path = line.split(":", 2)
+        if number == "0":
+            parts = [part for part in path.split("/") if part and part != ".."]
+            directories += [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
+    return directories
+
+
+def _read_int(path: pathlib.Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < 2**60 else None  # "max", or v1's huge number: no limit
+
+
+def _disk_free(offload_dir: str) -> int:
+    """Free bytes where `offload_dir` is, or will be."""
+    path = pathlib.Path(offload_dir).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    import torch
+
+    if device is not None:
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"device={device!r} is not a device: {error}") from error
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None else torch.device("cpu")
+
+
+def _cpu_hardware(host_total: int, host_available: int, disk: int | None) -> Hardware:
+    cores = os.cpu_count() or 1
+    flags = _cpu_flags()
+    fast = bool(flags & {"amx_bf16", "avx512_bf16"})
+    return Hardware(
+        device_type="cpu",
+        device_name=_cpu_name(),
+        device_count=1,
+        total_bytes=host_total,
+        free_bytes=host_available,
+        architecture=platform.machine(),
+        supports_bf16=True,
+        supports_fp16="avx512_fp16" in flags,
+        has_fast_16bit=fast,
+        unified_memory=False,  # the next tier of a CPU is the disk
+        host_total_bytes=host_total,
+        host_available_bytes=host_available,
+        disk_free_bytes=disk,
+        fp32_flops=_CPU_FLOPS_PER_CORE * cores,
+        half_flops=_CPU_FLOPS_PER_CORE * cores * (4.0 if fast else 0.25),
+        memory_bytes_per_s=_CPU_BYTES_PER_S,
+        link_bytes_per_s=_CPU_DISK_BYTES_PER_S,
+    )
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpuinfo("flags").split())
+
+
+def _cpu_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or "CPU"
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":", 1)[0].strip() == key), "")
+
+
+def _accelerator_hardware(
+    device_type: str, index: int, host_total: int, host_available: int, disk: int | None
+) -> Hardware:
+    import torch
+
+    if not (torch.accelerator.is_available() and _current_type() == device_type):
+        raise ConfigError(f"device={device_type!r} is not available on this machine")
+    free, total = torch.accelerator.get_memory_info(index)
+    module = torch.get_device_module(device_type)
+    properties = _properties(module, index)
+    name = str(getattr(properties, "name", device_type))
+    card = find_card(name, loosely=True)
+    bf16, fast = _half_abilities(module, device_type, properties)
+    return Hardware(
+        device_type=device_type,
+        device_name=name,
+        device_count=torch.accelerator.device_count(),
+        total_bytes=int(total),
+        free_bytes=int(free),
+        architecture=_architecture(properties, device_type),
+        supports_bf16=bf16,
+        supports_fp16=True,
+        has_fast_16bit=fast,
+        unified_memory=bool(getattr(properties, "is_integrated", device_type == "mps")),
+        host_total_bytes=host_total,
+        host_available_bytes=host_available,
+        disk_free_bytes=disk,
+        fp32_flops=card.fp32_flops if card else _UNKNOWN_GPU_FLOPS,
+        half_flops=card.half_flops if card else 2 * _UNKNOWN_GPU_FLOPS,
+        memory_bytes_per_s=card.memory_bytes_per_s if card else _UNKNOWN_GPU_BYTES_PER_S,
+        link_bytes_per_s=card.link_bytes_per_s if card else _UNKNOWN_LINK_BYTES_PER_S,
+    )
+
+
+def _current_type() -> str | None:
+    import torch
+
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None else None
+
+
+def _properties(module: Any, index: int) -> Any:
+    """Device properties where the backend has them; not every one does."""
+    return module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+
+
+def _architecture(properties: Any, device_type: str) -> str:
+    if hasattr(properties, "gcnArchName"):
+        return str(properties.gcnArchName)
+    if hasattr(properties, "major") and hasattr(properties, "minor"):
+        return f"sm_{properties.major}{properties.minor}"
+    return str(getattr(properties, "architecture", device_type))
+
+
+def _half_abilities(module: Any, device_type: str, properties: Any) -> tuple[bool, bool]:
+    """(bf16 is supported, 16-bit math is fast)."""
+    bf16 = bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else device_type != "mps"
+    major = getattr(properties, "major", None)
+    return bf16, bf16 or major is None or major >= 7

@@ -1,0 +1,154 @@
+"""`Plan`: the decision as frozen data. It can be saved, read, diffed, edited and executed; it does nothing itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Literal, TypeAlias
+
+from memscale import _json
+from memscale._errors import PlanError
+
+DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an action was chosen: the rule, and the numbers that it saw."""
+
+    rule: str
+    numbers: dict[str, int | float | str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name}={_show(value)}" for name, value in self.numbers.items())
+        return f"{self.rule} ({numbers})" if numbers else self.rule
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Recompute this layer's activations in backward instead of keeping them."""
+
+    module_fqn: str
+    keep: tuple[Literal["matmul", "attention"], ...] = ()
+    """Operators whose outputs are kept all the same (op-level selective checkpointing)."""
+    reason: Reason = Reason("asked for")
+
+
+Action: TypeAlias = Checkpoint  # a closed union: grows with the techniques
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerRow:
+    """One line of `Plan.explain()`: a layer, what it costs and what is done about it."""
+
+    module_fqn: str
+    class_name: str
+    num_calls: int
+    param_bytes: int
+    activation_bytes: int
+    """Live bytes that its forward leaves behind when nothing is done."""
+    forward_ms: float
+    techniques: tuple[str, ...]
+    reason: Reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be done, what it will peak at, what it will cost, and why."""
+
+    actions: tuple[Action, ...]
+    baseline_peak_bytes: int
+    """The peak of the unmodified model."""
+    predicted_peak_bytes: int
+    predicted_slowdown: float
+    """Predicted step time over that of the unmodified model."""
+    budget_bytes: int
+    fits: bool
+    decision_source: DecisionSource
+    mode: str
+    device_type: str
+    device_name: str
+    optimizer_name: str
+    profile_source: Literal["static", "empirical"]
+    model_class: str
+    inputs: tuple[str, ...]
+    """The planned batch, one "name: shape dtype" a tensor."""
+    summary: Reason
+    """The rule that settled the plan as a whole."""
+    rows: tuple[LayerRow, ...]
+    rehearsed: bool = False
+    """The predicted peak was confirmed by running this very plan on fake tensors."""
+
+    @property
+    def reduction(self) -> float:
+        """The share of the baseline peak that the plan removes."""
+        return 1 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
+
+    def explain(self) -> str:
+        """The plan as text: each layer, its cost, its techniques, and the rule and numbers behind them."""
+        return "\n".join([*self._head_lines(), "", *self._table_lines()])
+
+    def _head_lines(self) -> list[str]:
+        how = "confirmed by a rehearsal" if self.rehearsed else "from the peak model"
+        return [
+            f"Plan for {self.model_class} on {self.device_name} ({self.device_type}), mode {self.mode}, "
+            f"decided by {self.decision_source}",
+            f"  batch:     {'; '.join(self.inputs) or 'unknown'}",
+            f"  optimizer: {self.optimizer_name}; profile: {self.profile_source}",
+            f"  baseline:  {_gb(self.baseline_peak_bytes)} peak; budget {_gb(self.budget_bytes)}",
+            f"  planned:   {_gb(self.predicted_peak_bytes)} peak ({self.reduction:.1%} less, {how}), "
+            f"{self.predicted_slowdown:.2f}x the time, {'fits' if self.fits else 'does not fit'}",
+            f"  rule:      {self.summary}",
+        ]
+
+    def _table_lines(self) -> list[str]:
+        header = ("layer", "class", "calls", "params", "activations", "forward", "techniques", "rule")
+        table = [header, *(_row_cells(row) for row in self.rows)]
+        widths = [max(len(cells[column]) for cells in table) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        return [line.rstrip() for line in (lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:])]
+
+    def to_json(self) -> str:
+        return _json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; `PlanError` says what is wrong with anything else."""
+        try:
+            plan: Plan = _json.decode(cls, json.loads(text))
+        except (ValueError, AttributeError) as error:
+            raise PlanError(f"this is not a plan: {error}") from error
+        return plan
+
+    def save(self, path: str | pathlib.Path) -> None:
+        pathlib.Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> Plan:
+        return cls.from_json(pathlib.Path(path).read_text())
+
+
+def _row_cells(row: LayerRow) -> tuple[str, ...]:
+    return (
+        row.module_fqn or "(model)",
+        row.class_name,
+        str(row.num_calls),
+        _mb(row.param_bytes),
+        _mb(row.activation_bytes),
+        f"{row.forward_ms:.2f} ms",
+        " + ".join(row.techniques) or "keep",
+        str(row.reason),
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3f} GB"
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+def _show(value: int | float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,128 @@
+"""`Profile`: what a training step of one model costs, layer by layer. Plain data; it needs no torch.
+
+A step is cut into *segments*: the forward or backward of one layer, and what lies between layers. A segment knows
+how high live bytes rise above its start and where they end, so segments of differently treated layers can be put
+together into the timeline of any plan. How a profile is made: `memscale._profile.profiler`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Literal
+
+from memscale import _json
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one input tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that techniques treat as one piece, or (`is_block=False`) a part of the model between such pieces."""
+
+    module_fqn: str
+    class_name: str
+    param_bytes: int
+    trainable_bytes: int
+    is_block: bool
+    fingerprint: str
+    """Equal for layers of the same structure and shapes."""
+    num_calls: int = 0
+    """How often one forward of the model calls it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """One stretch of a training step."""
+
+    phase: Phase
+    module_fqn: str
+    """The layer, or "" between layers."""
+    peak_bytes: int
+    """How far live bytes rise above the segment's start; at least 0."""
+    net_bytes: int
+    """Live bytes at its end less those at its start."""
+    flops: int
+    matmul_bytes: int
+    """Bytes read and written by operators that are counted in `flops`."""
+    other_bytes: int
+    """Bytes read and written by all others; views are free."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTrace:
+    """Forward and backward of one step, with the model treated in one way."""
+
+    segments: tuple[Segment, ...]
+    gradients_at_peak: int = 0
+    activations_at_peak: int = 0
+    """Of what is live at the peak above the start of the step; the rest is temporary."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak above what was live before the step."""
+        live = peak = 0
+        for segment in self.segments:
+            peak = max(peak, live + segment.peak_bytes)
+            live += segment.net_bytes
+        return peak
+
+    @property
+    def end_bytes(self) -> int:
+        """What the step leaves behind: the gradients."""
+        return sum(segment.net_bytes for segment in self.segments)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """What an optimizer keeps, and what its step needs on top."""
+
+    name: str
+    state_bytes: int
+    step_bytes: int
+    """Temporaries at the peak of `step()`, above parameters, gradients and state."""
+    moved_bytes: int
+    """Bytes that one step reads and writes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profile:
+    """What a training step of one model costs on one device."""
+
+    device_type: str
+    source: Literal["static", "empirical"]
+    model_class: str
+    inputs: tuple[TensorSpec, ...]
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    layers: tuple[Layer, ...]
+    optimizer: OptimizerCost
+    plain: StepTrace
+    """The unmodified model."""
+    checkpointed: StepTrace | None = None
+    """Every block checkpointed; None when nobody asked or it did not run."""
+    selective: StepTrace | None = None
+    """Every block checkpointed with matmul and attention outputs kept."""
+
+    @property
+    def static_bytes(self) -> int:
+        """What is live before a step begins."""
+        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.optimizer.state_bytes
+
+    def to_json(self) -> str:
+        return _json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        profile: Profile = _json.decode(cls, json.loads(text))
+        return profile

@@ -1,0 +1,117 @@
+"""The batch that a step is profiled with: given by the user, derived from a `transformers` config, or seen at work."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
+
+from memscale._errors import MemScaleError
+from memscale._profile import TensorSpec
+
+DERIVED_SEQUENCE_LENGTH = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inputs:
+    """Positional and keyword arguments of a model's forward."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_sample(cls, sample: Any) -> Inputs:
+        """A tensor, a tuple of positional or a mapping of keyword inputs; anything else is a `TypeError`."""
+        if isinstance(sample, Inputs):
+            return sample
+        if isinstance(sample, torch.Tensor):
+            return cls(args=(sample,))
+        if isinstance(sample, tuple):
+            return cls(args=sample)
+        if isinstance(sample, Mapping):
+            return cls(kwargs=dict(sample))
+        raise TypeError(
+            "sample_input must be a tensor, a tuple of positional inputs or a dict of keyword inputs, "
+            f"not {type(sample).__name__}"
+        )
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        args, kwargs = tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
+        return Inputs(args, kwargs)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        found = []
+        for path, leaf in tree_leaves_with_path((self.args, self.kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+                found.append(TensorSpec(name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")))
+        return tuple(found)
+
+
+def derive_inputs(model: nn.Module, batch: int = 1, sequence_length: int | None = None) -> Inputs | None:
+    """Meta inputs for a Hugging Face model, from its config; None for any other model."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "model_type"):
+        return None
+    names = set(inspect.signature(type(model).forward).parameters)
+    if "input_ids" in names:
+        return _text_inputs(model, config, names, batch, sequence_length)
+    if "pixel_values" in names:
+        return _image_inputs(model, config, names, batch)
+    return None
+
+
+def _text_inputs(
+    model: nn.Module, config: Any, names: set[str], batch: int, sequence_length: int | None
+) -> Inputs:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    length = sequence_length or min(DERIVED_SEQUENCE_LENGTH, longest or DERIVED_SEQUENCE_LENGTH)
+    if longest is not None and length > longest and _has_position_table(model, longest):
+        raise MemScaleError(f"a sequence of {length} is longer than the {longest} positions of this model")
+    kwargs: dict[str, Any] = {"input_ids": _meta((batch, length), torch.long)}
+    if not getattr(config, "is_encoder_decoder", False) and "attention_mask" in names and _is_encoder(model):
+        kwargs["attention_mask"] = _meta((batch, length), torch.long)
+    if "labels" in names:
+        kwargs["labels"] = _meta(_label_shape(model, batch, length), torch.long)
+    elif getattr(config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = _meta((batch, length), torch.long)
+    return Inputs(kwargs=kwargs)
+
+
+def _has_position_table(model: nn.Module, longest: int) -> bool:
+    """Learned positions limit the length; rotary and relative ones do not."""
+    return any(isinstance(m, nn.Embedding) and m.num_embeddings == longest for m in model.modules())
+
+
+def _image_inputs(model: nn.Module, config: Any, names: set[str], batch: int) -> Inputs:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    kwargs: dict[str, Any] = {
+        "pixel_values": _meta((batch, getattr(config, "num_channels", 3), height, width), torch.float32)
+    }
+    if "labels" in names:
+        kwargs["labels"] = _meta((batch,), torch.long)
+    return Inputs(kwargs=kwargs)
+
+
+def _is_encoder(model: nn.Module) -> bool:
+    """Encoders get an attention mask from every tokenizer; causal models are trained without one here."""
+    return not hasattr(model, "lm_head")
+
+
+def _label_shape(model: nn.Module, batch: int, length: int) -> tuple[int, ...]:
+    """Classification heads take one label a sequence, language models one a token."""
+    return (batch,) if "Classification" in type(model).__name__ and "Token" not in type(model).__name__ else (batch, length)
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

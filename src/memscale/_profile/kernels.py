@@ -1,0 +1,97 @@
+"""What a GPU's kernels save for backward, on fake CPU tensors.
+
+A profile must be made for the device that will run it: a CUDA card fuses dropout (it saves a boolean mask, the CPU a
+scaled float mask) and picks the memory-efficient attention kernel in fp32 (it saves output and log-sum-exp, never
+the scores; the CPU has no such kernel with dropout). When a plan is made for a card that is not in this machine,
+the step runs on fake CPU tensors with these two kernels put in their place. What stays the CPU's: everything else,
+which saves the same tensors on both (matmul, norms, activations, losses); recurrent networks and convolution
+workspaces, which do not, are not emulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class GpuKernels(TorchFunctionMode):
+    """Dropout and attention save what a CUDA card saves, while this mode is active."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _fused_dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _efficient_attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            # It looks both up by name, below the reach of this mode.
+            with _names_replaced():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _names_replaced() -> Iterator[None]:
+    with (
+        mock.patch.object(F, "dropout", _fused_dropout),
+        mock.patch.object(F, "scaled_dot_product_attention", _efficient_attention),
+    ):
+        yield
+
+
+def _fused_dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    result: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return result
+
+
+def _efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if query.dim() != 4:
+        return _efficient_attention_3d(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    bias = None
+    if attn_mask is not None:
+        bias = attn_mask
+        if bias.dtype == torch.bool:
+            bias = torch.where(bias, 0.0, float("-inf")).to(query.dtype)
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _efficient_attention_3d(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
+    tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
+    return _efficient_attention(*tensors, mask, dropout_p, is_causal, scale).squeeze(1)

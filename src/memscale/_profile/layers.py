@@ -1,0 +1,102 @@
+"""Layers are found by structure, not by class names.
+
+A *block* is a non-leaf child of a `ModuleList` or `Sequential`: a transformer block, a stage of a CNN. Containers
+inside containers are looked into until they hold blocks. The rest of the model (embeddings, stem, head) is listed
+beside them, one entry a top-most module, so that every parameter is accounted for once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from memscale import _torch_private
+from memscale._profile import Layer
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Blocks by name, outermost first come; a module that is registered twice appears once."""
+    blocks: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+    for module_fqn, module in _walk_blocks("", model):
+        if module not in seen:
+            seen.add(module)
+            blocks[module_fqn] = module
+    return blocks
+
+
+def _walk_blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Blocks below `module`, never one inside another."""
+    for name, child in module.named_children():
+        module_fqn = f"{prefix}.{name}" if prefix else name
+        if isinstance(module, _CONTAINERS) and _is_block(child):
+            yield module_fqn, child
+        else:
+            yield from _walk_blocks(module_fqn, child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Neither a leaf (nothing to recompute cheaply) nor a container that itself holds blocks."""
+    children = list(module.children())
+    holds_blocks = isinstance(module, _CONTAINERS) and any(any(True for _ in c.children()) for c in children)
+    return bool(children) and not holds_blocks
+
+
+def describe_layers(model: nn.Module) -> tuple[Layer, ...]:
+    """Blocks and what is left, in the order of `named_modules`; shared parameters count for the first owner."""
+    counted: set[int] = set()
+    blocks = find_blocks(model)
+    return tuple(
+        _describe(module_fqn, module, counted, is_block=module_fqn in blocks)
+        for module_fqn, module in _pieces("", model, set(blocks))
+    )
+
+
+def _pieces(prefix: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The model cut into blocks and the largest modules that hold none of them."""
+    if prefix in blocks or not any(name == prefix or name.startswith(f"{prefix}.") or not prefix for name in blocks):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from _pieces(f"{prefix}.{name}" if prefix else name, child, blocks)
+
+
+def _describe(module_fqn: str, module: nn.Module, counted: set[int], *, is_block: bool) -> Layer:
+    param_bytes = trainable_bytes = 0
+    for parameter in module.parameters():
+        key = _torch_private.storage_key(parameter.untyped_storage())
+        if key in counted:
+            continue
+        counted.add(key)
+        param_bytes += parameter.nbytes
+        trainable_bytes += parameter.nbytes * parameter.requires_grad
+    return Layer(
+        module_fqn=module_fqn,
+        class_name=type(module).__name__,
+        param_bytes=param_bytes,
+        trainable_bytes=trainable_bytes,
+        is_block=is_block,
+        fingerprint=_fingerprint(module),
+    )
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """Equal for modules of the same classes, shapes, dtypes and trainable parts."""
+    digest = hashlib.sha256()
+    for name, child in module.named_modules():
+        digest.update(f"{name}:{type(child).__name__}:{child.extra_repr()}\n".encode())
+    for name, parameter in module.named_parameters():
+        digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def tied_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameter names that show the same storage."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(_torch_private.storage_key(parameter.untyped_storage()), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)

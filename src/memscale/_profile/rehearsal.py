@@ -1,0 +1,377 @@
+"""A stage on which a training step can be tried without a trace: on fake tensors, or for real.
+
+Both stages run forward, a loss and backward, cut into segments by hooks on the layers. The fake stage works on a
+copy of the model whose tensors have no memory. The real stage works on the model itself and puts back everything
+that a step changes: RNG, buffers, gradients, flags and attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from memscale import _torch_private
+from memscale._memory import ACCELERATOR_ROUNDING_BYTES, LiveBytes
+from memscale._profile import Phase, Segment, StepTrace
+from memscale._profile.inputs import Inputs
+from memscale._profile.kernels import GpuKernels
+from memscale._profile.layers import find_blocks
+
+CLASSIFIER_WIDTH = 1000
+"""An output this wide is taken for class scores when the model computes no loss of its own."""
+
+
+class Detachable(Protocol):
+    def detach(self) -> None: ...
+
+
+Attach = Callable[[nn.Module], Detachable]
+
+
+class SegmentRecorder(LiveBytes):
+    """Live bytes and costs, segment by segment."""
+
+    def __init__(self, device_type: str, rounding_bytes: int, *, counts_fakes: bool) -> None:
+        super().__init__(device_type, rounding_bytes, counts_fakes=counts_fakes)
+        self.segments: list[Segment] = []
+        self.num_calls: dict[str, int] = {}
+        self._place: tuple[Phase, str, int] = ("forward", "", 0)
+        self._start_bytes = 0
+        self._flops = self._matmul_bytes = self._other_bytes = 0
+        self._entered: set[int] = set()
+        self._highest_bytes = 0
+        self._highest_by_kind = dict(self.by_kind)
+        self._opened_by_kind = dict(self.by_kind)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not func.is_view:
+            self._add_cost(func, args, kwargs, result)
+        return result
+
+    def _add_cost(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        num_bytes = sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
+        formula = _torch_private.flop_formula(func)
+        if formula is None:
+            self._other_bytes += num_bytes
+        else:
+            self._flops += int(formula(*args, **kwargs, out_val=result))
+            self._matmul_bytes += num_bytes
+
+    def open(self) -> None:
+        """Forget what came before the step."""
+        self.segments, self.num_calls, self._entered = [], {}, set()
+        self._place, self._start_bytes = ("forward", "", 0), self.total_bytes
+        self._flops = self._matmul_bytes = self._other_bytes = 0
+        self.reset_peak()
+        self._highest_bytes, self._highest_by_kind = 0, dict(self.by_kind)
+        self._opened_by_kind = dict(self.by_kind)
+
+    def close(self) -> StepTrace:
+        self._cut()
+        at_peak = {kind: self._highest_by_kind[kind] - self._opened_by_kind[kind] for kind in self.by_kind}
+        return StepTrace(
+            tuple(self.segments),
+            gradients_at_peak=at_peak["gradients"],
+            activations_at_peak=at_peak["activations"],
+        )
+
+    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
+        if (phase, module_fqn, call) != self._place:
+            self._cut()
+            self._place = (phase, module_fqn, call)
+
+    def _cut(self) -> None:
+        phase, module_fqn, _ = self._place
+        if self.peak_bytes > self._highest_bytes:
+            self._highest_bytes, self._highest_by_kind = self.peak_bytes, self.peak_by_kind
+        self.segments.append(
+            Segment(
+                phase=phase,
+                module_fqn=module_fqn,
+                peak_bytes=max(0, self.peak_bytes - self._start_bytes),
+                net_bytes=self.total_bytes - self._start_bytes,
+                flops=self._flops,
+                matmul_bytes=self._matmul_bytes,
+                other_bytes=self._other_bytes,
+            )
+        )
+        self._start_bytes = self.total_bytes
+        self._flops = self._matmul_bytes = self._other_bytes = 0
+        self.reset_peak()
+
+    # ---- hooks that tell where the step is
+
+    def watch_gradients(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._see_gradient)
+                undo.callback(handle.remove)
+
+    def _see_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.see(parameter.grad, "gradients")
+
+    def watch(self, module_fqn: str, module: nn.Module, undo: contextlib.ExitStack) -> None:
+        enter = functools.partial(self._enter_forward, module_fqn)
+        leave = functools.partial(self._leave_forward, module_fqn)
+        undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        undo.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+
+    def _enter_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.num_calls[module_fqn] = self.num_calls.get(module_fqn, 0) + 1
+        self.move_to("forward", module_fqn, self.num_calls[module_fqn])
+
+    def _leave_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self.num_calls[module_fqn]
+        key = len(self.segments)
+        for tensor in _with_gradient(output):
+            tensor.register_hook(functools.partial(self._enter_backward, module_fqn, call, key))
+        for tensor in _with_gradient((args, kwargs)):
+            tensor.register_hook(functools.partial(self._leave_backward, module_fqn, call))
+        self.move_to("forward", "", 0)
+
+    def _enter_backward(self, module_fqn: str, call: int, key: int, gradient: torch.Tensor) -> None:
+        """The first gradient of an output has arrived: the layer's backward begins, once."""
+        if key not in self._entered:
+            self._entered.add(key)
+            self.move_to("backward", module_fqn, call)
+
+    def _leave_backward(self, module_fqn: str, call: int, gradient: torch.Tensor) -> None:
+        """An input's gradient is complete. Inputs shared with other layers complete later: then it is not our turn."""
+        if self._place == ("backward", module_fqn, call):
+            self.move_to("backward", "", 0)
+
+
+def _with_gradient(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+class Rehearsal:
+    """A stage for training steps. `run` tries one, with or without techniques attached."""
+
+    source: Literal["static", "empirical"]
+    is_fake: bool
+
+    def __init__(self, model: nn.Module, inputs: Inputs, device_type: str, rounding_bytes: int) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.device_type = device_type
+        self.rounding_bytes = rounding_bytes
+        self.num_calls: dict[str, int] = {}
+        self.target_type = device_type
+
+    def books(self) -> LiveBytes:
+        """Empty books for this stage's tensors."""
+        return LiveBytes(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
+
+    def run(self, attach: Attach | None = None) -> StepTrace:
+        """Forward and backward of one step, cut into segments, above what is live before it."""
+        recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._stage())
+            if attach is not None:
+                undo.callback(attach(self.model).detach)
+            for module_fqn, module in find_blocks(self.model).items():
+                recorder.watch(module_fqn, module, undo)
+            recorder.watch_gradients(self.model, undo)
+            recorder.see_all([list(self.model.parameters()), list(self.model.buffers())], "parameters")
+            recorder.see_all((self.inputs.args, self.inputs.kwargs), "other")
+            recorder.open()
+            with recorder:
+                self._step(recorder)
+            trace = recorder.close()
+        self.num_calls = recorder.num_calls
+        return trace
+
+    def _step(self, recorder: SegmentRecorder) -> None:
+        loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))
+        recorder.move_to("backward", "", -1)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Everything that must be put back after a step."""
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+
+
+class FakeRehearsal(Rehearsal):
+    """On a copy of the model whose tensors have shapes and no memory."""
+
+    source = "static"
+    is_fake = True
+
+    def __init__(self, model: nn.Module, inputs: Inputs, device_type: str) -> None:
+        self.mode = _torch_private.fake_tensor_mode()
+        # A card that is not in this machine is played by fake CPU tensors and its kernels' savings.
+        self.emulates_gpu = not _device_exists(device_type)
+        on = "cpu" if self.emulates_gpu else device_type
+        fake_model = fake_copy(model, self.mode, torch.device(on))
+        if not fake_model.training:
+            fake_model.train()
+        fake_inputs = inputs.map_tensors(lambda tensor: _fake_like(tensor, self.mode, torch.device(on)))
+        super().__init__(fake_model, fake_inputs, on, _rounding(device_type))
+        self.target_type = device_type
+
+    @contextlib.contextmanager
+    def _stage(self) -> Iterator[None]:
+        kernels: Any = GpuKernels() if self.emulates_gpu else contextlib.nullcontext()
+        with super()._stage(), host_rng_kept(), self.mode, kernels:
+            yield
+
+
+class RealRehearsal(Rehearsal):
+    """On the model itself, with real data, where fake tensors do not suffice."""
+
+    source = "empirical"
+    is_fake = False
+
+    def __init__(self, model: nn.Module, inputs: Inputs, device: torch.device, warmup_steps: int) -> None:
+        inputs = inputs.map_tensors(lambda tensor: _real_like(tensor, device))
+        super().__init__(model, inputs, device.type, _rounding(device.type))
+        self.warmup_steps = warmup_steps
+
+    def _step(self, recorder: SegmentRecorder) -> None:
+        for _ in range(self.warmup_steps):
+            super()._step(recorder)
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        recorder.open()
+        super()._step(recorder)
+
+    @contextlib.contextmanager
+    def _stage(self) -> Iterator[None]:
+        with host_rng_kept(), _device_rng_kept(self.device_type), _module_state_kept(self.model):
+            if not self.model.training:
+                self.model.train()
+            with super()._stage():
+                yield
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss that the model computes, or a stand-in for the one that its user will compute outside.
+
+    Class scores (a last dimension of 1000 and more) get a cross-entropy, other outputs a mean square.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss if loss.dim() == 0 else loss.mean()
+    tensors = _with_gradient(output)
+    if not tensors:
+        raise RuntimeError("the model's output does not depend on any trainable parameter")
+    del output
+    return torch.stack([_stand_in_loss(tensor) for tensor in tensors]).sum()
+
+
+def _stand_in_loss(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor.float()
+    if tensor.dim() >= 2 and tensor.shape[-1] >= CLASSIFIER_WIDTH:
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=tensor.device)).float()
+    return tensor.square().mean().float()
+
+
+def fake_copy(model: nn.Module, mode: Any, device: torch.device) -> nn.Module:
+    """The model with every tensor replaced by one without memory on `device`; sharing is kept."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for leaf in tree_leaves(vars(module)):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+                memo[id(leaf)] = _fake_like(leaf, mode, device)
+    kept_alive = list(memo.values())  # deepcopy looks the replacements up by the originals' ids
+    duplicate = copy.deepcopy(model, memo)
+    del kept_alive
+    return duplicate
+
+
+def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _real_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.device.type != "meta":
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _rounding(device_type: str) -> int:
+    return 1 if device_type == "cpu" else ACCELERATOR_ROUNDING_BYTES
+
+
+def _device_exists(device_type: str) -> bool:
+    if device_type == "cpu":
+        return True
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == device_type
+
+
+@contextlib.contextmanager
+def host_rng_kept() -> Iterator[None]:
+    """Python's, NumPy's and torch's CPU random state are as before."""
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _device_rng_kept(device_type: str) -> Iterator[None]:
+    if device_type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(device_type)
+    state = module.get_rng_state()
+    try:
+        yield
+    finally:
+        module.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _module_state_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers are stand-ins during the step; gradients, flags and attributes are put back after it."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    stand_ins: dict[int, torch.Tensor] = {}
+    for module, before in attributes:
+        buffers = {n: b if b is None else stand_ins.setdefault(id(b), b.clone()) for n, b in module._buffers.items()}
+        object.__setattr__(module, "_buffers", type(before["_buffers"])(buffers))
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,1 @@
+"""What MemScale shows: on the console and in log files."""

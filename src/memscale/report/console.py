@@ -1,0 +1,101 @@
+"""The hardware line and the plan, for people.
+
+An application that has configured logging gets them as records of the logger `memscale`. Otherwise they are printed
+to stderr: as a rich table on a terminal, as plain text elsewhere. No handler is forced on the application.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from memscale._config import Config
+from memscale._errors import ConfigError
+from memscale._hardware import Hardware
+from memscale._plan import LayerRow, Plan
+
+logger = logging.getLogger("memscale")
+
+_MANY_ROWS = 24
+
+
+def open_log(config: Config, on_detach: Callable[..., Any]) -> None:
+    """Send the logger's records to `config.log_file` until detached; a path that cannot be written is an error."""
+    if config.log_file is None:
+        return
+    try:
+        handler = logging.FileHandler(config.log_file)
+    except OSError as error:
+        raise ConfigError(f"log_file={config.log_file!r} cannot be written: {error}") from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setLevel(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    if logger.getEffectiveLevel() > logging.INFO:
+        logger.setLevel(logging.INFO)
+    on_detach(_close_log, handler, level)
+
+
+def _close_log(handler: logging.Handler, level: int) -> None:
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    handler.close()
+
+
+def show_hardware(hardware: Hardware) -> None:
+    _emit("hardware: " + hardware.describe(), None)
+
+
+def show_plan(plan: Plan) -> None:
+    _emit(plan.explain(), plan)
+
+
+def _emit(text: str, plan: Plan | None) -> None:
+    logger.info("%s", text)
+    if _application_listens():
+        return
+    if plan is not None and sys.stderr.isatty():
+        _print_table(plan)
+    else:
+        print(f"memscale: {text}", file=sys.stderr)
+
+
+def _application_listens() -> bool:
+    """Whether somebody other than our own log file receives the records."""
+    current: logging.Logger | None = logger
+    while current is not None:
+        if any(not isinstance(handler, logging.FileHandler) for handler in current.handlers):
+            return True
+        current = current.parent if current.propagate else None
+    return False
+
+
+def _print_table(plan: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    head, _, _ = plan.explain().partition("\n\n")
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("layer", "params", "activations", "forward", "techniques", "rule"):
+        table.add_column(column, justify="right" if column in ("params", "activations", "forward") else "left")
+    for row in shortened(plan.rows):
+        table.add_row(
+            row.module_fqn,
+            f"{row.param_bytes / 1e6:.1f} MB",
+            f"{row.activation_bytes / 1e6:.1f} MB",
+            f"{row.forward_ms:.2f} ms",
+            " + ".join(row.techniques) or "keep",
+            str(row.reason),
+        )
+    console = Console(stderr=True)
+    console.print(head, highlight=False)
+    console.print(table)
+
+
+def shortened(rows: tuple[LayerRow, ...]) -> tuple[LayerRow, ...]:
+    """A long list of layers with its middle left out; `plan.explain()` has them all."""
+    if len(rows) <= _MANY_ROWS:
+        return rows
+    return (*rows[: _MANY_ROWS // 2], *rows[-_MANY_ROWS // 2 :])
