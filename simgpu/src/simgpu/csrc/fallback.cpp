@@ -1,0 +1,271 @@
+#include "fallback.h"
+
+#include <ATen/core/List.h>
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include "generator.h"
+#include "host_call.h"
+
+namespace simgpu {
+
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+// ------------------------------------------------------------------------------------- what the schema tells of an op
+
+struct OperatorFacts {
+  bool is_view = false;         // results are views of operands: no launch
+  bool host_waits = false;      // the host reads the result (item, nonzero)
+  bool draws = false;           // random
+  bool takes_host_index = false;
+  bool is_matmul = false;
+  bool is_lookup = false;       // touches few rows of a large operand
+  bool is_convolution = false;
+  int generator_argument = -1;
+  std::vector<bool> writes;     // per argument
+  std::vector<int> returns_argument;  // per result: the written argument that it is, or -1
+};
+
+// Operators that a real device also allows to take CPU tensors that are not scalars: indices, sequence lengths.
+bool takes_host_index(const std::string& name) {
+  static const std::unordered_set<std::string> names = {
+      "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
+      "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::_pack_padded_sequence_backward",
+      "aten::_foreach_addcmul", "aten::_foreach_addcmul_", "aten::_foreach_addcdiv", "aten::_foreach_addcdiv_"};
+  return names.count(name) > 0;
+}
+
+bool is_matmul(const std::string& name) {
+  static const std::unordered_set<std::string> names = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
+                                                        "aten::addmm_", "aten::baddbmm_", "aten::addbmm"};
+  return names.count(name) > 0;
+}
+
+bool is_lookup(const std::string& name) {
+  static const std::unordered_set<std::string> names = {"aten::embedding", "aten::index_select", "aten::gather",
+                                                        "aten::index", "aten::_unsafe_index"};
+  return names.count(name) > 0;
+}
+
+int argument_returned_as(const c10::FunctionSchema& schema, const c10::Argument& result) {
+  if (!result.alias_info() || !result.alias_info()->isWrite()) return -1;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    auto* info = schema.arguments()[i].alias_info();
+    if (info && info->beforeSets() == result.alias_info()->beforeSets()) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+bool is_host_value(const c10::Argument& result) {
+  const std::string type = result.type()->str();
+  return type == "bool" || type == "Scalar" || type == "number";
+}
+
+OperatorFacts read_facts(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  OperatorFacts facts;
+  for (auto& argument : schema.arguments()) {
+    if (argument.type()->str().find("Generator") != std::string::npos) {
+      facts.generator_argument = static_cast<int>(facts.writes.size());
+    }
+    facts.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+  }
+  facts.is_view = !schema.returns().empty();
+  facts.host_waits = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
+  for (auto& result : schema.returns()) {
+    facts.returns_argument.push_back(argument_returned_as(schema, result));
+    facts.is_view &= result.alias_info() && !result.alias_info()->isWrite();
+    facts.host_waits |= is_host_value(result);
+  }
+  const std::string& name = schema.name();
+  facts.draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  facts.takes_host_index = takes_host_index(name);
+  facts.is_matmul = is_matmul(name);
+  facts.is_lookup = is_lookup(name);
+  facts.is_convolution = name == "aten::convolution" || name == "aten::convolution_backward";
+  return facts;
+}
+
+const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
+  static thread_local std::unordered_map<const c10::FunctionSchema*, OperatorFacts> cache;
+  auto found = cache.find(&op.schema());
+  if (found == cache.end()) found = cache.emplace(&op.schema(), read_facts(op)).first;
+  return found->second;
+}
+
+// --------------------------------------------------------------------------------------------------- one boxed call
+
+class BoxedCall {
+ public:
+  BoxedCall(const c10::OperatorHandle& op, Stack* stack)
+      : op_(op), stack_(stack), facts_(facts_of(op)), call_(op.schema().name().c_str(), -1),
+        arguments_(op.schema().arguments().size()), first_(stack->size() - arguments_) {}
+
+  void run() {
+    find_device();
+    alias_arguments();
+    if (!facts_.is_view) call_.launch();
+    compute();
+    for (auto& [device_tensor, alias] : written_) call_.sync_geometry(device_tensor, alias);
+    adopt_results();
+    if (!facts_.is_view) call_.finish(work());
+    if (facts_.host_waits) {
+      Lock lock;
+      runtime().host_waits_for_lane(call_.lane());
+    }
+  }
+
+ private:
+  // From the first device operand, or a Device argument (factories), or what is current.
+  void find_device() {
+    for (size_t i = 0; i < arguments_ && !call_.has_device(); ++i) {
+      const IValue& value = argument(i);
+      if (value.isTensor() && on_device(value.toTensor())) call_.require_device(value.toTensor().device().index());
+      if (value.isDevice() && value.toDevice().type() == c10::DeviceType::PrivateUse1 && value.toDevice().has_index()) {
+        call_.require_device(value.toDevice().index());
+      }
+      if (value.isTensorList()) {
+        for (const Tensor& t : value.toTensorList()) {
+          if (on_device(t)) { call_.require_device(t.device().index()); break; }
+        }
+      }
+    }
+    if (!call_.has_device()) call_.require_device(current_device());
+  }
+
+  void alias_arguments() {
+    for (size_t i = 0; i < arguments_; ++i) {
+      if (facts_.writes[i]) originals_.emplace_back(static_cast<int>(i), argument(i));
+      alias_argument(argument(i), i);
+    }
+  }
+
+  void alias_argument(IValue& value, size_t index) {
+    const bool write = facts_.writes[index];
+    if (value.isTensor()) {
+      value = alias(value.toTensor(), write);
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> aliases;
+      for (const Tensor& t : value.toTensorVector()) aliases.push_back(alias(t, write));
+      value = std::move(aliases);
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> aliases;
+      for (std::optional<Tensor> t : value.toOptionalTensorList()) {
+        aliases.push_back(t ? std::optional<Tensor>(alias(*t, write)) : t);
+      }
+      value = std::move(aliases);
+    } else if (value.isDevice()) {
+      value = c10::Device(c10::DeviceType::CPU);
+    } else if (static_cast<int>(index) == facts_.generator_argument) {
+      alias_generator(value);
+    }
+  }
+
+  void alias_generator(IValue& value) {
+    has_generator_ = true;
+    if (value.isNone()) {
+      value = host_generator(default_generator(call_.device()));
+    } else if (value.toGenerator().device().type() == c10::DeviceType::PrivateUse1) {
+      value = host_generator(value.toGenerator());
+    }
+  }
+
+  Tensor alias(const Tensor& t, bool write) {
+    if (t.defined() && !on_device(t)) refuse_host_operand(t);
+    Tensor host = write ? call_.write(t) : call_.read(t);
+    if (on_device(t)) {
+      bytes_ += static_cast<double>(t.numel() * t.itemsize());
+      previous_operand_ = std::exchange(last_operand_, host);
+      if (write) written_.emplace_back(t, host);
+    }
+    return host;
+  }
+
+  // As on a real device: only scalars, and indices of the few operators that move them, may be on the CPU.
+  void refuse_host_operand(const Tensor& t) {
+    const bool allowed = t.dim() == 0 || facts_.takes_host_index || !t.device().is_cpu();
+    TORCH_CHECK(allowed, "Expected all tensors to be on the same device, but found at least two devices, simgpu:",
+                call_.device(), " and cpu! (", op_.schema().name(), ")");
+  }
+
+  void compute() {
+    KernelScope scope;
+    DrawFromDevice draw(call_.device(), facts_.draws && !has_generator_);
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+  }
+
+  void adopt_results() {
+    const size_t results = op_.schema().returns().size(), first = stack_->size() - results;
+    for (size_t i = 0; i < results; ++i) {
+      IValue& value = (*stack_)[first + i];
+      if (facts_.returns_argument[i] >= 0) {
+        value = original(facts_.returns_argument[i]);
+      } else if (value.isTensor()) {
+        value = adopt(value.toTensor());
+      } else if (value.isTensorList()) {
+        c10::List<Tensor> adopted;
+        for (const Tensor& t : value.toTensorVector()) adopted.push_back(adopt(t));
+        value = std::move(adopted);
+      }
+    }
+  }
+
+  Tensor adopt(const Tensor& host_result) {
+    Tensor result = call_.adopt(host_result);
+    if (result.defined()) {
+      result_bytes_ += static_cast<double>(result.numel() * result.itemsize());
+      last_result_ = result;
+    }
+    return result;
+  }
+
+  IValue original(int index) const {
+    for (auto& [i, value] : originals_) {
+      if (i == index) return value;
+    }
+    return {};
+  }
+
+  Work work() const {
+    Work work;
+    work.bytes = facts_.is_lookup ? 2 * result_bytes_ : bytes_ + result_bytes_;
+    if (last_operand_.defined()) work.precision = precision_of(last_operand_);
+    if (facts_.is_matmul && previous_operand_.defined() && last_operand_.dim() >= 2) {
+      work.flops = 2.0 * static_cast<double>(previous_operand_.numel() * last_operand_.size(-1));
+    }
+    if (facts_.is_convolution) work.flops = convolution_flops();
+    return work;
+  }
+
+  // Roughly: every weight meets every output position; backward is twice the forward.
+  double convolution_flops() const {
+    const bool backward = op_.schema().name() == "aten::convolution_backward";
+    const Tensor& weight = backward ? last_operand_ : previous_operand_.defined() ? previous_operand_ : last_operand_;
+    if (!weight.defined() || weight.dim() < 2 || !last_result_.defined() || weight.size(0) == 0) return 0;
+    const double per_output = 2.0 * static_cast<double>(weight.numel()) / static_cast<double>(weight.size(0));
+    return (backward ? 2 : 1) * per_output * result_bytes_ / static_cast<double>(last_result_.itemsize());
+  }
+
+  IValue& argument(size_t index) { return (*stack_)[first_ + index]; }
+
+  const c10::OperatorHandle& op_;
+  Stack* stack_;
+  const OperatorFacts& facts_;
+  HostCall call_;
+  const size_t arguments_, first_;
+  c10::SmallVector<std::pair<int, IValue>, 4> originals_;
+  c10::SmallVector<std::pair<Tensor, Tensor>, 4> written_;  // (device tensor, its alias)
+  Tensor previous_operand_, last_operand_, last_result_;
+  double bytes_ = 0, result_bytes_ = 0;
+  bool has_generator_ = false;
+};
+
+}  // namespace
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) { BoxedCall(op, stack).run(); }
+
+}  // namespace simgpu
