@@ -66,7 +66,10 @@ def wrap(
 
 @contextlib.contextmanager
 def optimize(
-    model: nn.Module, optimizer: Optimizer | None = None, config: Config | None = None, sample_input: Any = None
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    config: Config | None = None,
+    sample_input: Any = None,
 ) -> Iterator[Executor]:
     """`wrap` for the length of a `with` block; knows the optimizer, so the plan counts its state exactly."""
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
@@ -120,7 +123,9 @@ def profile_step(
     model: nn.Module, inputs: Inputs, config: Config, optimizer: str | Optimizer, hardware: Hardware
 ) -> tuple[Rehearsal, Profile]:
     """A stage for training steps of this model, and what the plain step costs on it."""
-    settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
+    settings = ProfileSettings(
+        config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps
+    )
     cost = optimizer_cost(model, optimizer, hardware.device_type)
     rehearsal, plain = open_rehearsal(model, inputs, torch.device(hardware.device_type), settings)
     return rehearsal, profile_model(model, rehearsal, plain, cost, inputs)
@@ -226,7 +231,9 @@ def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: 
 def _model_of(target: object) -> nn.Module:
     if isinstance(target, nn.Module):
         return target
-    raise TypeError(f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
+    raise TypeError(
+        f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}"
+    )
 
 
 def _checked_optimizer(optimizer: object) -> Optimizer | None:

@@ -45,7 +45,14 @@ class Card:
 
 
 def _card(
-    name: str, gib: float, gb_per_s: float, tflops: float, half: float, link: float, arch: str, bf16: bool = True
+    name: str,
+    gib: float,
+    gb_per_s: float,
+    tflops: float,
+    half: float,
+    link: float,
+    arch: str,
+    bf16: bool = True,
 ) -> Card:
     return Card(name, int(gib * GIB), gb_per_s * 1e9, tflops * 1e12, half * 1e12, link * 1e9, arch, bf16)
 

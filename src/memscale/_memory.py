@@ -83,7 +83,9 @@ class LiveBytes(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor, kind: Kind | None = None) -> None:
         """Enter a tensor's storage into the books; a `kind` given renames what is there already."""
-        if tensor.device.type != self.device_type or _torch_private.is_fake(tensor) != self.counts_fakes:
+        if _torch_private.is_fake(tensor) != self.counts_fakes:
+            return
+        if _torch_private.device_type_of(tensor) != self.device_type:
             return
         if hasattr(tensor, "__tensor_flatten__") and not _has_own_storage(tensor):
             names = tensor.__tensor_flatten__()[0]
@@ -256,7 +258,7 @@ class _Timeline(LiveBytes):
 
     def _see_stranger(self, tensor: torch.Tensor) -> None:
         """A tensor from before the context: "other", unless its storage is known already."""
-        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
+        if _torch_private.is_fake(tensor) or tensor.layout is not torch.strided:
             return
         if _torch_private.storage_key(tensor.untyped_storage()) not in self._entries:
             self.see(tensor, "other")
@@ -273,5 +275,3 @@ class _Timeline(LiveBytes):
 
     def _see_state(self, optimizer: Optimizer, *_: Any) -> None:
         self.see_all(list(optimizer.state.values()), "optimizer state")
-
-

@@ -41,9 +41,7 @@ class CostModel:
             self._traces["checkpoint"] = profile.checkpointed
         if profile.selective is not None:
             self._traces["selective"] = profile.selective
-        self._aligned = {
-            name: _shape(trace) == _shape(profile.plain) for name, trace in self._traces.items()
-        }
+        self._aligned = {name: _shape(trace) == _shape(profile.plain) for name, trace in self._traces.items()}
         self._ms = {
             name: tuple(self.segment_ms(segment) for segment in trace.segments)
             for name, trace in self._traces.items()

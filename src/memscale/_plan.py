@@ -35,6 +35,59 @@ class Checkpoint:
     reason: Reason = Reason("asked for")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileHead:
+    """Compute this language-model head and its cross-entropy a few rows at a time; the logits never exist whole."""
+
+    module_fqn: str
+    rows: int
+    """Rows of logits that exist at once."""
+    reason: Reason = Reason("asked for")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileMlp:
+    """Compute this MLP a stretch of the sequence at a time, recomputed in backward."""
+
+    module_fqn: str
+    num_tiles: int
+    reason: Reason = Reason("asked for")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileAttention:
+    """Compute this attention without materialising its scores: fused where possible, else by tiles of queries."""
+
+    module_fqn: str
+    rows: int
+    """Queries whose scores exist at once, where no fused kernel applies."""
+    reason: Reason = Reason("asked for")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OffloadActivations:
+    """This layer's saved tensors wait on the next tier until backward needs them."""
+
+    module_fqn: str
+    reason: Reason = Reason("asked for")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OffloadOptimizer:
+    """Optimizer state waits on the next tier; the step runs bucket by bucket."""
+
+    bucket_bytes: int
+    reason: Reason = Reason("asked for")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamParameters:
+    """This layer's parameters live on the host and visit the device for its forward and backward."""
+
+    module_fqn: str
+    reason: Reason = Reason("asked for")
+
+
 Action: TypeAlias = Checkpoint  # a closed union: grows with the techniques
 
 
@@ -106,7 +159,9 @@ class Plan:
         header = ("layer", "class", "calls", "params", "activations", "forward", "techniques", "rule")
         table = [header, *(_row_cells(row) for row in self.rows)]
         widths = [max(len(cells[column]) for cells in table) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table
+        ]
         return [line.rstrip() for line in (lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:])]
 
     def to_json(self) -> str:

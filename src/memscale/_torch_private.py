@@ -28,6 +28,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def device_type_of(tensor: torch.Tensor) -> str:
+    """The type of its device; asking a fake tensor in the usual way would run an operator."""
+    device: torch.device = tensor.fake_device if is_fake(tensor) else tensor.device  # type: ignore[attr-defined]
+    return device.type
+
+
 def flop_formula(func: Any) -> Callable[..., int] | None:
     """PyTorch's own FLOP count of an operator; None for those that it takes as free."""
     formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)

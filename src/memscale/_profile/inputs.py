@@ -110,7 +110,11 @@ def _is_encoder(model: nn.Module) -> bool:
 
 def _label_shape(model: nn.Module, batch: int, length: int) -> tuple[int, ...]:
     """Classification heads take one label a sequence, language models one a token."""
-    return (batch,) if "Classification" in type(model).__name__ and "Token" not in type(model).__name__ else (batch, length)
+    return (
+        (batch,)
+        if "Classification" in type(model).__name__ and "Token" not in type(model).__name__
+        else (batch, length)
+    )
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

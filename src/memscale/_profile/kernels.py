@@ -1,4 +1,6 @@
-"""What a GPU's kernels save for backward, on fake CPU tensors.
+"""Where a step on fake tensors would go another way than the real one, and how it is kept on the real way.
+
+What a GPU's kernels save for backward, on fake CPU tensors:
 
 A profile must be made for the device that will run it: a CUDA card fuses dropout (it saves a boolean mask, the CPU a
 scaled float mask) and picks the memory-efficient attention kernel in fp32 (it saves output and log-sum-exp, never
@@ -6,11 +8,16 @@ the scores; the CPU has no such kernel with dropout). When a plan is made for a 
 the step runs on fake CPU tensors with these two kernels put in their place. What stays the CPU's: everything else,
 which saves the same tensors on both (matmul, norms, activations, losses); recurrent networks and convolution
 workspaces, which do not, are not emulated.
+
+Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
+takes the batch for packed; real batches are, unless position ids are passed. It also skips an attention mask that
+hides nothing. The plan counts the mask: a later batch may be padded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -95,3 +102,14 @@ def _efficient_attention_3d(
     mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
     tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
     return _efficient_attention(*tensors, mask, dropout_p, is_causal, scale).squeeze(1)
+
+
+@contextlib.contextmanager
+def sequences_unpacked() -> Iterator[None]:
+    """`transformers` takes batches without position ids for unpacked, as it would with real tensors."""
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    with mock.patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None):
+        yield

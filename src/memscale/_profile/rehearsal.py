@@ -24,7 +24,7 @@ from memscale import _torch_private
 from memscale._memory import ACCELERATOR_ROUNDING_BYTES, LiveBytes
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
-from memscale._profile.kernels import GpuKernels
+from memscale._profile.kernels import GpuKernels, sequences_unpacked
 from memscale._profile.layers import find_blocks
 
 CLASSIFIER_WIDTH = 1000
@@ -234,7 +234,8 @@ class FakeRehearsal(Rehearsal):
     @contextlib.contextmanager
     def _stage(self) -> Iterator[None]:
         kernels: Any = GpuKernels() if self.emulates_gpu else contextlib.nullcontext()
-        with super()._stage(), host_rng_kept(), self.mode, kernels:
+        packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
+        with super()._stage(), host_rng_kept(), packing, self.mode, kernels:
             yield
 
 
@@ -363,7 +364,9 @@ def _module_state_kept(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     stand_ins: dict[int, torch.Tensor] = {}
     for module, before in attributes:
-        buffers = {n: b if b is None else stand_ins.setdefault(id(b), b.clone()) for n, b in module._buffers.items()}
+        buffers = {
+            n: b if b is None else stand_ins.setdefault(id(b), b.clone()) for n, b in module._buffers.items()
+        }
         object.__setattr__(module, "_buffers", type(before["_buffers"])(buffers))
     for parameter, _ in gradients:
         parameter.grad = None

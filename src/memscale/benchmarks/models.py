@@ -136,11 +136,17 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
-def _text_batch(vocabulary: int, with_mask: bool = False, shape: tuple[int, int] = (4, 32)) -> Callable[[int], dict[str, Any]]:
+def _text_batch(
+    vocabulary: int, with_mask: bool = False, shape: tuple[int, int] = (4, 32)
+) -> Callable[[int], dict[str, Any]]:
     def batch(step: int) -> dict[str, Any]:
         ids = _tokens(step, vocabulary, *shape)
-        mask = {"attention_mask": torch.ones_like(ids)} if with_mask else {}
-        return {"input_ids": ids, "labels": ids.clone(), **mask}
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if with_mask:
+            batch["attention_mask"] = (
+                torch.arange(shape[1]) < shape[1] - torch.arange(shape[0])[:, None]
+            ).long()
+        return batch
 
     return batch
 
