@@ -123,9 +123,7 @@ def profile_step(
     model: nn.Module, inputs: Inputs, config: Config, optimizer: str | Optimizer, hardware: Hardware
 ) -> tuple[Rehearsal, Profile]:
     """A stage for training steps of this model, and what the plain step costs on it."""
-    settings = ProfileSettings(
-        config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps
-    )
+    settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
     cost = optimizer_cost(model, optimizer, hardware.device_type)
     rehearsal, plain = open_rehearsal(model, inputs, torch.device(hardware.device_type), settings)
     return rehearsal, profile_model(model, rehearsal, plain, cost, inputs)
@@ -143,9 +141,7 @@ def with_variants(profile: Profile, rehearsal: Rehearsal, config: Config) -> Pro
     return dataclasses.replace(
         profile,
         checkpointed=try_variant(rehearsal, functools.partial(_rehearse_actions, full), "checkpointing"),
-        selective=try_variant(
-            rehearsal, functools.partial(_rehearse_actions, selective), "selective checkpointing"
-        ),
+        selective=try_variant(rehearsal, functools.partial(_rehearse_actions, selective), "selective checkpointing"),
     )
 
 
@@ -231,9 +227,7 @@ def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: 
 def _model_of(target: object) -> nn.Module:
     if isinstance(target, nn.Module):
         return target
-    raise TypeError(
-        f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}"
-    )
+    raise TypeError(f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
 
 
 def _checked_optimizer(optimizer: object) -> Optimizer | None:
@@ -242,9 +236,7 @@ def _checked_optimizer(optimizer: object) -> Optimizer | None:
     raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}")
 
 
-def _with_async(
-    config: Config, async_offload: bool | None, async_config: AsyncOffloadConfig | None
-) -> Config:
+def _with_async(config: Config, async_offload: bool | None, async_config: AsyncOffloadConfig | None) -> Config:
     """The argument wins, then the environment, then the config."""
     changes: dict[str, Any] = {}
     if async_offload is None and "MEMSCALE_ASYNC_OFFLOAD" in os.environ:

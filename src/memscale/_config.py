@@ -208,9 +208,7 @@ def _check_bool(config: object, name: str) -> None:
 
 def _check_int(config: object, name: str, *, minimum: int, maximum: int | None = None) -> None:
     value = getattr(config, name)
-    limit = (
-        f"an integer of at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
-    )
+    limit = f"an integer of at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise _bad(name, value, limit)
     if maximum is not None and value > maximum:

@@ -58,9 +58,7 @@ def decide(
     baseline = model.evaluate({})
     budget = budget_bytes(hardware, config)
     if not needs_optimizing(profile, hardware, config):
-        summary = Reason(
-            "smart skip: fits as it is", {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget}
-        )
+        summary = Reason("smart skip: fits as it is", {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget})
         chosen = Candidate((), baseline)
     else:
         chosen, summary = _choose(model, baseline, budget, config)
@@ -157,9 +155,7 @@ def _write_plan(
         optimizer_name=profile.optimizer.name,
         profile_source=profile.source,
         model_class=profile.model_class,
-        inputs=tuple(
-            f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs
-        ),
+        inputs=tuple(f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs),
         summary=summary,
         rows=tuple(_row(model, layer, assignment, reasons) for layer in profile.layers),
     )
@@ -168,9 +164,7 @@ def _write_plan(
 def _actions(profile: Profile, assignment: Assignment, reasons: dict[str, Reason]) -> tuple[Action, ...]:
     """In the model's order, not in that of the ranking: a plan is read by people."""
     return tuple(
-        Checkpoint(
-            layer.module_fqn, keep=_KEEP_OF[assignment[layer.module_fqn]], reason=reasons[layer.module_fqn]
-        )  # type: ignore[arg-type]
+        Checkpoint(layer.module_fqn, keep=_KEEP_OF[assignment[layer.module_fqn]], reason=reasons[layer.module_fqn])  # type: ignore[arg-type]
         for layer in profile.layers
         if layer.module_fqn in assignment
     )

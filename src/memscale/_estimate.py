@@ -65,9 +65,7 @@ def estimate(
     The model may be on the meta device: no weights are needed. `optimizer` is a name or an optimizer object.
     """
     if isinstance(optimizer, str) and optimizer not in (*OPTIMIZERS, "none"):
-        raise ValueError(
-            f"optimizer={optimizer!r} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}"
-        )
+        raise ValueError(f"optimizer={optimizer!r} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}")
     config = config or Config()
     inputs = Inputs.from_sample(sample_input) if sample_input is not None else derive_inputs(model)
     if inputs is None:
@@ -75,15 +73,13 @@ def estimate(
     hardware = hardware or Hardware.detect(_real_device(model, config), config.offload_dir)
     rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware)
     profile = with_variants(profile, rehearsal, config.replace(enable_checkpointing=True))
-    by_mode = {}
+    by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
         strategy = choose_strategy(config.replace(mode=mode))
         plan = decide(profile, hardware, strategy.config, strategy.source, raise_if_unfit=False)
         same = next((known.plan for known in by_mode.values() if known.plan.actions == plan.actions), None)
         plan = (
-            confirm(plan, profile, rehearsal, hardware)
-            if same is None
-            else dataclasses.replace(same, mode=mode.value)
+            confirm(plan, profile, rehearsal, hardware) if same is None else dataclasses.replace(same, mode=mode.value)
         )
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
     baseline = CostModel(profile, hardware).peak_of(profile.plain)

@@ -138,9 +138,7 @@ def _forget(model_ref: weakref.ref[nn.Module], executor_ref: weakref.ref[Executo
 
 def _switch_off_caches(model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Key-value caches are of no use in training, and a recompute would fill them a second time."""
-    configs = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
-    }
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     for config in configs.values():
         if getattr(config, "use_cache", False) is True:
             set_attribute(config, "use_cache", False, undo)

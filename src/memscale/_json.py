@@ -55,9 +55,7 @@ def _decode_dataclass(kind: type[Any], data: Any) -> Any:
     unknown = set(data) - known - {"type"}
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {sorted(unknown)}")
-    missing = [
-        f.name for f in dataclasses.fields(kind) if f.name not in data and f.default is dataclasses.MISSING
-    ]
+    missing = [f.name for f in dataclasses.fields(kind) if f.name not in data and f.default is dataclasses.MISSING]
     if missing:
         raise ValueError(f"{kind.__name__} lacks {missing}")
     return kind(**{name: decode(hints[name], data[name]) for name in known & set(data)})

@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
     """Keeps the books of live storages while it is the active dispatch mode."""
 
     def __init__(self, device_type: str, rounding_bytes: int = 1, *, counts_fakes: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts_fakes = counts_fakes
         self.device_type = device_type
         self.rounding_bytes = rounding_bytes
@@ -84,14 +84,15 @@ class LiveBytes(TorchDispatchMode):
     def see(self, tensor: torch.Tensor, kind: Kind | None = None) -> None:
         """Enter a tensor's storage into the books; a `kind` given renames what is there already."""
         if _torch_private.is_fake(tensor) != self.counts_fakes:
-            return
+            return None
         if _torch_private.device_type_of(tensor) != self.device_type:
-            return
+            return None
         if hasattr(tensor, "__tensor_flatten__") and not _has_own_storage(tensor):
             names = tensor.__tensor_flatten__()[0]
-            return self.see_all([getattr(tensor, name) for name in names], kind)
-        if tensor.layout is not torch.strided:
+            self.see_all([getattr(tensor, name) for name in names], kind)
             return
+        if tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
         with self._lock:
             self._enter(storage, kind)

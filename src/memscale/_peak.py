@@ -43,8 +43,7 @@ class CostModel:
             self._traces["selective"] = profile.selective
         self._aligned = {name: _shape(trace) == _shape(profile.plain) for name, trace in self._traces.items()}
         self._ms = {
-            name: tuple(self.segment_ms(segment) for segment in trace.segments)
-            for name, trace in self._traces.items()
+            name: tuple(self.segment_ms(segment) for segment in trace.segments) for name, trace in self._traces.items()
         }
         self._step_ms = profile.optimizer.moved_bytes / hardware.memory_bytes_per_s * 1e3
 

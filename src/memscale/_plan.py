@@ -159,9 +159,7 @@ class Plan:
         header = ("layer", "class", "calls", "params", "activations", "forward", "techniques", "rule")
         table = [header, *(_row_cells(row) for row in self.rows)]
         widths = [max(len(cells[column]) for cells in table) for column in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table
-        ]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
         return [line.rstrip() for line in (lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:])]
 
     def to_json(self) -> str:

@@ -69,9 +69,7 @@ def derive_inputs(model: nn.Module, batch: int = 1, sequence_length: int | None 
     return None
 
 
-def _text_inputs(
-    model: nn.Module, config: Any, names: set[str], batch: int, sequence_length: int | None
-) -> Inputs:
+def _text_inputs(model: nn.Module, config: Any, names: set[str], batch: int, sequence_length: int | None) -> Inputs:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     length = sequence_length or min(DERIVED_SEQUENCE_LENGTH, longest or DERIVED_SEQUENCE_LENGTH)

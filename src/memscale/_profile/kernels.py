@@ -54,9 +54,7 @@ def _names_replaced() -> Iterator[None]:
         yield
 
 
-def _fused_dropout(
-    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
+def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or p == 0:
         return input
     result: torch.Tensor = torch.native_dropout(input, p, True)[0]
@@ -111,5 +109,5 @@ def sequences_unpacked() -> Iterator[None]:
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
-    with mock.patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None):
+    with mock.patch.object(masking, "find_packed_sequence_indices", return_value=None):
         yield

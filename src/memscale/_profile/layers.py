@@ -58,9 +58,7 @@ def describe_layers(model: nn.Module) -> tuple[Layer, ...]:
 
 def _pieces(prefix: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
     """The model cut into blocks and the largest modules that hold none of them."""
-    if prefix in blocks or not any(
-        name == prefix or name.startswith(f"{prefix}.") or not prefix for name in blocks
-    ):
+    if prefix in blocks or not any(name == prefix or name.startswith(f"{prefix}.") or not prefix for name in blocks):
         yield prefix, module
         return
     for name, child in module.named_children():
@@ -92,9 +90,7 @@ def _fingerprint(module: nn.Module) -> str:
     for name, child in module.named_modules():
         digest.update(f"{name}:{type(child).__name__}:{child.extra_repr()}\n".encode())
     for name, parameter in module.named_parameters():
-        digest.update(
-            f"{name}:{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}\n".encode()
-        )
+        digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -54,15 +54,11 @@ def open_rehearsal(
         try:
             rehearsal: Rehearsal = FakeRehearsal(model, inputs, device.type)
             return rehearsal, rehearsal.run()
-        except (
-            Exception
-        ) as error:  # whatever a user's model raises on fake tensors: a real step may still work
+        except Exception as error:  # whatever a user's model raises on fake tensors: a real step may still work
             refusals.append(f"on fake tensors: {type(error).__name__}: {error}")
             logger.debug("static profiling failed", exc_info=True)
     if settings.empirical and _has_real_tensors(model):
-        logger.info(
-            "fake tensors do not suffice for this model (%s); running a real step", "; ".join(refusals)
-        )
+        logger.info("fake tensors do not suffice for this model (%s); running a real step", "; ".join(refusals))
         try:
             rehearsal = RealRehearsal(model, inputs, device, settings.warmup_steps)
             return rehearsal, rehearsal.run()
@@ -116,9 +112,7 @@ def try_variant(rehearsal: Rehearsal, attach: Attach, name: str) -> StepTrace | 
     """The step with a technique on every block; None where the technique does not run on this model."""
     try:
         return rehearsal.run(attach)
-    except (
-        Exception
-    ) as error:  # e.g. an in-place operator on a kept output: then the technique is not eligible
+    except Exception as error:  # e.g. an in-place operator on a kept output: then the technique is not eligible
         logger.info("%s does not run on this model: %s: %s", name, type(error).__name__, error)
         return None
 
@@ -159,9 +153,7 @@ def _build_twin(model: nn.Module, optimizer: str | Optimizer, mode: Any, *, fore
     def fake(parameter: torch.Tensor) -> nn.Parameter:
         if id(parameter) not in fakes:
             with mode:
-                empty = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu"
-                )
+                empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
             fakes[id(parameter)] = nn.Parameter(empty)
         return fakes[id(parameter)]
 

@@ -200,7 +200,7 @@ class Rehearsal:
     def _step(self, recorder: SegmentRecorder) -> None:
         loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))
         recorder.move_to("backward", "", -1)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     @contextlib.contextmanager
     def _stage(self) -> Iterator[None]:
@@ -364,9 +364,7 @@ def _module_state_kept(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     stand_ins: dict[int, torch.Tensor] = {}
     for module, before in attributes:
-        buffers = {
-            n: b if b is None else stand_ins.setdefault(id(b), b.clone()) for n, b in module._buffers.items()
-        }
+        buffers = {n: b if b is None else stand_ins.setdefault(id(b), b.clone()) for n, b in module._buffers.items()}
         object.__setattr__(module, "_buffers", type(before["_buffers"])(buffers))
     for parameter, _ in gradients:
         parameter.grad = None

@@ -143,9 +143,7 @@ def _text_batch(
         ids = _tokens(step, vocabulary, *shape)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if with_mask:
-            batch["attention_mask"] = (
-                torch.arange(shape[1]) < shape[1] - torch.arange(shape[0])[:, None]
-            ).long()
+            batch["attention_mask"] = (torch.arange(shape[1]) < shape[1] - torch.arange(shape[0])[:, None]).long()
         return batch
 
     return batch
@@ -155,9 +153,7 @@ def _bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
-        BertConfig(
-            vocab_size=256, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256
-        )
+        BertConfig(vocab_size=256, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256)
     )
 
 
@@ -171,9 +167,7 @@ def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=256, d_model=64, d_kv=16, d_ff=256, num_layers=3, num_heads=4, decoder_start_token_id=0
-        )
+        T5Config(vocab_size=256, d_model=64, d_kv=16, d_ff=256, num_layers=3, num_heads=4, decoder_start_token_id=0)
     )
 
 
@@ -230,13 +224,13 @@ def _frozen() -> nn.Module:
     model: Any = _gpt2()
     for parameter in [*model.transformer.wte.parameters(), *model.transformer.h[0].parameters()]:
         parameter.requires_grad_(False)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))  # type: ignore[arg-type,no-any-return]
+    return get_peft_model(_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
 def suite() -> tuple[Case, ...]:

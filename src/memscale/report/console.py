@@ -79,9 +79,7 @@ def _print_table(plan: Plan) -> None:
     head, _, _ = plan.explain().partition("\n\n")
     table = Table(show_edge=False, pad_edge=False)
     for column in ("layer", "params", "activations", "forward", "techniques", "rule"):
-        table.add_column(
-            column, justify="right" if column in ("params", "activations", "forward") else "left"
-        )
+        table.add_column(column, justify="right" if column in ("params", "activations", "forward") else "left")
     for row in shortened(plan.rows):
         table.add_row(
             row.module_fqn,

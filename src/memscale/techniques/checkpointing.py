@@ -171,9 +171,7 @@ class _BufferKeeper:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._slots: list[BufferSlot] = [
-            (owner, name) for owner in module.modules() for name in owner._buffers
-        ]
+        self._slots: list[BufferSlot] = [(owner, name) for owner in module.modules() for name in owner._buffers]
         self._changing: dict[tuple[bool, ...], set[BufferSlot]] = {}
 
     def _flags(self) -> tuple[bool, ...]:
@@ -208,7 +206,7 @@ class _BufferKeeper:
             if slot not in known and slot in after and after[slot]._version != version:
                 known.add(slot)
                 raise RuntimeError(
-                    f"buffer {slot[1]!r} of {type(slot[0]).__name__} was changed by this forward but not by earlier ones: "
+                    f"buffer {slot[1]!r} of {type(slot[0]).__name__} was changed by this forward, not by earlier ones: "
                     "its recompute would not be the same. Run the step again: MemScale remembers it from now on."
                 )
 
