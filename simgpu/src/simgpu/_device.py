@@ -64,7 +64,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    return int(torch.accelerator.device_count())
+    return int(native.DEVICE_COUNT)
 
 
 def current_device() -> int:

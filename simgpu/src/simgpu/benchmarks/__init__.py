@@ -1,0 +1,1 @@
+"""What simgpu is measured by: `python -m simgpu.benchmarks published | speed | opinfo`."""

@@ -138,6 +138,7 @@ void bind_values(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_values(m);
+  m.attr("DEVICE_COUNT") = kMaxDevices;
   m.def("set_capacity", &set_capacity, ReleaseGil());
   m.def("get_capacity", &get_capacity, ReleaseGil());
   m.def("take_reports", &take_reports, ReleaseGil());

@@ -1,0 +1,29 @@
+"""Helpers of the simgpu tests."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+
+PREAMBLE = "import torch, simgpu\nfrom torch import nn\n"
+
+
+@pytest.fixture
+def run_python() -> Callable[..., str]:
+    """Runs code in a process of its own, which must end well and in time; gives its standard output."""
+
+    def run(code: str, timeout: float = 120, **environment: str) -> str:
+        answer = subprocess.run(
+            [sys.executable, "-W", "error", "-c", PREAMBLE + textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | environment,
+        )
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout
+
+    return run
