@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from memscale._hardware import Hardware
 from memscale._patching import OwnHook
 from memscale._peak import CostModel
 from memscale._plan import Action, Checkpoint, Plan
-from memscale._policy import choose_strategy
+from memscale._policy import Strategy, choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.layers import find_blocks
@@ -40,6 +41,8 @@ from memscale.report import console
 logger = logging.getLogger("memscale")
 
 Target = TypeVar("Target")
+
+_MAX_REHEARSALS = 4
 
 
 def wrap(
@@ -112,10 +115,24 @@ def make_plan(
     rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware)
     if needs_optimizing(profile, hardware, strategy.config):
         profile = with_variants(profile, rehearsal, strategy.config)
-    plan = decide(profile, hardware, strategy.config, strategy.source, raise_if_unfit=False)
-    plan = confirm(plan, profile, rehearsal, hardware)
+    plan = decide_and_rehearse(profile, rehearsal, hardware, strategy)
     if not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, config))
+    return plan
+
+
+def decide_and_rehearse(profile: Profile, rehearsal: Rehearsal, hardware: Hardware, strategy: Strategy) -> Plan:
+    """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
+    margin_bytes = 0
+    for _ in range(_MAX_REHEARSALS):
+        decided = decide(
+            profile, hardware, strategy.config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False
+        )
+        plan = confirm(decided, profile, rehearsal, hardware)
+        if plan.fits or not decided.fits:
+            break
+        margin_bytes += plan.predicted_peak_bytes - plan.budget_bytes
+        logger.debug("the rehearsal peaked %d bytes above the budget: deciding again", margin_bytes)
     return plan
 
 
@@ -227,6 +244,9 @@ def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: 
 def _model_of(target: object) -> nn.Module:
     if isinstance(target, nn.Module):
         return target
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is not None and isinstance(target, trainer.Trainer):
+        return _model_of(target.model)
     raise TypeError(f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 from memscale._config import Config
 from memscale._errors import DoesNotFitError
@@ -18,8 +19,14 @@ from memscale._peak import CostModel, Outcome, Treatment
 from memscale._plan import Action, Checkpoint, DecisionSource, LayerRow, Plan, Reason
 from memscale._profile import Layer, Profile
 
-_KEEP_OF: dict[Treatment, tuple[str, ...]] = {"selective": ("matmul", "attention"), "checkpoint": ()}
+_KEEP_OF: dict[Treatment, tuple[Literal["matmul", "attention"], ...]] = {
+    "selective": ("matmul", "attention"),
+    "checkpoint": (),
+}
 _NAME_OF: dict[Treatment, str] = {"selective": "checkpoint (selective)", "checkpoint": "checkpoint"}
+
+_MIXTURE_STEPS = 24
+"""Mixtures of full and selective checkpointing are tried at this many lengths each."""
 
 Assignment = dict[str, Treatment]
 
@@ -33,10 +40,10 @@ class Candidate:
 
 
 def budget_bytes(hardware: Hardware, config: Config) -> int:
-    """What a plan may fill: the hard budget, else the utilisation's share of the device's memory."""
+    """What a plan may fill: the hard budget, else the utilisation's share of the memory, or what others leave of it."""
     if config.memory_budget_gb is not None:
         return int(config.memory_budget_gb * 1e9)
-    return int(hardware.total_bytes * config.target_gpu_utilization)
+    return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
 
 
 def needs_optimizing(profile: Profile, hardware: Hardware, config: Config) -> bool:
@@ -51,9 +58,13 @@ def decide(
     config: Config,
     decision_source: DecisionSource = "user_config",
     *,
+    margin_bytes: int = 0,
     raise_if_unfit: bool = True,
 ) -> Plan:
-    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none."""
+    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none.
+
+    `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added.
+    """
     model = CostModel(profile, hardware)
     baseline = model.evaluate({})
     budget = budget_bytes(hardware, config)
@@ -61,7 +72,7 @@ def decide(
         summary = Reason("smart skip: fits as it is", {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget})
         chosen = Candidate((), baseline)
     else:
-        chosen, summary = _choose(model, baseline, budget, config)
+        chosen, summary = _choose(model, baseline, budget - margin_bytes, config)
     plan = _write_plan(model, hardware, config, decision_source, baseline, chosen, budget, summary)
     if raise_if_unfit and not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, config))
@@ -86,7 +97,10 @@ def _choose(model: CostModel, baseline: Outcome, budget: int, config: Config) ->
 
 
 def _candidates(model: CostModel, baseline: Outcome, config: Config) -> Iterator[Candidate]:
-    """Nothing; then a fully checkpointed prefix of the ranking, a selective stretch behind it, the rest kept."""
+    """Nothing; then a fully checkpointed prefix of the ranking, a selective stretch behind it, the rest kept.
+
+    Prefixes of one kind are tried block by block, mixtures in strides that bound the number of candidates.
+    """
     yield Candidate((), baseline)
     if not config.enable_checkpointing:
         return
@@ -96,10 +110,12 @@ def _candidates(model: CostModel, baseline: Outcome, config: Config) -> Iterator
             yield _candidate(model, dict.fromkeys(ranking, treatment))
     full = ranking if "checkpoint" in model.treatments and model.can_mix("checkpoint") else []
     selective = ranking if "selective" in model.treatments and model.can_mix("selective") else []
+    stride = -(-len(ranking) // _MIXTURE_STEPS)
     for num_full in range(len(full) + 1):
-        num_selective = len(selective) - num_full if selective else 0
-        for stretch in range(num_selective + 1):
-            if num_full + stretch:
+        longest = len(selective) - num_full if selective else 0
+        for stretch in range(longest + 1):
+            is_pure = num_full == 0 or stretch in (0, longest)
+            if num_full + stretch and (is_pure or (num_full % stride == 0 and stretch % stride == 0)):
                 assignment: Assignment = dict.fromkeys(ranking[:num_full], "checkpoint")
                 assignment |= dict.fromkeys(ranking[num_full : num_full + stretch], "selective")
                 yield _candidate(model, assignment)
@@ -164,7 +180,7 @@ def _write_plan(
 def _actions(profile: Profile, assignment: Assignment, reasons: dict[str, Reason]) -> tuple[Action, ...]:
     """In the model's order, not in that of the ranking: a plan is read by people."""
     return tuple(
-        Checkpoint(layer.module_fqn, keep=_KEEP_OF[assignment[layer.module_fqn]], reason=reasons[layer.module_fqn])  # type: ignore[arg-type]
+        Checkpoint(layer.module_fqn, keep=_KEEP_OF[assignment[layer.module_fqn]], reason=reasons[layer.module_fqn])
         for layer in profile.layers
         if layer.module_fqn in assignment
     )

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale import _json
-from memscale._api import confirm, device_of, profile_step, with_variants
+from memscale._api import decide_and_rehearse, device_of, profile_step, with_variants
 from memscale._config import Config, OptimizationMode
-from memscale._decide import budget_bytes, decide
+from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
@@ -76,11 +76,7 @@ def estimate(
     by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
         strategy = choose_strategy(config.replace(mode=mode))
-        plan = decide(profile, hardware, strategy.config, strategy.source, raise_if_unfit=False)
-        same = next((known.plan for known in by_mode.values() if known.plan.actions == plan.actions), None)
-        plan = (
-            confirm(plan, profile, rehearsal, hardware) if same is None else dataclasses.replace(same, mode=mode.value)
-        )
+        plan = decide_and_rehearse(profile, rehearsal, hardware, strategy)
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
     baseline = CostModel(profile, hardware).peak_of(profile.plain)
     budget = budget_bytes(hardware, config)

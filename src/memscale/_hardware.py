@@ -94,6 +94,7 @@ class Hardware:
     total_bytes: int
     """Memory of one device; on a CPU-only machine RAM, or the control group's limit when lower."""
     free_bytes: int
+    """What this process may hold in all: free memory and what it holds already."""
     architecture: str
     supports_bf16: bool
     supports_fp16: bool
@@ -266,7 +267,7 @@ def _cpu_hardware(host_total: int, host_available: int, disk: int | None) -> Har
         device_name=_cpu_name(),
         device_count=1,
         total_bytes=host_total,
-        free_bytes=host_available,
+        free_bytes=min(host_total, host_available + _resident_bytes()),
         architecture=platform.machine(),
         supports_bf16=True,
         supports_fp16="avx512_fp16" in flags,
@@ -280,6 +281,12 @@ def _cpu_hardware(host_total: int, host_available: int, disk: int | None) -> Har
         memory_bytes_per_s=_CPU_BYTES_PER_S,
         link_bytes_per_s=_CPU_DISK_BYTES_PER_S,
     )
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def _cpu_flags() -> set[str]:
@@ -316,7 +323,7 @@ def _accelerator_hardware(
         device_name=name,
         device_count=torch.accelerator.device_count(),
         total_bytes=int(total),
-        free_bytes=int(free),
+        free_bytes=min(int(total), int(free) + torch.accelerator.memory_reserved(index)),
         architecture=_architecture(properties, device_type),
         supports_bf16=bf16,
         supports_fp16=True,

@@ -84,15 +84,15 @@ class LiveBytes(TorchDispatchMode):
     def see(self, tensor: torch.Tensor, kind: Kind | None = None) -> None:
         """Enter a tensor's storage into the books; a `kind` given renames what is there already."""
         if _torch_private.is_fake(tensor) != self.counts_fakes:
-            return None
+            return
         if _torch_private.device_type_of(tensor) != self.device_type:
-            return None
+            return
         if hasattr(tensor, "__tensor_flatten__") and not _has_own_storage(tensor):
             names = tensor.__tensor_flatten__()[0]
             self.see_all([getattr(tensor, name) for name in names], kind)
             return
         if tensor.layout is not torch.strided:
-            return None
+            return
         storage = tensor.untyped_storage()
         with self._lock:
             self._enter(storage, kind)

@@ -121,6 +121,22 @@ def optimizer_cost(model: nn.Module, optimizer: str | Optimizer, device_type: st
     """State and step temporaries of an optimizer, by running two of its steps on fake parameters."""
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
+    try:
+        return _run_twin(model, optimizer, device_type)
+    except Exception as error:  # whatever a third party's optimizer does on fake tensors
+        if isinstance(optimizer, str):
+            raise
+        logger.warning(
+            "%s cannot be tried on fake tensors (%s: %s); its state is taken to be AdamW's",
+            type(optimizer).__name__,
+            type(error).__name__,
+            error,
+        )
+        cost = _run_twin(model, "adamw", device_type)
+        return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
+
+
+def _run_twin(model: nn.Module, optimizer: str | Optimizer, device_type: str) -> OptimizerCost:
     rounding = 1 if device_type == "cpu" else 512
     mode = _torch_private.fake_tensor_mode()
     books = LiveBytes("cpu", rounding, counts_fakes=True)

@@ -182,7 +182,7 @@ class Rehearsal:
         """Forward and backward of one step, cut into segments, above what is live before it."""
         recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self._stage())
+            undo.enter_context(self.stage())
             if attach is not None:
                 undo.callback(attach(self.model).detach)
             for module_fqn, module in find_blocks(self.model).items():
@@ -203,7 +203,7 @@ class Rehearsal:
         loss.backward()
 
     @contextlib.contextmanager
-    def _stage(self) -> Iterator[None]:
+    def stage(self) -> Iterator[None]:
         """Everything that must be put back after a step."""
         try:
             with torch.enable_grad():
@@ -232,10 +232,10 @@ class FakeRehearsal(Rehearsal):
         self.target_type = device_type
 
     @contextlib.contextmanager
-    def _stage(self) -> Iterator[None]:
+    def stage(self) -> Iterator[None]:
         kernels: Any = GpuKernels() if self.emulates_gpu else contextlib.nullcontext()
         packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
-        with super()._stage(), host_rng_kept(), packing, self.mode, kernels:
+        with super().stage(), host_rng_kept(), packing, self.mode, kernels:
             yield
 
 
@@ -259,11 +259,11 @@ class RealRehearsal(Rehearsal):
         super()._step(recorder)
 
     @contextlib.contextmanager
-    def _stage(self) -> Iterator[None]:
+    def stage(self) -> Iterator[None]:
         with host_rng_kept(), _device_rng_kept(self.device_type), _module_state_kept(self.model):
             if not self.model.training:
                 self.model.train()
-            with super()._stage():
+            with super().stage():
                 yield
 
 
