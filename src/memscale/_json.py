@@ -27,7 +27,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): encode(item) for key, item in value.items()}
+        return {str(encode(key)): encode(item) for key, item in value.items()}
     return value
 
 
