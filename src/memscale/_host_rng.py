@@ -1,0 +1,64 @@
+"""Python's and NumPy's global random state, remembered and repeated cheaply.
+
+NumPy's `get_state` takes tens of microseconds, too much for once a layer a step; the bytes of its default generator
+can be copied for less than one. See `BitGenerator.ctypes` in NumPy's documentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_MT19937_BYTES = 624 * 4 + 4
+"""Key and position of the Mersenne Twister that NumPy's global functions draw from."""
+
+
+class HostRng:
+    """The random state of the moment when it was made."""
+
+    __slots__ = ("_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Draw again what was drawn after that moment; afterwards the state is as before."""
+        now = HostRng()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            _set_numpy_state(self._numpy)
+
+
+def _numpy_state() -> Any:
+    """None while nobody has imported NumPy: then nobody has drawn from it."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    generator = numpy_random.get_bit_generator()
+    if type(generator).__name__ != "MT19937":
+        return numpy_random.get_state(legacy=False)
+    with generator.lock:
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+
+
+def _set_numpy_state(state: Any) -> None:
+    numpy_random = sys.modules["numpy.random"]
+    generator = numpy_random.get_bit_generator()
+    if not isinstance(state, bytes):
+        numpy_random.set_state(state)
+        return
+    with generator.lock:
+        ctypes.memmove(generator.ctypes.state_address, state, _MT19937_BYTES)
