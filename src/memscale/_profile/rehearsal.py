@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
@@ -21,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
+from memscale._host_rng import HostRng
 from memscale._memory import ACCELERATOR_ROUNDING_BYTES, LiveBytes
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
@@ -332,16 +331,12 @@ def _device_exists(device_type: str) -> bool:
 @contextlib.contextmanager
 def host_rng_kept() -> Iterator[None]:
     """Python's, NumPy's and torch's CPU random state are as before."""
-    python_state, torch_state = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    host_state, torch_state = HostRng(), torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(python_state)
+        host_state.restore()
         torch.set_rng_state(torch_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
