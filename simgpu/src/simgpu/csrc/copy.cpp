@@ -132,6 +132,7 @@ void defer(End source, End destination, int lane) {
   if (source.pinned) source.pinned->pending_reads++;
   if (destination.pinned) destination.pinned->pending_writes++;
   DeferredItem item;
+  item.lands_on_host = !destination.block;
   for (const End* end : {&source, &destination}) {
     if (end->block) item.blocks.push_back(end->block);
   }

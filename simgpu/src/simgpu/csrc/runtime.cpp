@@ -86,7 +86,9 @@ bool Block::has_pending_on_recorded_lane() const {
 // NOTE [adversarial schedule]
 // With seed 0, deferred work runs as late as the rules allow: the worst case for code that forgot to wait. With
 // another seed, explore() also runs work early, at random but repeatable places, which is the worst case for code
-// that counts on work being late (a buffer that is still needed). Every order that results is one that a real
+// that counts on work being late (a buffer that is still needed). Copies to the host never come early: their
+// destination is filled with NaN patterns at once (the earliest effect) and with the data as late as possible (the
+// latest), so a host that reads too soon is caught under every seed. Every order that results is one that a real
 // device could show.
 
 void Runtime::enqueue(int lane, DeferredItem item) {
@@ -131,10 +133,15 @@ bool Runtime::coin(uint64_t one_in) {
   return (z ^ (z >> 31)) % one_in == 0;
 }
 
+bool Runtime::may_run_early(const DeferredItem& item) const {
+  return !item.lands_on_host && (!item.waits_for || item.waits_for->done);
+}
+
 void Runtime::explore() {
   if (schedule_seed == 0) return;
   for (int lane = 0; lane < kLanes; ++lane) {
-    while (!lanes[lane].queue.empty() && coin(3)) drain(lane, lanes[lane].finished + 1);
+    auto& queue = lanes[lane].queue;
+    while (!queue.empty() && may_run_early(queue.front()) && coin(3)) drain(lane, lanes[lane].finished + 1);
   }
 }
 

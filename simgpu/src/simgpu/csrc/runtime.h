@@ -65,6 +65,7 @@ struct DeferredItem {
   std::function<void()> run;
   EventPtr records, waits_for;
   std::vector<BlockPtr> blocks;
+  bool lands_on_host = false;
 };
 
 struct Lane {
@@ -100,7 +101,8 @@ class Runtime {
   void drain(int lane, uint64_t until_sequence);
   void drain_lane(int lane) { drain(lane, lanes[lane].enqueued); }
   void drain_everything();
-  void explore();  // with a seed: now and then run some other stream's work early
+  void explore();  // with a seed: now and then run some work early
+  bool may_run_early(const DeferredItem& item) const;
   bool coin(uint64_t one_in);
 
   // -- happens-before
