@@ -1,0 +1,260 @@
+"""The command line: `memscale estimate`, `memscale plan`, `memscale doctor`.
+
+Exit codes: 0 done; 1 no plan fits (`plan` only); 2 bad input, with one sentence on stderr. Results go to stdout,
+progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import memscale
+from memscale import _json
+from memscale._config import Config, OptimizationMode
+from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, PlanError
+from memscale.report import diagnosis, shell
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memscale._hardware import Hardware
+    from memscale._plan import Plan
+    from memscale._profile.inputs import Inputs
+
+EXIT_DOES_NOT_FIT = 1
+EXIT_BAD_INPUT = 2
+
+# typer carries a click of its own since 0.2x; this is the base of usage errors in whichever it uses.
+_UsageError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException" and issubclass(base, Exception)
+)
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="What a PyTorch training step peaks at, and how MemScale would lower it. GB = 1e9 bytes.",
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A name (gpt2-medium) or path/to/file.py:factory.")]
+BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Batch size.  [default: 1]")]
+SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="Sequence length.  [default: up to 512]")]
+GpuOption = Annotated[str | None, typer.Option("--gpu", help='A card by name ("RTX 3090"); without: this machine.')]
+OptimizerOption = Annotated[str, typer.Option("--optimizer", help="The optimizer that will train it.")]
+BudgetOption = Annotated[float | None, typer.Option("--budget", metavar="GB", help="A hard budget in GB.")]
+UtilizationOption = Annotated[
+    float, typer.Option("--utilization", metavar="SHARE", help="Without a budget: the share of memory to fill.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="As low as the mode allows, even if it fits as it is.")]
+WeightsOption = Annotated[
+    bool, typer.Option("--with-weights", help="Call a factory with real tensors, not on the meta device.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(args=arguments, prog_name="memscale", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except DoesNotFitError as error:
+        return _complain(str(error), EXIT_DOES_NOT_FIT)
+    except MemScaleError as error:
+        return _complain(str(error), EXIT_BAD_INPUT)
+    except _UsageError as error:
+        return _complain(error.format_message(), EXIT_BAD_INPUT)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", 130)
+    except BrokenPipeError:  # `memscale ... | head`: whoever read us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"memscale: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"memscale {memscale.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def estimate(
+    model: ModelArgument,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    gpu: GpuOption = None,
+    optimizer: OptimizerOption = "adamw",
+    budget: BudgetOption = None,
+    utilization: UtilizationOption = 0.85,
+    mode: Annotated[str | None, typer.Option("--mode", help="Show this mode only.")] = None,
+    force: ForceOption = False,
+    with_weights: WeightsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict the peak of a training step, plain and in each mode. Nothing is allocated."""
+    config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, force_optimize=force)
+    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
+    with _progress(f"profiling {model} on fake tensors"), _quiet():
+        result = memscale.estimate(
+            subject.model, subject.inputs, optimizer=optimizer, config=config, hardware=subject.hardware
+        )
+    shown = {name: entry for name, entry in result.by_mode.items() if mode is None or name == config.mode}
+    result = dataclasses.replace(
+        result, by_mode=shown, recommended_mode=next((name for name, entry in shown.items() if entry.fits), None)
+    )
+    num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
+    if as_json:
+        print(_json.dumps({"model": model, "num_parameters": num_parameters, "estimate": result}), end="")
+    else:
+        print("\n".join(shell.estimate_lines(model, num_parameters, subject.hardware, result)))
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    gpu: GpuOption = None,
+    optimizer: OptimizerOption = "adamw",
+    budget: BudgetOption = None,
+    utilization: UtilizationOption = 0.85,
+    mode: Annotated[str, typer.Option("--mode", help="conservative, balanced or aggressive.")] = "balanced",
+    force: ForceOption = False,
+    with_weights: WeightsOption = False,
+    output: Annotated[
+        pathlib.Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Every layer, with the rule and its numbers.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the plan that `memscale.wrap` would attach. Exits with 1 when none fits."""
+    config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, force_optimize=force)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise PlanError(f"--output {output}: there is no directory {output.parent}")
+    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
+    from memscale._api import make_plan
+
+    with _progress(f"planning {model} on fake tensors"), _quiet():
+        made = make_plan(subject.model, subject.inputs, config, optimizer, subject.hardware)
+    if output is not None:
+        _save(made, output)
+    if as_json:
+        print(made.to_json(), end="")
+    elif explain:
+        print(made.explain())
+    else:
+        print("\n".join(shell.plan_lines(made)))
+    if output is not None:
+        print(f"written to {output}", file=sys.stderr)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Print what was detected: hardware, versions, and which extras are there."""
+    with _progress("looking at this machine"):
+        findings = diagnosis.examine()
+    print(_json.dumps(findings) if as_json else "\n".join(diagnosis.lines(findings)), end="" if as_json else "\n")
+
+
+# ---- what a command works on
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Subject:
+    name: str
+    model: nn.Module
+    inputs: Inputs
+    hardware: Hardware
+
+
+def _mode(name: str | None) -> OptimizationMode:
+    return OptimizationMode.BALANCED if name is None else Config(mode=name).mode  # type: ignore[arg-type]
+
+
+def _open_subject(
+    name: str, batch: int | None, seq: int | None, gpu: str | None, optimizer: str, with_weights: bool
+) -> _Subject:
+    """Check what is cheap to check before anything heavy is imported, then build the model."""
+    from memscale import zoo
+    from memscale._hardware import Hardware
+
+    if not zoo.is_factory(name):
+        zoo.find_entry(name)
+    hardware = Hardware.from_name(gpu) if gpu is not None else None
+    with _progress(f"building {name}"):
+        _check_optimizer(optimizer)
+        if zoo.is_factory(name):
+            model, sample = zoo.load_factory(name, with_weights=with_weights)
+        else:
+            model, sample = zoo.build(name), None
+        inputs = _inputs_for(name, model, sample, batch, seq)
+        return _Subject(name, model, inputs, hardware or Hardware.detect())
+
+
+def _check_optimizer(name: str) -> None:
+    from memscale._profile.profiler import OPTIMIZERS
+
+    allowed = [*OPTIMIZERS, "none"]
+    if name not in allowed:
+        raise ConfigError(f"--optimizer {name} is not known; it must be one of {', '.join(allowed)}")
+
+
+def _inputs_for(name: str, model: nn.Module, sample: Any, batch: int | None, seq: int | None) -> Inputs:
+    from memscale._profile.inputs import Inputs, derive_inputs
+
+    if sample is not None:
+        if batch is not None or seq is not None:
+            raise ConfigError(f"{name} gives its own sample: --batch and --seq do not apply")
+        return Inputs.from_sample(sample)
+    inputs = derive_inputs(model, batch or 1, seq)
+    if inputs is None:
+        raise ConfigError(
+            f"no inputs can be derived for {type(model).__name__}; let the factory return (model, sample)"
+        )
+    if seq is not None and "input_ids" not in inputs.kwargs:
+        raise ConfigError(f"--seq does not apply to {name}: it does not take a sequence")
+    return inputs
+
+
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """Say what takes time: a spinner on a terminal, a line elsewhere."""
+    if not sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{text} ..."):
+        yield
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    from memscale import zoo
+
+    return zoo.quiet()
+
+
+def _save(made: Plan, output: pathlib.Path) -> None:
+    try:
+        made.save(output)
+    except OSError as error:
+        raise PlanError(f"--output {output} cannot be written: {error.strerror or error}") from error

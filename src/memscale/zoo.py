@@ -1,0 +1,291 @@
+"""Models by name, for the command line: the usual sizes, on the meta device, with nothing downloaded or allocated.
+
+The configs are written out as numbers. They give a model its shapes and so its memory; what changes neither (token
+ids, rotary bases, normalisation epsilons) is left at the defaults of `transformers`. A name may also be
+`path/to/file.py:factory`, for a model of the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from memscale._errors import UnknownModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """A model class of `transformers` and the numbers of its config."""
+
+    config_class: str
+    model_class: str
+    numbers: dict[str, Any]
+
+
+def _bert(layers: int, width: int, heads: int) -> Entry:
+    return Entry(
+        "BertConfig",
+        "BertForMaskedLM",
+        {
+            "vocab_size": 30522,
+            "max_position_embeddings": 512,
+            "num_hidden_layers": layers,
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "intermediate_size": 4 * width,
+        },
+    )
+
+
+def _distilbert(layers: int, width: int, heads: int) -> Entry:
+    numbers = {"vocab_size": 30522, "n_layers": layers, "dim": width, "n_heads": heads, "hidden_dim": 4 * width}
+    return Entry("DistilBertConfig", "DistilBertForMaskedLM", numbers)
+
+
+def _roberta(layers: int, width: int, heads: int) -> Entry:
+    numbers = {
+        **_bert(layers, width, heads).numbers,
+        "vocab_size": 50265,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+    }
+    return Entry("RobertaConfig", "RobertaForMaskedLM", numbers)
+
+
+def _gpt2(layers: int, width: int, heads: int) -> Entry:
+    numbers = {"vocab_size": 50257, "n_positions": 1024, "n_layer": layers, "n_embd": width, "n_head": heads}
+    return Entry("GPT2Config", "GPT2LMHeadModel", numbers)
+
+
+def _t5(layers: int, width: int, heads: int, head_width: int, inner_width: int) -> Entry:
+    return Entry(
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 32128,
+            "num_layers": layers,
+            "d_model": width,
+            "num_heads": heads,
+            "d_kv": head_width,
+            "d_ff": inner_width,
+            "decoder_start_token_id": 0,
+        },
+    )
+
+
+def _vit(layers: int, width: int, heads: int, patch: int) -> Entry:
+    return Entry(
+        "ViTConfig",
+        "ViTForImageClassification",
+        {
+            "image_size": 224,
+            "patch_size": patch,
+            "num_hidden_layers": layers,
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "intermediate_size": 4 * width,
+            "num_labels": 1000,
+        },
+    )
+
+
+def _llama(
+    layers: int,
+    width: int,
+    inner_width: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    vocabulary: int = 32000,
+    positions: int = 4096,
+    tied: bool = False,
+) -> Entry:
+    return Entry(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "vocab_size": vocabulary,
+            "max_position_embeddings": positions,
+            "num_hidden_layers": layers,
+            "hidden_size": width,
+            "intermediate_size": inner_width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "tie_word_embeddings": tied,
+        },
+    )
+
+
+MODELS: dict[str, Entry] = {
+    "bert-tiny": _bert(2, 128, 2),
+    "bert-mini": _bert(4, 256, 4),
+    "bert-small": _bert(4, 512, 8),
+    "bert-medium": _bert(8, 512, 8),
+    "bert-base": _bert(12, 768, 12),
+    "bert-large": _bert(24, 1024, 16),
+    "distilbert-base": _distilbert(6, 768, 12),
+    "roberta-base": _roberta(12, 768, 12),
+    "roberta-large": _roberta(24, 1024, 16),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "t5-small": _t5(6, 512, 8, 64, 2048),
+    "t5-base": _t5(12, 768, 12, 64, 3072),
+    "t5-large": _t5(24, 1024, 16, 64, 4096),
+    "t5-3b": _t5(24, 1024, 32, 128, 16384),
+    "vit-tiny": _vit(12, 192, 3, 16),
+    "vit-small": _vit(12, 384, 6, 16),
+    "vit-base": _vit(12, 768, 12, 16),
+    "vit-large": _vit(24, 1024, 16, 16),
+    "vit-huge": _vit(32, 1280, 16, 14),
+    "tinyllama-1.1b": _llama(22, 2048, 5632, 32, 4, positions=2048),
+    "llama-2-7b": _llama(32, 4096, 11008, 32, 32),
+    "llama-2-13b": _llama(40, 5120, 13824, 40, 40),
+    "llama-3-8b": _llama(32, 4096, 14336, 32, 8, vocabulary=128256, positions=8192),
+    "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, vocabulary=128256, positions=131072, tied=True),
+    "llama-3.2-3b": _llama(28, 3072, 8192, 24, 8, vocabulary=128256, positions=131072, tied=True),
+}
+
+_ALIASES = {"gpt2-small": "gpt2", "distilbert": "distilbert-base", "tinyllama": "tinyllama-1.1b"}
+_SUFFIXES = ("-uncased", "-cased", "-hf")
+
+
+def find_entry(name: str) -> Entry:
+    """The entry of this name; `UnknownModelError` suggests names that are near."""
+    plain = name.lower().replace("_", "-").rpartition("/")[2]  # "openai-community/gpt2" is gpt2
+    for suffix in _SUFFIXES:
+        plain = plain.removesuffix(suffix)
+    plain = _ALIASES.get(plain, plain)
+    if plain in MODELS:
+        return MODELS[plain]
+    near = difflib.get_close_matches(plain, MODELS, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(MODELS)}."
+    raise UnknownModelError(
+        f"no model called {name!r} is known; {hint} A model of your own is path/to/file.py:factory."
+    )
+
+
+def build(name: str) -> nn.Module:
+    """The model of this name on the meta device: shapes without weights."""
+    entry = find_entry(name)
+    transformers = _import_transformers()
+    import torch
+
+    with quiet(), torch.device("meta"):
+        config = getattr(transformers, entry.config_class)(**entry.numbers)
+        model: nn.Module = getattr(transformers, entry.model_class)(config)
+    return model.train()
+
+
+def _import_transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UnknownModelError(
+            f"model names need transformers, which cannot be imported ({error}); install the extra: "
+            'pip install -c constraints.txt ".[hf]"'
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """`transformers`, if it is loaded, says nothing below an error for as long as this is open."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def is_factory(name: str) -> bool:
+    """Whether a name means `path/to/file.py:factory` rather than a model of the table."""
+    return ":" in name or name.endswith(".py")
+
+
+def load_factory(spec: str, *, with_weights: bool = False) -> tuple[nn.Module, Any]:
+    """Call the factory of `path/to/file.py:factory`: its model, and its sample or None.
+
+    It is called on the meta device, so that nothing is allocated, unless the weights are wanted.
+    """
+    path_text, _, factory_name = spec.rpartition(":")
+    if not path_text or not factory_name.isidentifier():
+        raise UnknownModelError(f"{spec!r} does not say which factory to call; write path/to/file.py:factory")
+    path = pathlib.Path(path_text)
+    if not path.is_file():
+        raise UnknownModelError(f"there is no file {path_text!r}")
+    factory = getattr(_import_file(path), factory_name, None)
+    if not callable(factory):
+        raise UnknownModelError(f"{path_text} has no function {factory_name!r}")
+    return _checked_result(spec, _call(spec, factory, with_weights=with_weights))
+
+
+def _import_file(path: pathlib.Path) -> types.ModuleType:
+    """Run the file as a module; files beside it can be imported by it."""
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    if module_spec is None or module_spec.loader is None:
+        raise UnknownModelError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    directory = str(path.parent.absolute())
+    before = sys.modules.get(path.stem)
+    sys.path.insert(0, directory)
+    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up by its name
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UnknownModelError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(directory)
+        if before is not None:
+            sys.modules[path.stem] = before
+    return module
+
+
+def _call(spec: str, factory: Callable[[], Any], *, with_weights: bool) -> Any:
+    import torch
+
+    place: Any = contextlib.nullcontext() if with_weights else torch.device("meta")
+    try:
+        with place:
+            return factory()
+    except (Exception, SystemExit) as error:
+        where = "" if with_weights else " on the meta device; if it needs real tensors, pass --with-weights"
+        raise UnknownModelError(f"{spec} raised {type(error).__name__}: {error}{where}") from error
+
+
+def _checked_result(spec: str, result: Any) -> tuple[nn.Module, Any]:
+    import torch
+    from torch import nn
+
+    model, sample = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(model, nn.Module):
+        raise UnknownModelError(f"{spec} must return a torch.nn.Module or (module, sample), not {_type_names(result)}")
+    if not (sample is None or isinstance(sample, torch.Tensor | tuple | dict)):
+        raise UnknownModelError(
+            f"{spec} must give its sample as a tensor, a tuple of positional or a dict of keyword inputs, "
+            f"not {type(sample).__name__}"
+        )
+    return model, sample
+
+
+def _type_names(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return type(result).__name__
