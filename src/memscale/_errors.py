@@ -29,3 +29,23 @@ class VerificationError(MemScaleError):
 
 class UnknownModelError(MemScaleError):
     """A model name or a `file.py:factory` that the command line cannot resolve."""
+
+
+class OffloadError(MemScaleError):
+    """Base of what goes wrong where tensors wait on another tier."""
+
+
+class StoreFullError(OffloadError):
+    """The tier has no room left: its budget is spent, or the disk is full."""
+
+
+class StoreIOError(OffloadError):
+    """The disk failed to write or to read; the bytes concerned are never used."""
+
+
+class ChecksumError(StoreIOError):
+    """What came back from the disk is not what was written."""
+
+
+class PartialStepError(OffloadError):
+    """An optimizer step failed half-way: some parameters are updated, others are not."""

@@ -1,0 +1,5 @@
+"""Offloading: tensors wait on the next tier (host, disk) and are back before they are needed.
+
+`stores` take a tensor and give it back, `transfers` moves it beside compute, and three users stand on them:
+activations, optimizer state (`optimizer`) and parameters.
+"""

@@ -1,0 +1,346 @@
+"""Stores: where tensors wait. A store takes a tensor and gives it back, bit for bit, with its shape and strides.
+
+    ticket = store.put(tensor)      # blocking; `transfers.Transfers` does the same beside compute
+    tensor = store.get(ticket)      # on the device that it came from
+    store.free(ticket)              # a ticket that dies unfreed is freed at the store's next operation
+
+`HostStore` (host.py) keeps bytes in pinned memory, `DiskStore` (disk.py) in an unlinked file, `TieredStore` fills the
+first tier up to its budget and then the next, `ShapeStore` keeps no bytes at all (rehearsals on fake tensors).
+
+A ticket records dtype, shape and stride, and only the bytes that the tensor needs travel:
+
+- dense memory in any order of dimensions travels as it lies, and comes back with the same strides;
+- expanded dimensions (stride 0) travel once, and come back expanded;
+- overlapping windows travel as the memory that they span;
+- a view with gaps is packed first (one temporary of its own size on the device) and comes back with its strides, so
+  it spans its gaps again. Who keeps many views of one storage should send the storage once instead.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import math
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from memscale._errors import StoreFullError
+
+PART_BYTES = 4096
+"""Bytes are moved in multiples of this, except at their end: what direct I/O can do."""
+
+
+def can_store(tensor: torch.Tensor) -> bool:
+    """Whether a store can take it: plain strided memory, no subclass with insides of its own."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in memory, and how it is rebuilt from its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+    span: int
+    """Elements from its first to its last."""
+    has_gaps: bool
+    """It travels packed and is spread out again when it is back."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        span = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        return cls(tensor.dtype, shape, stride, tensor.device, span, span > math.prod(_collapsed(shape, stride)))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that travel."""
+        return math.prod(_collapsed(self.shape, self.stride)) if self.has_gaps else self.span
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel."""
+        return self.num_elements * self.dtype.itemsize
+
+    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes that travel, as one line of uint8. Shares the tensor's memory unless it has gaps."""
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if self.has_gaps:
+            line = tensor.as_strided(_collapsed(self.shape, self.stride), self.stride).contiguous().view(-1)
+        else:
+            line = tensor.as_strided((self.span,), (1,))
+        return line.view(torch.uint8)
+
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        """Memory for the bytes that travel, as one line of this dtype."""
+        return torch.empty(self.num_elements, dtype=self.dtype, device=self.device if device is None else device)
+
+    def rebuild(self, line: torch.Tensor) -> torch.Tensor:
+        """The tensor from its line of elements. Shares the line's memory unless the tensor has gaps."""
+        if not self.has_gaps:
+            return line.as_strided(self.shape, self.stride)
+        small = _collapsed(self.shape, self.stride)
+        spread = torch.empty(self.span, dtype=self.dtype, device=line.device)
+        spread.as_strided(small, self.stride).copy_(line.view(small))
+        return spread.as_strided(self.shape, self.stride)
+
+
+def _collapsed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with every expanded dimension once."""
+    return tuple(1 if step == 0 and n > 1 else n for n, step in zip(shape, stride, strict=True))
+
+
+class Ticket:
+    """The claim on one waiting tensor. Owned by its leaf store; `Transfers` keeps its events on it."""
+
+    __slots__ = (
+        "__weakref__",
+        "checksum",
+        "freed",
+        "jobs",
+        "layout",
+        "num_bytes",
+        "read",
+        "sent",
+        "spot",
+        "store",
+        "write_job",
+        "written",
+    )
+
+    def __init__(self, store: Store, layout: Layout, spot: Any) -> None:
+        self.store = store
+        self.layout = layout
+        self.num_bytes = layout.num_bytes
+        self.spot = spot
+        self.checksum: int | None = None
+        self.freed = False
+        self.written: torch.Event | None = None
+        """The copy into the store; every reader waits for it."""
+        self.read: Fence | None = None
+        """The last copy out of the store; whoever writes to the same memory next waits for it."""
+        self.write_job: concurrent.futures.Future[None] | None = None
+        """The threaded write to disk; every reader waits for it too."""
+        self.jobs: list[concurrent.futures.Future[None]] = []
+        """Threads that still use the spot."""
+        self.sent: Any = None
+        """The source on its way here; `Transfers` keeps it alive."""
+
+    def wait_written(self) -> None:
+        """Block until the bytes are in the store; raise what the write raised."""
+        if self.write_job is not None:
+            self.write_job.result()
+        if self.written is not None:
+            self.written.synchronize()
+
+    def __del__(self) -> None:
+        # Garbage is collected anywhere, also inside our own locks: only leave a note here.
+        if not self.freed and not self.store.closed:
+            self.store.abandoned.append(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fence:
+    """An event with its place in the order of its stream."""
+
+    order: int
+    event: torch.Event
+
+
+@dataclasses.dataclass(slots=True)
+class StoreCounters:
+    """Bytes through one store."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    held_bytes: int = 0
+    """In use now."""
+    peak_held_bytes: int = 0
+    allocated_bytes: int = 0
+    """Taken from the tier: memory with pinned rounding, or the file's reserved length. Never above the budget."""
+    peak_allocated_bytes: int = 0
+    requested_bytes: int = 0
+    """What we asked the tier for, before its rounding."""
+
+    def hold(self, num_bytes: int) -> None:
+        self.held_bytes += num_bytes
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+    def allocate(self, requested_bytes: int, allocated_bytes: int) -> None:
+        self.requested_bytes += requested_bytes
+        self.allocated_bytes += allocated_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+
+
+class Store:
+    """What every tier has in common: tickets, books, and blocking moves.
+
+    A tier says how to `_reserve` a spot, `_release` it, and `write`/`read` bytes of host memory at an offset of it.
+    All methods may be called from any thread.
+    """
+
+    name = "store"
+    in_memory = False
+    """Its spots are host memory (`memory_of`), which a device can copy to and from directly."""
+    keeps_bytes = True
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.counters = StoreCounters()
+        self.closed = False
+        self.abandoned: collections.deque[Ticket] = collections.deque()
+        self.freed_read: Fence | None = None
+        """The latest copy out of memory that is free again. See NOTE [memory returns after its event]."""
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------------------------------------- tickets
+
+    def reserve(self, layout: Layout) -> Ticket:
+        """Room for a tensor; `StoreFullError` if there is none."""
+        self.sweep()
+        with self._lock:
+            assert not self.closed, f"the {self.name} store is closed"
+            ticket = Ticket(self, layout, self._reserve(layout.num_bytes))
+            self.counters.hold(ticket.num_bytes)
+            return ticket
+
+    def free(self, ticket: Ticket) -> None:
+        """Give the room back. A second call does nothing.
+
+        NOTE [memory returns after its event]: memory may be free again while the last copy out of it is still on its
+        way. The latest such copy is remembered, and the next copy into this store's memory waits for it on its stream.
+        """
+        if ticket.store is not self:
+            ticket.store.free(ticket)
+            return
+        concurrent.futures.wait(ticket.jobs)  # the room is free only when no thread reads or writes there any more
+        with self._lock:
+            if ticket.freed or self.closed:
+                return
+            ticket.freed = True
+            if ticket.read is not None and (self.freed_read is None or self.freed_read.order < ticket.read.order):
+                self.freed_read = ticket.read
+            self.counters.hold(-ticket.num_bytes)
+            self._release(ticket.spot, ticket.num_bytes)
+
+    def sweep(self) -> None:
+        """Free the tickets that died unfreed."""
+        while self.abandoned:
+            self.free(self.abandoned.popleft())
+
+    # -------------------------------------------------------------------------------------------- blocking moves
+
+    def put(self, tensor: torch.Tensor) -> Ticket:
+        """Store a tensor now."""
+        layout = Layout.of(tensor)
+        ticket = self.reserve(layout)
+        try:
+            self.fill(ticket, tensor)
+        except BaseException:
+            self.free(ticket)
+            raise
+        return ticket
+
+    def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Put a tensor of the ticket's layout in the place of the one that waits there."""
+        ticket.store.write(ticket, [ticket.layout.flatten(tensor).cpu()])
+
+    def get(self, ticket: Ticket, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor, on `out`'s device and in `out`'s memory if given, else new and where it came from."""
+        ticket.wait_written()
+        line = ticket.layout.empty(torch.device("cpu"))
+        ticket.store.read(ticket, [line.view(torch.uint8)])
+        if out is not None:
+            out.copy_(ticket.layout.rebuild(line))
+            return out
+        return ticket.layout.rebuild(line.to(ticket.layout.device))
+
+    def write(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
+        """The whole of a tensor's bytes, in host memory, into the spot. Blocking.
+
+        Parts are read one after another; all but the last have a length in multiples of `PART_BYTES`.
+        """
+        raise NotImplementedError
+
+    def read(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
+        """The spot's bytes into parts of host memory, one after another. Blocking."""
+        raise NotImplementedError
+
+    def memory_of(self, ticket: Ticket) -> list[torch.Tensor]:
+        """The spot's host memory, piece by piece (stores in memory only)."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------------------------------- tiers
+
+    def _reserve(self, num_bytes: int) -> Any:
+        raise NotImplementedError
+
+    def _release(self, spot: Any, num_bytes: int) -> None:
+        raise NotImplementedError
+
+    def leaves(self) -> tuple[Store, ...]:
+        """The tiers that hold bytes, first to last."""
+        return (self,)
+
+    def close(self) -> None:
+        """Give everything back to the tier. A second call does nothing."""
+        with self._lock:
+            self.closed = True
+            self.abandoned.clear()
+
+
+class TieredStore(Store):
+    """The first tier up to its budget, then the next."""
+
+    name = "tiered"
+
+    def __init__(self, *tiers: Store) -> None:
+        super().__init__()
+        self.tiers = tiers
+
+    def reserve(self, layout: Layout) -> Ticket:
+        refusals = []
+        for tier in self.tiers:
+            try:
+                return tier.reserve(layout)
+            except StoreFullError as error:
+                refusals.append(str(error))
+        raise StoreFullError("; ".join(refusals))
+
+    def sweep(self) -> None:
+        for tier in self.tiers:
+            tier.sweep()
+
+    def leaves(self) -> tuple[Store, ...]:
+        return tuple(leaf for tier in self.tiers for leaf in tier.leaves())
+
+    def close(self) -> None:
+        super().close()
+        for tier in self.tiers:
+            tier.close()
+
+
+class ShapeStore(Store):
+    """Keeps shapes, not bytes: for rehearsals on fake tensors, whose values do not exist."""
+
+    name = "shape"
+    keeps_bytes = False
+
+    def _reserve(self, num_bytes: int) -> None:
+        self.counters.bytes_in += num_bytes
+
+    def _release(self, spot: None, num_bytes: int) -> None:
+        pass

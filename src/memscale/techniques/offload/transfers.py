@@ -1,0 +1,435 @@
+"""Transfers: tensors move between a device and a store beside compute, in an order that cannot go wrong.
+
+    transfers = Transfers(device, store, asynchronous=True)
+    ticket = transfers.send(tensor)         # on its way; the caller may drop the tensor, but must not write to it
+    arrival = transfers.fetch(ticket)       # on its way back; ahead of its use this is a prefetch
+    tensor = arrival.wait()                 # what is launched on the current stream from here on sees it
+    transfers.free(ticket)
+    transfers.settle()                      # all that was sent is there; errors of threads are raised here
+    transfers.close()                       # and the store is closed by whoever made it
+
+Four ways, one interface: an accelerator with a host store (side streams and events), an accelerator with a disk store
+(a side stream to pinned staging memory, threads from there), the CPU with a disk store (threads), and any of them with
+`asynchronous=False` (no stream, no thread, every call blocks). Use one `Transfers` for a store.
+
+NOTE [stream order]: the current stream is read live, before a side stream is entered. Every wait goes through `order`,
+with its name, so that tests can leave out each of them.
+ 1. Out: packing happens on the compute stream; the out stream waits for it, copies, and records `ticket.written`.
+ 2. In: memory is allocated on the compute stream; the in stream waits for it (its former owner may still be running)
+    and for `ticket.written`, copies, and records the arrival's event; compute waits for that before it reads.
+ 3. A source on its way out is kept alive in a window of `window_bytes`. When that overflows, the stream that sent the
+    oldest one waits for its copy, and only then is the memory dropped: the allocator hands it out again in stream
+    order, without `record_stream`, and the peak does not depend on timing. On the CPU the calling thread waits.
+ 4. Host memory is written to only after the last copy out of it. See NOTE [memory returns after its event].
+ 5. An arrival that dies unread makes the stream that allocated it wait, for the same reason as 3.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memscale._errors import StoreFullError
+from memscale.techniques.offload.disk import CHUNK_BYTES
+from memscale.techniques.offload.host import HostStore, lay_over
+from memscale.techniques.offload.stores import Fence, Layout, Store, Ticket
+
+WINDOW_BYTES = 64 * 1024 * 1024
+STAGING_BYTES = 256 * 1024 * 1024
+
+Job = concurrent.futures.Future[None]
+
+
+def order(waiter: torch.Stream | None, event: torch.Event, why: str) -> None:
+    """What `waiter` (a stream, or this thread if None) does next happens after the event. See NOTE [stream order]."""
+    if waiter is None:
+        event.synchronize()
+    else:
+        waiter.wait_event(event)
+
+
+@dataclasses.dataclass(slots=True)
+class TransferStats:
+    """What moved, and what it cost."""
+
+    num_sends: int = 0
+    num_fetches: int = 0
+    bytes_sent: int = 0
+    bytes_fetched: int = 0
+    num_hits: int = 0
+    """Arrivals that were there when they were waited for."""
+    host_waited_s: float = 0.0
+    """Time in which the calling thread was blocked. Waits between streams block no thread and are not in it."""
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / self.num_fetches if self.num_fetches else 0.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Sent:
+    """A source that stays as it is until its copy has been made."""
+
+    source: torch.Tensor
+    num_bytes: int
+    stream: torch.Stream | None
+    """Who allocated the source and may reuse its memory."""
+    event: torch.Event | None
+    job: Job | None
+
+    def release(self) -> None:
+        if self.event is not None:
+            order(self.stream, self.event, "reuse after sent")
+        if self.job is not None:
+            concurrent.futures.wait([self.job])
+
+
+class Transfers:
+    """Moves tensors to and from one store. See NOTE [stream order]."""
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        store: Store,
+        *,
+        asynchronous: bool = True,
+        num_streams: int = 2,
+        window_bytes: int = WINDOW_BYTES,
+        staging_bytes: int = STAGING_BYTES,
+        num_threads: int = 2,
+    ) -> None:
+        self.device = torch.device(device)
+        self.store = store
+        self.asynchronous = asynchronous
+        self.window_bytes = window_bytes
+        self.stats = TransferStats()
+        on_accelerator = self.device.type != "cpu" and store.keeps_bytes
+        self.staging = HostStore(staging_bytes, pinned=on_accelerator)
+        self._in_flight: collections.deque[_Sent] = collections.deque()
+        self._in_flight_bytes = 0
+        self._write_jobs: collections.deque[Job] = collections.deque()
+        self._lock = threading.RLock()
+        self._orders = itertools.count()
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        if asynchronous and on_accelerator:
+            self._out_stream = torch.Stream(device=self.device)
+            self._in_stream = torch.Stream(device=self.device) if num_streams > 1 else self._out_stream
+        if asynchronous and any(leaf.keeps_bytes and not leaf.in_memory for leaf in store.leaves()):
+            self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="memscale-io")
+
+    # ------------------------------------------------------------------------------------------------------ out
+
+    def send(self, tensor: torch.Tensor, ticket: Ticket | None = None) -> Ticket:
+        """Start moving a tensor to the store. A `ticket` of the same layout is filled anew instead of a new one.
+
+        The tensor must not be written to before `wait_sent(ticket)`; dropping it is always safe.
+        """
+        with self._lock:
+            layout = Layout.of(tensor)
+            assert ticket is None or ticket.num_bytes == layout.num_bytes, "a ticket is refilled with its own layout"
+            target = ticket if ticket is not None else self.store.reserve(layout)
+            try:
+                self._start_send(target, layout.flatten(tensor))
+            except BaseException:
+                if ticket is None:
+                    self.store.free(target)
+                raise
+            self.stats.num_sends += 1
+            self.stats.bytes_sent += target.num_bytes
+            self._trim(self.window_bytes)
+            return target
+
+    def _start_send(self, ticket: Ticket, source: torch.Tensor) -> None:
+        store, on_accelerator = ticket.store, source.device.type != "cpu"
+        if not ticket.num_bytes:
+            return
+        if not store.keeps_bytes:
+            self._keep(ticket, source, None, None, None)
+        elif not self.asynchronous or (store.in_memory and not on_accelerator):
+            self._send_now(ticket, source)
+        elif store.in_memory:
+            ticket.written = self._copy_out(source, ticket)
+            self._keep(ticket, source, self._compute(source), ticket.written, None)
+            store.counters.bytes_in += ticket.num_bytes
+        elif on_accelerator:
+            self._send_staged(ticket, source)
+        else:
+            job = self._submit(ticket, None, store.write, ticket, [source])
+            self._note_write(ticket, job)
+            self._keep(ticket, source, None, None, job)
+
+    def _copy_out(self, source: torch.Tensor, spot: Ticket) -> torch.Event:
+        """From the device into the spot's host memory, on the out stream."""
+        compute, out = self._compute(source), self._out_stream
+        order(out, compute.record_event(), "out after compute")
+        if spot.read is not None:
+            order(out, spot.read.event, "out after read")
+        if spot.store.freed_read is not None:
+            order(out, spot.store.freed_read.event, "out after freed")
+        try:
+            with out:
+                for memory, part in lay_over(spot.store.memory_of(spot), source):
+                    memory.copy_(part, non_blocking=True)
+        except BaseException:
+            order(compute, out.record_event(), "reuse after failed copy")
+            raise
+        return out.record_event()
+
+    def _send_staged(self, ticket: Ticket, source: torch.Tensor) -> None:
+        staged = self._stage(ticket)
+        if staged is None:
+            self._send_now(ticket, source)
+            return
+        event = self._copy_out(source, staged)
+        self._keep(ticket, source, self._compute(source), event, None)
+        self._note_write(ticket, self._submit(ticket, None, self._write_staged, ticket, staged, event))
+
+    def _write_staged(self, ticket: Ticket, staged: Ticket, event: torch.Event) -> None:
+        try:
+            order(None, event, "thread after sent")
+            ticket.store.write(ticket, self.staging.memory_of(staged))
+        finally:
+            self.staging.free(staged)
+
+    def _send_now(self, ticket: Ticket, source: torch.Tensor) -> None:
+        """Block; to disk a chunk at a time, so that a large tensor needs no host copy of its own size."""
+        start = time.perf_counter()
+        concurrent.futures.wait(ticket.jobs)
+        ticket.written, ticket.write_job = None, None
+        in_memory = ticket.store.in_memory
+        ticket.store.write(ticket, [source] if in_memory else (chunk.cpu() for chunk in source.split(CHUNK_BYTES)))
+        self.stats.host_waited_s += time.perf_counter() - start
+
+    def _keep(
+        self,
+        ticket: Ticket,
+        source: torch.Tensor,
+        stream: torch.Stream | None,
+        event: torch.Event | None,
+        job: Job | None,
+    ) -> None:
+        ticket.sent = _Sent(source, ticket.num_bytes, stream, event, job)
+        self._in_flight.append(ticket.sent)
+        self._in_flight_bytes += ticket.num_bytes
+
+    def _trim(self, limit_bytes: int) -> None:
+        """Let go of the oldest sources until what is in flight fits the limit."""
+        while self._in_flight_bytes > limit_bytes:
+            self._let_go(self._in_flight[0])
+
+    def _let_go(self, sent: _Sent) -> None:
+        self._blocking(sent.release)
+        self._in_flight.remove(sent)
+        self._in_flight_bytes -= sent.num_bytes
+
+    def wait_sent(self, ticket: Ticket) -> None:
+        """From here on its source may be written to: the stream that sent it (or this thread) waits for the copy."""
+        with self._lock:
+            if ticket.sent in self._in_flight:
+                self._let_go(ticket.sent)
+            ticket.sent = None
+
+    # ------------------------------------------------------------------------------------------------------- in
+
+    def fetch(self, ticket: Ticket, out: torch.Tensor | None = None) -> Arrival:
+        """Start bringing a tensor back, into `out`'s memory (same bytes, no gaps) or into new memory.
+
+        `out` must not be in use by anything but what the current stream has been given, and the current stream must
+        have waited for what was sent from it (`wait_sent`).
+        """
+        with self._lock:
+            line = ticket.layout.empty() if out is None else Layout.of(out).flatten(out).view(ticket.layout.dtype)
+            arrival = Arrival(self, ticket, line)
+            if ticket.num_bytes and ticket.store.keeps_bytes:
+                self._start_fetch(ticket, arrival)
+            self.stats.num_fetches += 1
+            self.stats.bytes_fetched += ticket.num_bytes
+            return arrival
+
+    def _start_fetch(self, ticket: Ticket, arrival: Arrival) -> None:
+        target, store = arrival.line.view(torch.uint8), ticket.store
+        on_accelerator = target.device.type != "cpu"
+        staged = self._stage(ticket) if self.asynchronous and on_accelerator and not store.in_memory else None
+        if not self.asynchronous or (on_accelerator and not store.in_memory and staged is None):
+            self._fetch_now(ticket, target)
+        elif on_accelerator:
+            arrival.stream = self._compute(target)
+            arrival.allocated = arrival.stream.record_event()
+            if staged is None:
+                self._copy_in(ticket, arrival)
+                store.counters.bytes_out += ticket.num_bytes
+            else:
+                arrival.staged = staged
+                arrival.job = self._submit(ticket, ticket.write_job, self._read_staged, ticket, staged)
+                staged.jobs.append(arrival.job)
+        elif store.in_memory:
+            self._fetch_now(ticket, target)
+        else:
+            arrival.job = self._submit(ticket, ticket.write_job, store.read, ticket, [target])
+
+    def _copy_in(self, spot: Ticket, arrival: Arrival) -> None:
+        """From the spot's host memory to the device, on the in stream."""
+        stream = self._in_stream
+        assert arrival.allocated is not None
+        order(stream, arrival.allocated, "in after compute")
+        if spot.written is not None:
+            order(stream, spot.written, "in after written")
+        try:
+            with stream:
+                for memory, part in lay_over(spot.store.memory_of(spot), arrival.line.view(torch.uint8)):
+                    part.copy_(memory, non_blocking=True)
+        finally:  # also after a failure: some of it may be on its way
+            arrival.event = stream.record_event()
+            spot.read = Fence(next(self._orders), arrival.event)
+
+    def _read_staged(self, ticket: Ticket, staged: Ticket) -> None:
+        if self.staging.freed_read is not None:
+            order(None, self.staging.freed_read.event, "thread after freed")
+        ticket.store.read(ticket, self.staging.memory_of(staged))
+
+    def finish_staged(self, arrival: Arrival) -> None:
+        """What a thread has read goes on to the device."""
+        with self._lock:
+            staged, arrival.staged = arrival.staged, None
+            assert staged is not None
+            try:
+                self._copy_in(staged, arrival)
+            finally:
+                self.staging.free(staged)
+
+    def _fetch_now(self, ticket: Ticket, target: torch.Tensor) -> None:
+        start = time.perf_counter()
+        ticket.wait_written()
+        concurrent.futures.wait(ticket.jobs)
+        ticket.store.read(ticket, [target] if ticket.store.in_memory else _host_parts(target))
+        self.stats.host_waited_s += time.perf_counter() - start
+
+    # ------------------------------------------------------------------------------------------------ the rest
+
+    def free(self, ticket: Ticket) -> None:
+        """The tensor is no longer needed."""
+        ticket.store.free(ticket)
+
+    def settle(self) -> None:
+        """All that was sent is in the store, and no source is held any more. Raises what a thread's write raised."""
+        with self._lock:
+            self._trim(0)
+            jobs, self._write_jobs = [*self._write_jobs], collections.deque()
+            self._blocking(concurrent.futures.wait, jobs)
+            self.store.sweep()
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Let go of everything. Errors of threads are not raised any more: what they concern is given up."""
+        with self._lock:
+            self._trim(0)
+            if self._threads is not None:
+                self._threads.shutdown(wait=True)
+            self._write_jobs.clear()
+            self.staging.close()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of sources that are kept until they have been copied. At most `window_bytes` after every call."""
+        return self._in_flight_bytes
+
+    def _compute(self, tensor: torch.Tensor) -> torch.Stream:
+        return torch.accelerator.current_stream(tensor.device)
+
+    def _stage(self, ticket: Ticket) -> Ticket | None:
+        """Pinned memory for a tensor on its way to or from the disk; None if it is too large for that."""
+        layout = Layout.of(torch.empty(ticket.num_bytes, dtype=torch.uint8, device="meta"))
+        while True:
+            try:
+                return self.staging.reserve(layout)
+            except StoreFullError:
+                if not self._write_jobs:
+                    return None
+                self._blocking(concurrent.futures.wait, [self._write_jobs[0]])
+                self._write_jobs[0].result()
+                self._write_jobs.popleft()
+
+    def _submit(self, ticket: Ticket, needed: Job | None, function: Callable[..., None], *args: Any) -> Job:
+        """Run in a thread, after the earlier jobs on the same spot. First in, first out: they cannot wait for us."""
+        assert self._threads is not None
+        ticket.jobs = [job for job in ticket.jobs if not job.done()]
+        job = self._threads.submit(_run_after, [*ticket.jobs], needed, function, *args)
+        ticket.jobs.append(job)
+        return job
+
+    def _note_write(self, ticket: Ticket, job: Job) -> None:
+        ticket.write_job = job
+        while self._write_jobs and self._write_jobs[0].done() and self._write_jobs[0].exception() is None:
+            self._write_jobs.popleft()
+        self._write_jobs.append(job)
+
+    def _blocking(self, function: Callable[..., Any], *args: Any) -> None:
+        start = time.perf_counter()
+        function(*args)
+        self.stats.host_waited_s += time.perf_counter() - start
+
+
+def _run_after(earlier: list[Job], needed: Job | None, function: Callable[..., None], *args: Any) -> None:
+    concurrent.futures.wait(earlier)
+    if needed is not None:
+        needed.result()  # what was never written must not be read
+    function(*args)
+
+
+def _host_parts(target: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Host memory to read into, chunk by chunk; each goes on to the target before the next is asked for."""
+    for chunk in target.split(CHUNK_BYTES):
+        if chunk.device.type == "cpu":
+            yield chunk
+        else:
+            host = torch.empty(chunk.numel(), dtype=torch.uint8)
+            yield host
+            chunk.copy_(host)
+
+
+class Arrival:
+    """A tensor on its way back."""
+
+    def __init__(self, transfers: Transfers, ticket: Ticket, line: torch.Tensor) -> None:
+        self.ticket = ticket
+        self.line = line
+        self.stream: torch.Stream | None = None
+        self.allocated: torch.Event | None = None
+        self.event: torch.Event | None = None
+        self.job: Job | None = None
+        self.staged: Ticket | None = None
+        self._transfers = transfers
+        self._waited = False
+
+    def is_here(self) -> bool:
+        """Whether waiting would take no time."""
+        if self.job is not None and not self.job.done():
+            return False
+        return self.staged is None and (self.event is None or self.event.query())
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, for the current stream. Raises what its read raised."""
+        if not self._waited:
+            self._transfers.stats.num_hits += self.is_here()
+        if self.job is not None:
+            self._transfers._blocking(concurrent.futures.wait, [self.job])
+            self.job.result()
+        if self.staged is not None:
+            self._transfers.finish_staged(self)
+        if self.event is not None:
+            order(torch.accelerator.current_stream(self.line.device), self.event, "compute after arrival")
+        self._waited = True
+        return self.ticket.layout.rebuild(self.line)
+
+    def __del__(self) -> None:
+        if not self._waited and self.event is not None:
+            order(self.stream, self.event, "reuse after unread arrival")
