@@ -18,6 +18,7 @@ from memscale._hardware import Hardware
 from memscale._peak import CostModel, Outcome, Treatment
 from memscale._plan import Action, Checkpoint, DecisionSource, LayerRow, Plan, Reason
 from memscale._profile import Layer, Profile
+from memscale._units import show_bytes
 
 _KEEP_OF: dict[Treatment, tuple[Literal["matmul", "attention"], ...]] = {
     "selective": ("matmul", "attention"),
@@ -221,10 +222,10 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config) -> str:
     smaller = _fitting_batch(profile, peak, budget, batch)
     if smaller:
         remedies.append(f"lower the batch size from {batch} to {smaller}")
-    remedies.append(f"raise the budget to {peak / 1e9 + 0.0005:.3f} GB")
+    remedies.append(f"raise the budget to {show_bytes(peak)}")
     return (
-        f"The peak is {peak / 1e9:.3f} GB after every enabled technique (mode {plan.mode}); "
-        f"the budget is {budget / 1e9:.3f} GB. To fit, {' or '.join(remedies)}."
+        f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "
+        f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
     )
 
 

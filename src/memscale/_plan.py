@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from memscale import _json
 from memscale._errors import PlanError
+from memscale._units import show_bytes
 
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
 
@@ -21,7 +22,7 @@ class Reason:
     numbers: dict[str, int | float | str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        numbers = ", ".join(f"{name}={_show(value)}" for name, value in self.numbers.items())
+        numbers = ", ".join(_show(name, value) for name, value in self.numbers.items())
         return f"{self.rule} ({numbers})" if numbers else self.rule
 
 
@@ -149,8 +150,8 @@ class Plan:
             f"decided by {self.decision_source}",
             f"  batch:     {'; '.join(self.inputs) or 'unknown'}",
             f"  optimizer: {self.optimizer_name}; profile: {self.profile_source}",
-            f"  baseline:  {_gb(self.baseline_peak_bytes)} peak; budget {_gb(self.budget_bytes)}",
-            f"  planned:   {_gb(self.predicted_peak_bytes)} peak ({self.reduction:.1%} less, {how}), "
+            f"  baseline:  {show_bytes(self.baseline_peak_bytes)} peak; budget {show_bytes(self.budget_bytes)}",
+            f"  planned:   {show_bytes(self.predicted_peak_bytes)} peak ({self.reduction:.1%} less, {how}), "
             f"{self.predicted_slowdown:.2f}x the time, {'fits' if self.fits else 'does not fit'}",
             f"  rule:      {self.summary}",
         ]
@@ -187,21 +188,18 @@ def _row_cells(row: LayerRow) -> tuple[str, ...]:
         row.module_fqn or "(model)",
         row.class_name,
         str(row.num_calls),
-        _mb(row.param_bytes),
-        _mb(row.activation_bytes),
+        show_bytes(row.param_bytes),
+        show_bytes(row.activation_bytes),
         f"{row.forward_ms:.2f} ms",
         " + ".join(row.techniques) or "keep",
         str(row.reason),
     )
 
 
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3f} GB"
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
-
-
-def _show(value: int | float | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _show(name: str, value: int | float | str) -> str:
+    """ "budget_bytes": 2_610_000_000 reads as "budget 2.610 GB"."""
+    if name.endswith("_bytes") and not isinstance(value, str):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {show_bytes(value)}"
+    if name.endswith("_ms"):
+        return f"{name.removesuffix('_ms').replace('_', ' ')} {value} ms"
+    return f"{name.replace('_', ' ')} {value}"

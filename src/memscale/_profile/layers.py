@@ -52,8 +52,19 @@ def describe_layers(model: nn.Module) -> tuple[Layer, ...]:
     blocks = find_blocks(model)
     return tuple(
         _describe(module_fqn, module, counted, is_block=module_fqn in blocks)
-        for module_fqn, module in _pieces("", model, set(blocks))
+        for module_fqn, module in find_pieces(model).items()
     )
+
+
+def find_pieces(model: nn.Module) -> dict[str, nn.Module]:
+    """The whole model as blocks and what is left; a module that is registered twice appears once."""
+    pieces: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+    for module_fqn, module in _pieces("", model, set(find_blocks(model))):
+        if module not in seen:
+            seen.add(module)
+            pieces[module_fqn] = module
+    return pieces
 
 
 def _pieces(prefix: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:

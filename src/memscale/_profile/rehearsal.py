@@ -24,7 +24,7 @@ from memscale._memory import ACCELERATOR_ROUNDING_BYTES, LiveBytes
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.kernels import GpuKernels, sequences_unpacked
-from memscale._profile.layers import find_blocks
+from memscale._profile.layers import find_pieces
 
 CLASSIFIER_WIDTH = 1000
 """An output this wide is taken for class scores when the model computes no loss of its own."""
@@ -184,7 +184,7 @@ class Rehearsal:
             undo.enter_context(self.stage())
             if attach is not None:
                 undo.callback(attach(self.model).detach)
-            for module_fqn, module in find_blocks(self.model).items():
+            for module_fqn, module in find_pieces(self.model).items():
                 recorder.watch(module_fqn, module, undo)
             recorder.watch_gradients(self.model, undo)
             recorder.see_all([list(self.model.parameters()), list(self.model.buffers())], "parameters")

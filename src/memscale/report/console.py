@@ -15,6 +15,7 @@ from memscale._config import Config
 from memscale._errors import ConfigError
 from memscale._hardware import Hardware
 from memscale._plan import LayerRow, Plan
+from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
 
@@ -83,8 +84,8 @@ def _print_table(plan: Plan) -> None:
     for row in shortened(plan.rows):
         table.add_row(
             row.module_fqn,
-            f"{row.param_bytes / 1e6:.1f} MB",
-            f"{row.activation_bytes / 1e6:.1f} MB",
+            show_bytes(row.param_bytes),
+            show_bytes(row.activation_bytes),
             f"{row.forward_ms:.2f} ms",
             " + ".join(row.techniques) or "keep",
             str(row.reason),

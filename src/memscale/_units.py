@@ -1,0 +1,11 @@
+"""Bytes for people. GB = 1e9 bytes, everywhere."""
+
+from __future__ import annotations
+
+
+def show_bytes(num_bytes: float) -> str:
+    """ "9.123 GB", "12.3 MB", "4.1 kB": three digits that matter, and the unit that fits."""
+    for unit, size, digits in (("GB", 1e9, 3), ("MB", 1e6, 1)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"
