@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -20,17 +20,19 @@ class OwnHook:
     """Base of every hook that MemScale registers on a module: copies of the module leave it behind."""
 
 
-class ForwardOverride:
-    """Stands in for one module's forward.
+class MethodOverride:
+    """Stands in for one method of one module.
 
     NOTE [override chain]: several overrides may sit on one module (nested wraps). Each knows what it replaced; taking
     one off relinks its neighbours, and one that is buried under a stranger's override turns itself into a pass-through.
     No override holds its module strongly, so a wrapped model dies with its last reference.
     """
 
+    method: ClassVar[str]
+
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._replaced: Callable[..., Any] | None = vars(module).get("forward")
+        self._replaced: Callable[..., Any] | None = vars(module).get(self.method)
         self.active = True
 
     @property
@@ -43,8 +45,8 @@ class ForwardOverride:
         """What this override replaced."""
         if self._replaced is not None:
             return self._replaced
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
+        method: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
+        return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
@@ -61,7 +63,7 @@ class ForwardOverride:
         return inspect.signature(self.inner())
 
     def attach(self, undo: contextlib.ExitStack) -> None:
-        vars(self.module)["forward"] = self
+        vars(self.module)[self.method] = self
         undo.callback(self.detach)
         keep_copies_clean(self.module, undo)
 
@@ -70,15 +72,21 @@ class ForwardOverride:
         module = self._module()
         if module is None:
             return
-        top = vars(module).get("forward")
+        top = vars(module).get(self.method)
         if top is self:
-            _restore(module, "forward", self._replaced)
+            _restore(module, self.method, self._replaced)
             return
-        while isinstance(top, ForwardOverride):
+        while isinstance(top, MethodOverride):
             if top._replaced is self:
                 top._replaced = self._replaced
                 return
             top = top._replaced
+
+
+class ForwardOverride(MethodOverride):
+    """Stands in for one module's forward."""
+
+    method = "forward"
 
 
 def _restore(module: nn.Module, name: str, value: Any) -> None:
@@ -107,19 +115,19 @@ class _CleanState:
         state = dict(own(module)) if is_custom and own is not None else dict(vars(module))
         for name in ("__getstate__", EXECUTOR_ATTRIBUTE):
             state.pop(name, None)
-        _drop_override(state)
+        _drop_overrides(state)
         _drop_hooks(state)
         return state
 
 
-def _drop_override(state: dict[str, Any]) -> None:
-    forward = state.get("forward")
-    while isinstance(forward, ForwardOverride):
-        forward = forward._replaced
-    if forward is None:
-        state.pop("forward", None)
-    else:
-        state["forward"] = forward
+def _drop_overrides(state: dict[str, Any]) -> None:
+    for name, value in [*state.items()]:
+        while isinstance(value, MethodOverride):
+            value = value._replaced
+        if value is None and isinstance(state[name], MethodOverride):
+            del state[name]
+        else:
+            state[name] = value
 
 
 def _drop_hooks(state: dict[str, Any]) -> None:

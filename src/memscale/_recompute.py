@@ -37,6 +37,8 @@ class RecomputedForward(ForwardOverride):
 
     context_fn: Callable[[], Any] = staticmethod(noop_context_fn)
     """What `torch.utils.checkpoint` calls for its pair of contexts."""
+    anchor: torch.Tensor | None = None
+    """A tensor on the device that the forward computes on, where its arguments need not show it."""
 
     def __init__(self, module: nn.Module, module_fqn: str, *, verify: bool = False) -> None:
         super().__init__(module)
@@ -48,18 +50,18 @@ class RecomputedForward(ForwardOverride):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._holds_cache(args, kwargs):
-            return self.compute(args, kwargs)
+            return self.compute(args, kwargs, None)
         leaves, spec = tree_flatten((args, kwargs))
         region = Region(self, args, kwargs, spec)
         # Flat, so that checkpoint sees every tensor: it saves the RNG only of devices that it finds among them.
         with set_checkpoint_early_stop(not self.verify):
-            return checkpoint(region, *leaves, use_reentrant=False, context_fn=self.context_fn)
+            return checkpoint(region, self.anchor, *leaves, use_reentrant=False, context_fn=self.context_fn)
 
-    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, the first time or without gradients."""
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
+        """The module's forward, the first time; without a region if there will be no recompute."""
         return self.inner()(*args, **kwargs)
 
-    def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
         """The same in backward."""
         return self.inner()(*args, **kwargs)
 
@@ -86,8 +88,10 @@ class Region:
         self.host_rng: HostRng | None = None
         self.buffers: dict[BufferSlot, torch.Tensor] = {}
         self.digest: list[int] | None = None
+        self.notes: Any = None
+        """What the owner wants to find again in the recompute. Lives as long as the graph may need it."""
 
-    def __call__(self, *leaves: Any) -> Any:
+    def __call__(self, anchor: Any, *leaves: Any) -> Any:
         if self.original is not None:
             (args, kwargs), self.original = self.original, None
             return self._compute(args, kwargs)
@@ -97,7 +101,7 @@ class Region:
     def _compute(self, args: Any, kwargs: Any) -> Any:
         self.host_rng = HostRng()
         with self.owner.buffers.remembered() as self.buffers:
-            output = self.owner.compute(args, kwargs)
+            output = self.owner.compute(args, kwargs, self)
         if self.owner.verify:
             self.digest = _digest(output)
         return output
@@ -106,7 +110,7 @@ class Region:
         assert self.host_rng is not None
         self.owner.num_recomputes += 1
         with self.host_rng.repeated(), self.owner.buffers.replayed(self.buffers):
-            output = self.owner.recompute(args, kwargs)
+            output = self.owner.recompute(args, kwargs, self)
         if self.digest is not None and self.digest != _digest(output):
             raise VerificationError(
                 f"the recompute of {self.owner.module_fqn} differs from its forward: the module depends on state that "
