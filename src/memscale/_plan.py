@@ -43,6 +43,8 @@ class TileHead:
     module_fqn: str
     rows: int
     """Rows of logits that exist at once."""
+    weight_fqn: str | None = None
+    """The head's weight, when the module's own forward multiplies with it; None when the module is the head."""
     reason: Reason = Reason("asked for")
 
 

@@ -38,3 +38,40 @@ def flop_formula(func: Any) -> Callable[..., int] | None:
     """PyTorch's own FLOP count of an operator; None for those that it takes as free."""
     formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
     return formula
+
+
+def wrapper_tensor(cls: type[Any], geometry: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of class `cls` with the shape, strides and dtype of `geometry` and no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        geometry.shape,
+        strides=geometry.stride(),
+        storage_offset=geometry.storage_offset(),
+        dtype=geometry.dtype,
+        device=device,
+        storage_size=0,
+    )
+
+
+def is_composite(func: Any) -> bool:
+    """Whether the operator is written in terms of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def without_torch_function() -> Any:
+    """Tensor subclasses are called as plain tensors are, without their `__torch_function__`."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_own_node(node: Any) -> bool:
+    """Whether a node of the graph is one of PyTorch's operators, and no custom function; DDP's sink passes for one."""
+    from torch.nn.parallel.distributed import _DDPSink
+
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return getattr(type(node), "_forward_cls", None) is _DDPSink
+    return "CppNode" not in node.name()
+
+
+def fake_mode_of(tensor: torch.Tensor) -> Any:
+    """The mode that a fake tensor belongs to."""
+    return tensor.fake_mode  # type: ignore[attr-defined]
