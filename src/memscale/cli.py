@@ -196,8 +196,7 @@ def _open_subject(
     from memscale import zoo
     from memscale._hardware import Hardware
 
-    if not zoo.is_factory(name):
-        zoo.find_entry(name)
+    zoo.check_name(name)
     hardware = Hardware.from_name(gpu) if gpu is not None else None
     with _progress(f"building {name}"):
         _check_optimizer(optimizer)
@@ -210,7 +209,7 @@ def _open_subject(
 
 
 def _check_optimizer(name: str) -> None:
-    from memscale._profile.profiler import OPTIMIZERS
+    from memscale._profile.optimizers import OPTIMIZERS
 
     allowed = [*OPTIMIZERS, "none"]
     if name not in allowed:

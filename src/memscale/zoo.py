@@ -180,7 +180,7 @@ def find_entry(name: str) -> Entry:
 def build(name: str) -> nn.Module:
     """The model of this name on the meta device: shapes without weights."""
     entry = find_entry(name)
-    transformers = _import_transformers()
+    transformers = load_transformers()
     import torch
 
     with quiet(), torch.device("meta"):
@@ -189,7 +189,8 @@ def build(name: str) -> nn.Module:
     return model.train()
 
 
-def _import_transformers() -> Any:
+def load_transformers() -> Any:
+    """The package, or a sentence that says how to install it."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -220,20 +221,32 @@ def is_factory(name: str) -> bool:
     return ":" in name or name.endswith(".py")
 
 
+def check_name(name: str) -> None:
+    """What can be said about a name without importing anything: `UnknownModelError` when it cannot be right."""
+    if is_factory(name):
+        _split(name)
+    else:
+        find_entry(name)
+
+
+def _split(spec: str) -> tuple[pathlib.Path, str]:
+    path_text, _, factory_name = spec.rpartition(":")
+    if not path_text or not factory_name.isidentifier():
+        raise UnknownModelError(f"{spec!r} does not say which factory to call; write path/to/file.py:factory")
+    if not pathlib.Path(path_text).is_file():
+        raise UnknownModelError(f"there is no file {path_text!r}")
+    return pathlib.Path(path_text), factory_name
+
+
 def load_factory(spec: str, *, with_weights: bool = False) -> tuple[nn.Module, Any]:
     """Call the factory of `path/to/file.py:factory`: its model, and its sample or None.
 
     It is called on the meta device, so that nothing is allocated, unless the weights are wanted.
     """
-    path_text, _, factory_name = spec.rpartition(":")
-    if not path_text or not factory_name.isidentifier():
-        raise UnknownModelError(f"{spec!r} does not say which factory to call; write path/to/file.py:factory")
-    path = pathlib.Path(path_text)
-    if not path.is_file():
-        raise UnknownModelError(f"there is no file {path_text!r}")
+    path, factory_name = _split(spec)
     factory = getattr(_import_file(path), factory_name, None)
     if not callable(factory):
-        raise UnknownModelError(f"{path_text} has no function {factory_name!r}")
+        raise UnknownModelError(f"{path} has no function {factory_name!r}")
     return _checked_result(spec, _call(spec, factory, with_weights=with_weights))
 
 

@@ -1,0 +1,28 @@
+"""`python -m memscale.benchmarks`: what there is to run."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import memscale.benchmarks
+
+
+def runnable() -> dict[str, str]:
+    """Modules with a `main`, and the first line of what each says about itself."""
+    found = {}
+    for info in pkgutil.iter_modules(memscale.benchmarks.__path__):
+        if info.name != "__main__":
+            module = importlib.import_module(f"memscale.benchmarks.{info.name}")
+            if hasattr(module, "main"):
+                found[f"memscale.benchmarks.{info.name}"] = (module.__doc__ or "").partition("\n")[0]
+    return found
+
+
+def main() -> None:
+    for name, summary in runnable().items():
+        print(f"python -m {name}\n    {summary}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What does MemScale itself cost? Its hooks, a wrapped model that needs nothing, and the import.
+
+    python -m memscale.benchmarks.overhead [--json] [--repetitions N]
+
+- Hooks: a step through checkpointed blocks against the same blocks called with
+  `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, in microseconds a block and step. The blocks are
+  so small that the arithmetic hardly counts. The bar is 100 µs.
+- Skipped: the step time of a wrapped model whose plan is to do nothing, over that of the plain model.
+- Import: `import memscale` after `import torch`. The bar is 0.3 s.
+
+Steps of the two sides alternate, and medians are compared. Exits with 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memscale
+from memscale._execute import Executor
+from memscale._plan import Checkpoint
+from memscale.benchmarks.models import Mlp, MlpBlock, ResidualBlock
+from memscale.report.shell import table
+
+MAX_HOOK_US = 100.0
+MAX_IMPORT_S = 0.3
+NUM_BLOCKS = 8
+_IMPORT_SCRIPT = "import time, torch; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """Everything that is measured here."""
+
+    hook_us: float
+    """A block and step."""
+    hook_with_buffers_us: float
+    """The same for blocks with BatchNorm, whose statistics are kept from being updated twice."""
+    skipped_ratio: float
+    import_s: float
+    first_use_s: float
+    """`memscale.wrap` looked up for the first time: this loads what `import memscale` leaves for later."""
+
+    @property
+    def within_bars(self) -> bool:
+        return max(self.hook_us, self.hook_with_buffers_us) < MAX_HOOK_US and self.import_s < MAX_IMPORT_S
+
+
+class _Chain(nn.Module):
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def hook_us(make_block: Callable[[], nn.Module], x: torch.Tensor, repetitions: int) -> float:
+    """What our checkpointed forward costs beyond PyTorch's own checkpoint, for each block and step."""
+    direct, hooked = (_Chain([make_block() for _ in range(NUM_BLOCKS)]) for _ in range(2))
+    executor = Executor(hooked)
+    executor.attach([Checkpoint(f"blocks.{index}") for index in range(NUM_BLOCKS)])
+
+    def step_directly() -> None:
+        hidden = x
+        for block in direct.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        hidden.sum().backward()
+
+    def step_hooked() -> None:
+        hooked(x).sum().backward()
+
+    direct_s, hooked_s = _interleaved(step_directly, step_hooked, repetitions)
+    executor.detach()
+    return (hooked_s - direct_s) / NUM_BLOCKS * 1e6
+
+
+def skipped_ratio(repetitions: int) -> float:
+    """Step time of a wrapped model that needs nothing, over the plain model's."""
+    x = torch.randn(64, 128)
+    plain, wrapped = Mlp(width=128), Mlp(width=128)
+    memscale.wrap(wrapped, memscale.Config(enable_logging=False), x)
+
+    plain_s, wrapped_s = _interleaved(
+        lambda: plain(x).square().mean().backward(), lambda: wrapped(x).square().mean().backward(), repetitions
+    )
+    return wrapped_s / plain_s
+
+
+def _interleaved(
+    first: Callable[[], None], second: Callable[[], None], repetitions: int, warmup: int = 20
+) -> tuple[float, float]:
+    """Median seconds of each; they take turns, so that drift of the machine hits both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for repetition in range(warmup + repetitions):
+        for step, record in zip((first, second), times, strict=True):
+            start = time.perf_counter()
+            step()
+            if repetition >= warmup:
+                record.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def import_s(statement: str, runs: int = 3) -> float:
+    """Seconds that a statement takes in a fresh interpreter after `import torch`; the median of a few."""
+    command = [sys.executable, "-c", _IMPORT_SCRIPT.format(statement)]
+    return statistics.median(float(subprocess.check_output(command, text=True)) for _ in range(runs))
+
+
+def run(repetitions: int) -> Result:
+    torch.manual_seed(0)
+    _say("hooks")
+    small, image = torch.randn(4, 16, requires_grad=True), torch.randn(2, 4, 4, 4, requires_grad=True)
+    plain_us = hook_us(lambda: MlpBlock(16), small, repetitions)
+    buffers_us = hook_us(lambda: ResidualBlock(4), image, repetitions)
+    _say("skipped model")
+    ratio = skipped_ratio(repetitions)
+    _say("imports")
+    return Result(plain_us, buffers_us, ratio, import_s("import memscale"), import_s("import memscale; memscale.wrap"))
+
+
+def _say(what: str) -> None:
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+
+def to_text(result: Result) -> str:
+    rows = (
+        ("hook overhead, a block and step", f"{result.hook_us:.1f} µs", f"bar {MAX_HOOK_US:.0f} µs"),
+        ("the same with BatchNorm in the block", f"{result.hook_with_buffers_us:.1f} µs", f"bar {MAX_HOOK_US:.0f} µs"),
+        ("wrapped but skipped, over plain", f"{result.skipped_ratio:.3f} x", ""),
+        ("import memscale after import torch", f"{result.import_s:.3f} s", f"bar {MAX_IMPORT_S} s"),
+        ("the same and the first use of wrap", f"{result.first_use_s:.3f} s", ""),
+    )
+    return "\n".join(table(rows, left=(0, 2)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m memscale.benchmarks.overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--repetitions", type=int, default=300, metavar="N", help="steps of each side (default 300)")
+    options = parser.parse_args(argv)
+    if options.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
+    result = run(options.repetitions)
+    print(json.dumps(dataclasses.asdict(result), indent=1) if options.json else to_text(result))
+    return int(not result.within_bars)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
