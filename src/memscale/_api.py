@@ -28,10 +28,10 @@ from memscale._policy import Strategy, choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.layers import find_blocks
+from memscale._profile.optimizers import optimizer_cost
 from memscale._profile.profiler import (
     ProfileSettings,
     open_rehearsal,
-    optimizer_cost,
     profile_model,
     try_variant,
 )

@@ -19,7 +19,7 @@ from memscale._plan import Plan
 from memscale._policy import choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
-from memscale._profile.profiler import OPTIMIZERS
+from memscale._profile.optimizers import OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

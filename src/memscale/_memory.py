@@ -43,6 +43,11 @@ ACCELERATOR_ROUNDING_BYTES = 512
 """Device allocators hand out memory in such blocks."""
 
 
+def rounding_of(device_type: str) -> int:
+    """The blocks in which this device's allocator hands out memory; the host's waste is not counted."""
+    return 1 if device_type == "cpu" else ACCELERATOR_ROUNDING_BYTES
+
+
 @dataclasses.dataclass(slots=True)
 class _Entry:
     num_bytes: int
@@ -188,7 +193,7 @@ def measure(device: str | torch.device | None = None) -> Iterator[Measurement]:
     """
     device_type = _device_type(device)
     on_accelerator = device_type != "cpu"
-    books = _Timeline(device_type, ACCELERATOR_ROUNDING_BYTES if on_accelerator else 1)
+    books = _Timeline(device_type, rounding_of(device_type))
     measurement = books.measurement
     if on_accelerator:
         torch.accelerator.reset_peak_memory_stats()

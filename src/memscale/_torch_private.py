@@ -75,3 +75,37 @@ def is_own_node(node: Any) -> bool:
 def fake_mode_of(tensor: torch.Tensor) -> Any:
     """The mode that a fake tensor belongs to."""
     return tensor.fake_mode  # type: ignore[attr-defined]
+
+
+def is_tracing() -> bool:
+    """Whether TorchScript is recording."""
+    return bool(torch._C._get_tracing_state())
+
+
+def foreach_device_types() -> list[str]:
+    """Devices on which optimizers take their multi-tensor implementation by default."""
+    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+    return list(_get_foreach_kernels_supported_devices())
+
+
+def run_first(node: Any) -> None:
+    """Let the autograd engine run this node as soon as it is ready, as it does with gradient accumulation."""
+    node._set_sequence_nr(2**64 - 1)
+
+
+def graph_task_id() -> int:
+    """The backward pass that this thread works for; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call this when the current backward pass is complete; if it fails, the callback is dropped uncalled."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def scale_replicator() -> type[Any]:
+    """What `torch.amp.GradScaler` copies its scale to other devices with."""
+    from torch.amp.grad_scaler import _MultiDeviceReplicator
+
+    return _MultiDeviceReplicator

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from memscale import _torch_private
 from memscale._errors import ProfileError
-from memscale._memory import LiveBytes
 from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
 from memscale._profile.rehearsal import Attach, FakeRehearsal, RealRehearsal, Rehearsal
 
 logger = logging.getLogger("memscale")
-
-OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
-
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {}),
-    "adam": ("Adam", {}),
-    "sgd": ("SGD", {}),
-    "sgd_momentum": ("SGD", {"momentum": 0.9}),
-    "rmsprop": ("RMSprop", {}),
-    "adagrad": ("Adagrad", {}),
-    "adafactor": ("Adafactor", {}),
-}
-"""Optimizers that can be named in `estimate`; `"none"` is inference-like training without one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,90 +96,3 @@ def try_variant(rehearsal: Rehearsal, attach: Attach, name: str) -> StepTrace | 
     except Exception as error:  # e.g. an in-place operator on a kept output: then the technique is not eligible
         logger.info("%s does not run on this model: %s: %s", name, type(error).__name__, error)
         return None
-
-
-def optimizer_cost(model: nn.Module, optimizer: str | Optimizer, device_type: str) -> OptimizerCost:
-    """State and step temporaries of an optimizer, by running two of its steps on fake parameters."""
-    if optimizer == "none":
-        return OptimizerCost("none", 0, 0, 0)
-    try:
-        return _run_twin(model, optimizer, device_type)
-    except Exception as error:  # whatever a third party's optimizer does on fake tensors
-        if isinstance(optimizer, str):
-            raise
-        logger.warning(
-            "%s cannot be tried on fake tensors (%s: %s); its state is taken to be AdamW's",
-            type(optimizer).__name__,
-            type(error).__name__,
-            error,
-        )
-        cost = _run_twin(model, "adamw", device_type)
-        return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
-
-
-def _run_twin(model: nn.Module, optimizer: str | Optimizer, device_type: str) -> OptimizerCost:
-    rounding = 1 if device_type == "cpu" else 512
-    mode = _torch_private.fake_tensor_mode()
-    books = LiveBytes("cpu", rounding, counts_fakes=True)
-    twin = _build_twin(model, optimizer, mode, foreach=device_type != "cpu")
-    parameters = [p for group in twin.param_groups for p in group["params"]]
-    with mode:
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        books.see_all([parameters, [p.grad for p in parameters]])
-        with books:
-            before = books.total_bytes
-            twin.step()
-            state_bytes = books.total_bytes - before
-            books.reset_peak()
-            twin.step()
-            step_bytes = books.peak_bytes - before - state_bytes
-    gradient_bytes = sum(p.nbytes for p in parameters)
-    moved_bytes = 3 * gradient_bytes + 2 * state_bytes
-    return OptimizerCost(_name_of(optimizer), state_bytes, max(0, step_bytes), moved_bytes)
-
-
-def _name_of(optimizer: str | Optimizer) -> str:
-    return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
-
-
-def _build_twin(model: nn.Module, optimizer: str | Optimizer, mode: Any, *, foreach: bool) -> Optimizer:
-    """The same optimizer over fake parameters on the CPU, choosing its implementation as the real device would."""
-    fakes: dict[int, nn.Parameter] = {}
-
-    def fake(parameter: torch.Tensor) -> nn.Parameter:
-        if id(parameter) not in fakes:
-            with mode:
-                empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
-            fakes[id(parameter)] = nn.Parameter(empty)
-        return fakes[id(parameter)]
-
-    if isinstance(optimizer, str):
-        class_name, options = OPTIMIZERS[optimizer]
-        groups = [{"params": [fake(p) for p in model.parameters() if p.requires_grad]}]
-        twin: Optimizer = getattr(torch.optim, class_name)(groups, **options)
-    else:
-        groups = [
-            {
-                **{k: v for k, v in group.items() if k != "params"},
-                "params": [fake(p) for p in group["params"] if p.requires_grad],
-            }
-            for group in optimizer.param_groups
-        ]
-        twin = _same_class(optimizer, groups)
-    for group in twin.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = foreach
-    return twin
-
-
-def _same_class(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and hyperparameters over other parameters, without state or hooks."""
-    twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            setattr(twin, name, type(value)())
-    twin.param_groups = groups
-    twin.state = collections.defaultdict(dict)
-    return twin

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
 from memscale._host_rng import HostRng
-from memscale._memory import ACCELERATOR_ROUNDING_BYTES, LiveBytes
+from memscale._memory import LiveBytes, rounding_of
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.kernels import GpuKernels, sequences_unpacked
@@ -221,13 +221,13 @@ class FakeRehearsal(Rehearsal):
     def __init__(self, model: nn.Module, inputs: Inputs, device_type: str) -> None:
         self.mode = _torch_private.fake_tensor_mode()
         # A card that is not in this machine is played by fake CPU tensors and its kernels' savings.
-        self.emulates_gpu = not _device_exists(device_type)
+        self.emulates_gpu = not device_exists(device_type)
         on = "cpu" if self.emulates_gpu else device_type
         fake_model = fake_copy(model, self.mode, torch.device(on))
         if not fake_model.training:
             fake_model.train()
         fake_inputs = inputs.map_tensors(lambda tensor: _fake_like(tensor, self.mode, torch.device(on)))
-        super().__init__(fake_model, fake_inputs, on, _rounding(device_type))
+        super().__init__(fake_model, fake_inputs, on, rounding_of(device_type))
         self.target_type = device_type
 
     @contextlib.contextmanager
@@ -246,7 +246,7 @@ class RealRehearsal(Rehearsal):
 
     def __init__(self, model: nn.Module, inputs: Inputs, device: torch.device, warmup_steps: int) -> None:
         inputs = inputs.map_tensors(lambda tensor: _real_like(tensor, device))
-        super().__init__(model, inputs, device.type, _rounding(device.type))
+        super().__init__(model, inputs, device.type, rounding_of(device.type))
         self.warmup_steps = warmup_steps
 
     def _step(self, recorder: SegmentRecorder) -> None:
@@ -317,11 +317,7 @@ def _real_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _rounding(device_type: str) -> int:
-    return 1 if device_type == "cpu" else ACCELERATOR_ROUNDING_BYTES
-
-
-def _device_exists(device_type: str) -> bool:
+def device_exists(device_type: str) -> bool:
     if device_type == "cpu":
         return True
     found = torch.accelerator.current_accelerator(check_available=True)
