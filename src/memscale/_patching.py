@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 EXECUTOR_ATTRIBUTE = "_memscale_executor"
+OWN_ATTRIBUTES = frozenset({EXECUTOR_ATTRIBUTE, "forward", "__getstate__"})
+"""What a wrapped module may carry of ours."""
 
 
 class OwnHook:
@@ -160,10 +162,17 @@ def set_attribute(target: Any, name: str, value: Any, undo: contextlib.ExitStack
     """Set an attribute until undone; restored only if it is still ours."""
     before = getattr(target, name)
     setattr(target, name, value)
-    undo.callback(_restore_attribute, weakref.ref(target), name, before, value)
+    undo.callback(_restore_attribute, _reference(target), name, before, value)
 
 
-def _restore_attribute(target_ref: weakref.ref[Any], name: str, before: Any, ours: Any) -> None:
+def _reference(target: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(target)
+    except TypeError:  # e.g. a `types.SimpleNamespace`, which holds no model, so holding it makes no cycle
+        return lambda: target
+
+
+def _restore_attribute(target_ref: Callable[[], Any], name: str, before: Any, ours: Any) -> None:
     target = target_ref()
     if target is not None and getattr(target, name) is ours:
         setattr(target, name, before)

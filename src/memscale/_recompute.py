@@ -3,33 +3,33 @@
 Non-reentrant `torch.utils.checkpoint` around the module's forward. On top of what PyTorch reproduces (its own RNG,
 autocast), the recompute sees the module as the forward saw it:
 
-- Python's and NumPy's random state, for modules that draw from them;
-- buffers that the forward changes (BatchNorm statistics, spectral-norm vectors) as they were before it, and on
-  stand-ins, so that they are not changed twice;
+- Python's and NumPy's random state, and that of generators which the module holds;
+- buffers that the forward changes (BatchNorm statistics, spectral-norm vectors) and attributes (a counter, a list
+  that grows) as they were before it, and on stand-ins, so that they are not changed twice;
+- the very parameters, also when `torch.func.functional_call` had put others in their place;
 - arguments: containers that a module changes in place are changed once.
 
-Known limits: other state that a forward changes (a Python counter that steers the computation) is not reproduced;
-`Config(verify_correctness=True)` finds that. A module that is given a key-value cache is not recomputed for that call.
+Known limits: state that a forward changes elsewhere (a global, an object that an attribute holds), or not at its
+first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on parts of the module run
+again in the recompute. A module that changes its input tensors in place is refused. A module that is given a key-value
+cache is not recomputed for that call.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from memscale import _torch_private
 from memscale._errors import VerificationError
 from memscale._host_rng import HostRng
+from memscale._module_state import Memory, ModuleState
 from memscale._patching import ForwardOverride
-
-BufferSlot: TypeAlias = tuple[nn.Module, str]
 
 
 class RecomputedForward(ForwardOverride):
@@ -45,7 +45,9 @@ class RecomputedForward(ForwardOverride):
         self.module_fqn = module_fqn
         self.verify = verify
         self.num_recomputes = 0
-        self.buffers = BufferKeeper(module)
+        self.draws_from_numpy: bool | None = None
+        """Learned at the first forward; see `HostRng`."""
+        self.state = ModuleState(module)
         self._warned = False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +88,7 @@ class Region:
         self.spec = spec
         self.original: tuple[Any, Any] | None = (args, kwargs)
         self.host_rng: HostRng | None = None
-        self.buffers: dict[BufferSlot, torch.Tensor] = {}
+        self.memory = Memory()
         self.digest: list[int] | None = None
         self.notes: Any = None
         """What the owner wants to find again in the recompute. Lives as long as the graph may need it."""
@@ -94,22 +96,43 @@ class Region:
     def __call__(self, anchor: Any, *leaves: Any) -> Any:
         if self.original is not None:
             (args, kwargs), self.original = self.original, None
-            return self._compute(args, kwargs)
+            versions = _versions(leaves)
+            output = self._compute(args, kwargs)
+            self._refuse_surprises(leaves, versions)
+            return output
         args, kwargs = tree_unflatten(list(leaves), self.spec)
         return self._recompute(args, kwargs)
 
     def _compute(self, args: Any, kwargs: Any) -> Any:
-        self.host_rng = HostRng()
-        with self.owner.buffers.remembered() as self.buffers:
+        self.host_rng = HostRng(draws_from_numpy=self.owner.draws_from_numpy is not False)
+        with self.owner.state.remembered() as self.memory:
             output = self.owner.compute(args, kwargs, self)
         if self.owner.verify:
             self.digest = _digest(output)
         return output
 
+    def _refuse_surprises(self, leaves: tuple[Any, ...], versions: list[int]) -> None:
+        assert self.host_rng is not None
+        owner, moved = self.owner, self.host_rng.numpy_moved()
+        surprised, owner.draws_from_numpy = (
+            moved and owner.draws_from_numpy is False,
+            moved or owner.draws_from_numpy is True,
+        )
+        if _versions(leaves) != versions:
+            raise RuntimeError(
+                f"{owner.module_fqn} changes its input in place, so it cannot be computed again; leave it out of "
+                "checkpointing, or let it work on a copy"
+            )
+        if surprised:
+            raise RuntimeError(
+                f"{owner.module_fqn} drew from NumPy's random numbers, which earlier forwards did not: its recompute "
+                "would not be the same. Run the step again: MemScale remembers it from now on."
+            )
+
     def _recompute(self, args: Any, kwargs: Any) -> Any:
         assert self.host_rng is not None
         self.owner.num_recomputes += 1
-        with self.host_rng.repeated(), self.owner.buffers.replayed(self.buffers):
+        with self.host_rng.repeated(), self.owner.state.replayed(self.memory):
             output = self.owner.recompute(args, kwargs, self)
         if self.digest is not None and self.digest != _digest(output):
             raise VerificationError(
@@ -119,72 +142,8 @@ class Region:
         return output
 
 
-class BufferKeeper:
-    """Knows which buffers a module's forward changes, and shows their earlier values to the recompute.
-
-    NOTE [changing buffers]: which buffers change is learned at the first forward in each state of the training flags,
-    by value: some kernels write to buffers without telling autograd. From then on only those are remembered.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._slots: list[BufferSlot] = [(owner, name) for owner in module.modules() for name in owner._buffers]
-        self._changing: dict[tuple[bool, ...], set[BufferSlot]] = {}
-
-    def _flags(self) -> tuple[bool, ...]:
-        return tuple(owner.training for owner, _ in self._slots)
-
-    def _values(self) -> dict[BufferSlot, torch.Tensor]:
-        return {slot: value for slot in self._slots if (value := slot[0]._buffers.get(slot[1])) is not None}
-
-    @contextlib.contextmanager
-    def remembered(self) -> Iterator[dict[BufferSlot, torch.Tensor]]:
-        """The values, before the forward, of the buffers that it changes."""
-        if not self._slots:
-            yield {}
-            return
-        flags, values = self._flags(), self._values()
-        known = self._changing.get(flags)
-        versions = {slot: value._version for slot, value in values.items()}
-        before = {slot: value.clone() for slot, value in values.items() if known is None or slot in known}
-        yield before
-        after = self._values()
-        if known is None:
-            known = {slot for slot, value in before.items() if not _same(value, after.get(slot))}
-            self._changing[flags] = known
-        for slot in [slot for slot in before if slot not in known]:
-            del before[slot]
-        self._refuse_surprises(known, versions, after)
-
-    def _refuse_surprises(
-        self, known: set[BufferSlot], versions: dict[BufferSlot, int], after: dict[BufferSlot, torch.Tensor]
-    ) -> None:
-        for slot, version in versions.items():
-            if slot not in known and slot in after and after[slot]._version != version:
-                known.add(slot)
-                raise RuntimeError(
-                    f"buffer {slot[1]!r} of {type(slot[0]).__name__} was changed by this forward, not by earlier ones: "
-                    "its recompute would not be the same. Run the step again: MemScale remembers it from now on."
-                )
-
-    @contextlib.contextmanager
-    def replayed(self, before: dict[BufferSlot, torch.Tensor]) -> Iterator[None]:
-        """The buffers as they were, on stand-ins; afterwards the real ones, untouched."""
-        real = {slot: slot[0]._buffers[slot[1]] for slot in before}
-        for (owner, name), value in before.items():
-            owner._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (owner, name), buffer in real.items():
-                owner._buffers[name] = buffer
-
-
-def _same(before: torch.Tensor, after: torch.Tensor | None) -> bool:
-    if after is None or before.shape != after.shape or before.dtype != after.dtype:
-        return False
-    if before.device.type == "meta" or _torch_private.is_fake(before):
-        return False  # no values to compare: take it as changing
-    return torch.equal(before, after)
+def _versions(leaves: tuple[Any, ...]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
 def _digest(output: Any) -> list[int]:

@@ -38,7 +38,32 @@ class CheckpointedForward(RecomputedForward):
         super().__init__(module, action.module_fqn, verify=verify)
         if action.keep:
             policy = functools.partial(_policy, frozenset(action.keep))
-            self.context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+            self.context_fn = functools.partial(_selective_contexts, policy)
+
+
+def _selective_contexts(policy: Any) -> tuple[Any, Any]:
+    keeping, reading = create_selective_checkpoint_contexts(policy)
+    return keeping, _FirstRecompute(reading)
+
+
+class _FirstRecompute:
+    """Reads what was kept, once: PyTorch gives each tensor away as it is read.
+
+    A second backward through the same graph (`retain_graph=True`) finds nothing kept and computes everything again.
+    Kept operators draw no random numbers, so that is the same; see NOTE [kept randomness].
+    """
+
+    def __init__(self, reading: contextlib.AbstractContextManager[Any]) -> None:
+        self._reading: contextlib.AbstractContextManager[Any] | None = reading
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        reading, self._reading = self._reading, None
+        self._entered.append(reading if reading is not None else contextlib.nullcontext())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 def attach(

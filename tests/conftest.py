@@ -1,0 +1,147 @@
+"""What every test gets: one thread, seeds, and a check that it left nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as module_internals
+from torch.optim import optimizer as optimizer_internals
+from torch.utils import _python_dispatch
+from torch.utils import checkpoint as checkpoint_internals
+
+from memscale._execute import Executor
+from memscale._memory import LiveBytes
+from memscale._patching import ForwardOverride, OwnHook
+
+_BORN: weakref.WeakSet[Any] = weakref.WeakSet()
+_FAILED = pytest.StashKey[bool]()
+_OURS = (LiveBytes, ForwardOverride, OwnHook, Executor)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # workers share the cores; also: sums in one order
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _births() -> Iterator[None]:
+    """Register every object of ours that may hold on to a model or a tensor."""
+    patched = pytest.MonkeyPatch()
+    for kind in _OURS:
+        patched.setattr(kind, "__new__", _registering_new)
+    yield
+    patched.undo()
+
+
+def _registering_new(kind: type, *args: Any, **kwargs: Any) -> Any:
+    instance = object.__new__(kind)
+    _BORN.add(instance)
+    return instance
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _nothing_survives(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No hook, thread, open file, patched function, logger handler or object of ours outlives a test."""
+    before = _world()
+    gradients_on = torch.is_grad_enabled()
+    yield
+    if request.node.stash.get(_FAILED, False):
+        _BORN.clear()  # the traceback holds everything alive
+        return
+    survivors = _survivors()
+    assert not survivors, f"still alive after the test: {survivors}"
+    after = _world()
+    imported = after["patched functions"].keys() - before["patched functions"].keys()
+    before["patched functions"] |= {name: after["patched functions"][name] for name in imported}
+    changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changed, f"the test left a trace: {changed}"
+    assert torch.is_grad_enabled() == gradients_on
+
+
+def _survivors() -> list[str]:
+    if not _BORN:
+        return []
+    gc.collect()  # models have cycles of their own; what is still there after this is held by somebody
+    left = [repr(instance) for instance in _BORN]
+    _BORN.clear()
+    return left
+
+
+def _world() -> dict[str, Any]:
+    logger = logging.getLogger("memscale")
+    return {
+        "threads": {thread.name for thread in threading.enumerate() if thread.is_alive()},
+        "open files": _open_files(),
+        "dispatch modes": len(_python_dispatch._get_current_dispatch_mode_stack()),
+        "logger": (tuple(logger.handlers), logger.level, logger.propagate, logger.disabled),
+        "global module hooks": {name: tuple(table) for name, table in _global_tables(module_internals)},
+        "global optimizer hooks": {name: tuple(table) for name, table in _global_tables(optimizer_internals)},
+        "patched functions": _patchable(),
+        "gradient checkpointing": checkpoint_internals._enable_checkpoint_early_stop,
+    }
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if target.startswith("/") and not target.startswith(("/dev/", "/proc/", "/sys/")):
+            found.add(target)
+    return {target for target in found if not target.endswith((".so", ".pyc", ".py"))}
+
+
+def _global_tables(owner: Any) -> list[tuple[str, Any]]:
+    return [(name, table) for name, table in vars(owner).items() if name.startswith("_global_") and table is not None]
+
+
+def _patchable() -> dict[str, Any]:
+    """What somebody could be tempted to replace globally."""
+    found = {
+        f"{owner.__name__}.{name}": getattr(owner, name)
+        for owner, names in (
+            (nn.Module, ("__call__", "_call_impl", "__getattr__", "__setattr__", "__getstate__", "__reduce_ex__")),
+            (nn.Linear, ("forward",)),
+            (F, ("dropout", "scaled_dot_product_attention", "cross_entropy", "multi_head_attention_forward")),
+            (torch.Tensor, ("backward", "__torch_function__")),
+            (torch.autograd, ("backward", "grad")),
+            (torch.optim.Optimizer, ("zero_grad", "step")),
+            (torch.optim.AdamW, ("__init__",)),
+            (checkpoint_internals, ("checkpoint",)),
+        )
+        for name in names
+        if hasattr(owner, name)
+    }
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is not None:
+        found["find_packed_sequence_indices"] = masking.find_packed_sequence_indices
+    return found
