@@ -109,3 +109,21 @@ def scale_replicator() -> type[Any]:
     from torch.amp.grad_scaler import _MultiDeviceReplicator
 
     return _MultiDeviceReplicator
+
+
+def step_pre_hooks(optimizer: Any) -> Any:
+    """An optimizer's own step pre-hooks, in the order in which they run."""
+    return optimizer._optimizer_step_pre_hooks
+
+
+def is_last_load_hook(optimizer: Any, hook_id: int) -> bool:
+    """Whether this is the last of an optimizer's load_state_dict pre-hooks."""
+    return bool(next(reversed(optimizer._optimizer_load_state_dict_pre_hooks)) == hook_id)
+
+
+def cast_optimizer_value(
+    optimizer: Any, parameter: torch.Tensor, value: torch.Tensor, key: Any, groups: list[dict[str, Any]], name: Any
+) -> torch.Tensor:
+    """A loaded state tensor as the optimizer's `load_state_dict` would cast and move it."""
+    cast: torch.Tensor = optimizer._process_value_according_to_param_policy(parameter, value, key, groups, name)
+    return cast

@@ -1,0 +1,144 @@
+"""What follows a parameter to another device: its optimizer's state, and the scale of its gradients.
+
+NOTE [scale on the host]: `torch.amp.GradScaler` copies its scale to the devices of the gradients without blocking and
+uses the copy at once. To the host that is a race, which real devices lose rarely and silently. While gradients live on
+the host, such copies block: in the scaler's replicator, and for fused optimizers, which copy the scale themselves, by
+handing them a copy on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from memscale import _torch_private
+
+_HOST_SCALARS = ("step", "mu_product")
+"""Counters that optimizers keep on the host, unless they are capturable or fused."""
+
+
+class Followers:
+    """Keeps the state of every optimizer of one model beside its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def follow_all(self) -> None:
+        """Move the state of the model's optimizers to where the parameters are now."""
+        # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
+        for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
+            if self._owns(optimizer):
+                self._optimizers.add(optimizer)
+                self._follow(optimizer)
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer that was out of reach until now (unpickled, made by others) is caught here."""
+        if optimizer not in self._optimizers:
+            if not self._owns(optimizer):
+                return
+            self._optimizers.add(optimizer)
+            self._follow(optimizer)
+        _scale_on_host(optimizer)
+
+    def release(self) -> None:
+        for optimizer in [*self._optimizers]:
+            self._follow(optimizer)
+
+    def _is_ours(self, parameter: Any) -> bool:
+        found = self._parameters.get(id(parameter))
+        return found is not None and found() is parameter
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        return any(self._is_ours(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter) if self._is_ours(parameter) else None
+                for name, value in [*state.items()] if isinstance(state, dict) else ():
+                    if isinstance(value, torch.Tensor) and not _is_in_place(name, value, parameter, group):
+                        optimizer.state[parameter][name] = value.to(parameter.device)
+
+
+def _is_in_place(name: str, value: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+    is_host_scalar = name in _HOST_SCALARS and value.dim() == 0 and value.device.type == "cpu"
+    follows_anyway = group.get("capturable") or group.get("fused")
+    return value.device == parameter.device or (is_host_scalar and not follows_anyway)
+
+
+def _scale_on_host(optimizer: Any) -> None:
+    """See NOTE [scale on the host]."""
+    for name in ("grad_scale", "found_inf"):
+        value = getattr(optimizer, name, None)
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            setattr(optimizer, name, value.cpu())
+
+
+class _BlockingReplicas:
+    """The scaler's replicator blocks on copies to the host while anybody streams."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._original: Callable[..., torch.Tensor] | None = None
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                replicator = _torch_private.scale_replicator()
+                self._original = replicator.get
+                replicator.get = _blocking_get(self._original)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                _torch_private.scale_replicator().get = self._original
+                self._original = None
+
+
+_REPLICAS = _BlockingReplicas()
+
+
+def _blocking_get(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def get(replicator: Any, device: torch.device) -> torch.Tensor:
+        copy = original(replicator, device)
+        if device.type == "cpu" and replicator.master.device.type != "cpu":
+            torch.accelerator.current_stream(replicator.master.device).synchronize()
+        return copy
+
+    return get
+
+
+class _StepHook:
+    """Seen by every optimizer of the process, so it must not keep a model's followers alive."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = weakref.ref(followers)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        followers = self._followers()
+        if followers is not None:
+            followers.before_step(optimizer, args, kwargs)
+
+
+def attach(model: nn.Module, undo: contextlib.ExitStack) -> Followers:
+    """Until undone, or until the model is gone, state follows parameters and scales are copied safely."""
+    followers = Followers(model)
+    undo.callback(followers.release)
+    with contextlib.ExitStack() as globally:
+        globally.callback(register_optimizer_step_pre_hook(_StepHook(followers)).remove)
+        _REPLICAS.enter()
+        globally.callback(_REPLICAS.leave)
+        undo.callback(weakref.finalize(model, globally.pop_all().close))
+    return followers
