@@ -91,7 +91,25 @@ class StreamParameters:
     reason: Reason = Reason("asked for")
 
 
-Action: TypeAlias = Checkpoint  # a closed union: grows with the techniques
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """The model computes in 16 bits; its parameters, gradients and outputs stay in 32."""
+
+    dtype: Literal["bfloat16", "float16"]
+    """float16 comes with dynamic loss scaling."""
+    reason: Reason = Reason("asked for")
+
+    @staticmethod
+    def choose_dtype(
+        device_type: str, *, supports_bf16: bool, supports_fp16: bool, has_fast_16bit: bool
+    ) -> Literal["bfloat16", "float16"] | None:
+        """What this hardware computes best in; None where 16-bit math would only cost accuracy."""
+        if device_type == "cpu" or supports_bf16:
+            return "bfloat16"
+        return "float16" if supports_fp16 and has_fast_16bit else None
+
+
+Action: TypeAlias = Checkpoint | TileHead | OffloadActivations | OffloadOptimizer | StreamParameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,6 +151,10 @@ class Plan:
     summary: Reason
     """The rule that settled the plan as a whole."""
     rows: tuple[LayerRow, ...]
+    host_bytes: int = 0
+    """Parameters and gradients that wait in host memory."""
+    movable_bytes: int = 0
+    """Activations and optimizer state that wait on the host or on disk."""
     rehearsed: bool = False
     """The predicted peak was confirmed by running this very plan on fake tensors."""
 

@@ -1,0 +1,210 @@
+"""`LossScale`: the dynamic scale of fp16 gradients, and the steps that must not be taken.
+
+A step after a backward that overflowed is skipped: the optimizer runs and finds no gradients, and gets them back after.
+Then the scale is halved. After `growth_interval` good steps in a row it is doubled.
+
+A user's own `torch.amp.GradScaler` is left in charge. One that exists when training starts is taken to be meant for
+this model until the first step shows who calls it; from then on the caller of each step decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memscale._errors import ConfigError
+
+logger = logging.getLogger("memscale")
+
+_LARGEST, _SMALLEST = 2.0**24, 2.0**-24
+_PATIENCE = 20
+"""Steps skipped in a row before the user is told that it is not the scale."""
+_STACK_DEPTH = 12
+
+
+class LossScale:
+    """The scale, its history, and the hooks on optimizers that go with it."""
+
+    def __init__(self, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.value = initial
+        """What gradients are multiplied with now: a power of two."""
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+        """Steps since the scale last changed."""
+        self.num_skipped_steps = 0
+        self._skipped_in_a_row = 0
+        self._is_ours: bool | None = None
+        self._has_news = False
+        """There was a backward since the last look."""
+        self._is_finite = True
+        """What that look showed."""
+        self._marks: dict[torch.device, torch.Tensor] = {}
+        self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def attach(self, model: weakref.ref[nn.Module], undo: contextlib.ExitStack) -> None:
+        """Watch the optimizers that own this model's parameters until undone."""
+        self._model = model
+        undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        undo.callback(self._forget)
+
+    def _forget(self) -> None:
+        self._marks.clear()
+        self._has_news, self._is_finite = False, True
+        for optimizer_id in list(self._hidden):
+            self._give_back(optimizer_id)
+
+    # ---- whose job it is
+
+    def is_ours(self) -> bool:
+        """Whether MemScale scales; otherwise a scaler of the user's does."""
+        if self._is_ours is None:
+            self._is_ours = not _lives_a_scaler()
+            if not self._is_ours:
+                logger.info("a torch.amp.GradScaler is in use: the loss scale is left to it")
+        return self._is_ours
+
+    # ---- in backward
+
+    def watch(self, gradient: torch.Tensor) -> None:
+        """Note a gradient that is not finite, without waiting for the device."""
+        with torch.no_grad():
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if values.numel() == 0:
+                return
+            # Zero if all are finite, else NaN: infinity times zero is NaN, and NaN stays what it is.
+            mark = torch.linalg.vector_norm(values, math.inf).float() * 0.0
+            before = self._marks.get(mark.device)
+            self._marks[mark.device] = mark if before is None else before + mark
+        self._has_news = True
+
+    # ---- at the step
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._concerns(optimizer):
+            return None
+        self._is_ours = not _is_called_by_a_scaler()
+        if not self._is_ours:
+            return None
+        args, kwargs, has_closure = _with_closure(self, optimizer, args, kwargs)
+        if not has_closure:
+            self.settle(optimizer)
+        return args, kwargs
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """The gradients of a step are complete: learn from them, and hide them if they must not be used."""
+        if self._has_news:
+            self._has_news = False
+            self._is_finite = not any(math.isnan(mark.item()) for mark in self._marks.values())
+            self._marks.clear()
+            self._learn()
+        if not self._is_finite:  # also for a second optimizer that shares the backward
+            self._hide_gradients(optimizer)
+
+    def _learn(self) -> None:
+        if self._is_finite:
+            self.good_steps += 1
+            self._skipped_in_a_row = 0
+            if self.good_steps >= self.growth_interval:
+                self.value, self.good_steps = min(self.value * 2.0, _LARGEST), 0
+            return
+        self.value, self.good_steps = max(self.value / 2.0, _SMALLEST), 0
+        self.num_skipped_steps += 1
+        self._skipped_in_a_row += 1
+        logger.info("fp16 gradients overflowed: step skipped, the loss scale is now %g", self.value)
+        if self._skipped_in_a_row == _PATIENCE:
+            warnings.warn(
+                f"{_PATIENCE} steps in a row were skipped and gradients are still not finite at a loss scale of "
+                f"{self.value:g}: the loss itself is likely NaN or infinite",
+                stacklevel=2,
+            )
+
+    def _hide_gradients(self, optimizer: Optimizer) -> None:
+        hidden = self._hidden.setdefault(id(optimizer), [])
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._give_back(id(optimizer))
+
+    def _give_back(self, optimizer_id: int) -> None:
+        for parameter, gradient in self._hidden.pop(optimizer_id, []):
+            parameter.grad = gradient
+
+    def _concerns(self, optimizer: Optimizer) -> bool:
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return False
+        ours = {id(parameter) for parameter in model.parameters()}
+        return any(id(parameter) in ours for parameter in _parameters(optimizer))
+
+    # ---- save and resume
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What a resumed run needs to go on as this one would."""
+        return {"scale": self.value, "good_steps": self.good_steps, "num_skipped_steps": self.num_skipped_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        value = float(state["scale"])
+        if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
+            raise ConfigError(f"a loss scale of {value!r} is not allowed; it must be a power of two")
+        self.value = value
+        self.good_steps, self.num_skipped_steps = int(state["good_steps"]), int(state["num_skipped_steps"])
+
+
+class _Closure:
+    """The closure of a step, after which the step's gradients are complete."""
+
+    def __init__(self, scale: LossScale, optimizer: Optimizer, closure: Any) -> None:
+        self.scale, self.optimizer, self.closure = scale, optimizer, closure
+
+    def __call__(self) -> Any:
+        result = self.closure()
+        self.scale.settle(self.optimizer)
+        return result
+
+
+def _with_closure(
+    scale: LossScale, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The arguments of a step with its closure, if any, followed by a look at the gradients. args[0] is the optimizer."""
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _Closure(scale, optimizer, kwargs["closure"])}, True
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _Closure(scale, optimizer, args[1]), *args[2:]), kwargs, True
+    return args, kwargs, False
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _lives_a_scaler() -> bool:
+    # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
+    return any(issubclass(type(obj), torch.amp.GradScaler) and obj.is_enabled() for obj in gc.get_objects())
+
+
+def _is_called_by_a_scaler() -> bool:
+    """Whether a `GradScaler.step` is among the callers."""
+    frame = sys._getframe(1)
+    for _ in range(_STACK_DEPTH):
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
