@@ -114,6 +114,7 @@ class Ticket:
         "layout",
         "num_bytes",
         "read",
+        "rescued",
         "sent",
         "spot",
         "store",
@@ -136,6 +137,8 @@ class Ticket:
         """The threaded write to disk; every reader waits for it too."""
         self.jobs: list[concurrent.futures.Future[None]] = []
         """Threads that still use the spot."""
+        self.rescued: torch.Tensor | None = None
+        """The bytes themselves, on the host, after a threaded write of them failed: an error loses nothing."""
         self.sent: Any = None
         """The source on its way here; `Transfers` keeps it alive."""
 
@@ -258,15 +261,17 @@ class Store:
         """Put a tensor of the ticket's layout in the place of the one that waits there."""
         ticket.store.write(ticket, [ticket.layout.flatten(tensor).cpu()])
 
-    def get(self, ticket: Ticket, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor, on `out`'s device and in `out`'s memory if given, else new and where it came from."""
+    def get(
+        self, ticket: Ticket, out: torch.Tensor | None = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """The tensor: in `out`'s memory if given, else new, on `device` or where it came from."""
         ticket.wait_written()
         line = ticket.layout.empty(torch.device("cpu"))
         ticket.store.read(ticket, [line.view(torch.uint8)])
         if out is not None:
             out.copy_(ticket.layout.rebuild(line))
             return out
-        return ticket.layout.rebuild(line.to(ticket.layout.device))
+        return ticket.layout.rebuild(line.to(ticket.layout.device if device is None else device))
 
     def write(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
         """The whole of a tensor's bytes, in host memory, into the spot. Blocking.

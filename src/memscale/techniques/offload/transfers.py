@@ -149,6 +149,7 @@ class Transfers:
 
     def _start_send(self, ticket: Ticket, source: torch.Tensor) -> None:
         store, on_accelerator = ticket.store, source.device.type != "cpu"
+        ticket.rescued = None
         if not ticket.num_bytes:
             return
         if not store.keeps_bytes:
@@ -162,7 +163,7 @@ class Transfers:
         elif on_accelerator:
             self._send_staged(ticket, source)
         else:
-            job = self._submit(ticket, None, store.write, ticket, [source])
+            job = self._submit(ticket, None, _write, ticket, source)
             self._note_write(ticket, job)
             self._keep(ticket, source, None, None, job)
 
@@ -196,6 +197,9 @@ class Transfers:
         try:
             order(None, event, "thread after sent")
             ticket.store.write(ticket, self.staging.memory_of(staged))
+        except BaseException:
+            ticket.rescued = torch.cat(self.staging.memory_of(staged))
+            raise
         finally:
             self.staging.free(staged)
 
@@ -376,6 +380,14 @@ class Transfers:
         start = time.perf_counter()
         function(*args)
         self.stats.host_waited_s += time.perf_counter() - start
+
+
+def _write(ticket: Ticket, source: torch.Tensor) -> None:
+    try:
+        ticket.store.write(ticket, [source])
+    except BaseException:
+        ticket.rescued = source
+        raise
 
 
 def _run_after(earlier: list[Job], needed: Job | None, function: Callable[..., None], *args: Any) -> None:

@@ -1,0 +1,412 @@
+"""Optimizer state waits on the next tier; the user's own optimizer steps bucket by bucket on shadows of itself.
+
+    with contextlib.ExitStack() as undo:
+        adopt(model, store, transfers, bucket_bytes, undo)                  # the optimizer is adopted at its first step
+        adopt_optimizer(optimizer, store, transfers, bucket_bytes, undo)    # or at once
+
+The training loop, `param_groups`, schedulers, `GradScaler`, closures and checkpoints stay as they were. `state_dict()`
+gives ordinary tensors on the host, which a plain optimizer loads; one from a plain optimizer loads here. Undone, the
+whole state is back on its device and the hooks are gone.
+
+NOTE [how a step is taken over]: a global step pre-hook sees every optimizer and adopts the ones that own parameters of
+the model. The work sits in an instance pre-hook that is kept last, so that the user's own hooks, which may change
+gradients, come first. It steps the buckets (separable.py) and hands the outer step a shadow without parameters.
+
+NOTE [a step that fails]: what went wrong before the first bucket was stepped changed nothing; the error is raised as it
+is, and the step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets
+are updated, later ones are not, and no step is taken any more until `load_state_dict` has put a whole state in place.
+A failed *write* loses nothing: the state stays in memory, the step is completed, and then the error is raised.
+
+Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. The dict that
+`state_dict()` gives is a snapshot; a plain optimizer's goes on changing with the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from memscale import _torch_private
+from memscale._errors import OffloadError, PartialStepError
+from memscale.techniques.offload.buckets import Bucket, Waiting, can_move, split_into_buckets
+from memscale.techniques.offload.separable import NotSeparable, SplitStep, check_separable, idle_shadow, is_shadow
+from memscale.techniques.offload.stores import Store
+from memscale.techniques.offload.transfers import Arrival, Transfers
+from memscale.techniques.offload.visits import OptimizerStats, Visit, Visits
+
+
+def adopt(
+    model: nn.Module, store: Store, transfers: Transfers, bucket_bytes: int, undo: contextlib.ExitStack
+) -> Adoption:
+    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state."""
+    adoption = Adoption(store, transfers, bucket_bytes, model)
+    undo.callback(adoption.detach)
+    adoption.watch()
+    return adoption
+
+
+def adopt_optimizer(
+    optimizer: Optimizer, store: Store, transfers: Transfers, bucket_bytes: int, undo: contextlib.ExitStack
+) -> Adoption:
+    """Adopt this optimizer now; state that it has already moves now."""
+    adoption = Adoption(store, transfers, bucket_bytes)
+    undo.callback(adoption.detach)
+    adoption.take(optimizer)
+    adoption.watch()
+    return adoption
+
+
+class Adoption:
+    """The optimizers of one model, or one optimizer. See NOTE [how a step is taken over]."""
+
+    def __init__(self, store: Store, transfers: Transfers, bucket_bytes: int, model: nn.Module | None = None) -> None:
+        self.store = store
+        self.transfers = transfers
+        self.bucket_bytes = bucket_bytes
+        self.stats = OptimizerStats()
+        """What happened so far."""
+        self._model = weakref.ref(model) if model is not None else None
+        self._versions = _versions(model)
+        self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
+        self._handle: Any = None
+
+    def watch(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._before_any_step)
+
+    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_shadow(optimizer):
+            return
+        if optimizer not in self._known and self._owns_parameters_of(optimizer):
+            self.take(optimizer)
+        adopted = self._known.get(optimizer)
+        if adopted is not None:
+            adopted.stay_last(optimizer)
+
+    def _owns_parameters_of(self, optimizer: Optimizer) -> bool:
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return False
+        mine = {id(parameter) for parameter in model.parameters()}
+        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Adopt an optimizer, or say once why not."""
+        self._known[optimizer] = None
+        try:
+            check_separable(optimizer)
+        except NotSeparable as reason:
+            warnings.warn(
+                f"{type(optimizer).__name__} is left as it is, and its state stays on the device: {reason}",
+                stacklevel=2,
+            )
+            return
+        adopted = AdoptedOptimizer(Visits(self.store, self.transfers, self.stats), self.bucket_bytes)
+        adopted.attach(optimizer)
+        self._known[optimizer] = adopted
+        self.stats.num_optimizers += 1
+
+    def adopted(self, optimizer: Optimizer) -> bool:
+        return self._known.get(optimizer) is not None
+
+    def detach(self) -> None:
+        """Whole state back, hooks gone. Warns if the model was trained by an optimizer that was never seen."""
+        if self._handle is not None:
+            self._handle.remove()
+        with contextlib.ExitStack() as last:
+            for adopted in list(self._known.values()):
+                if adopted is not None:
+                    last.callback(adopted.detach)
+        model = self._model() if self._model is not None else None
+        if not self._known and model is not None and _was_trained(model, self._versions):
+            warnings.warn(
+                f"no optimizer of this {type(model).__name__} was ever seen to step, so no optimizer state was "
+                "offloaded; only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",
+                stacklevel=2,
+            )
+        self._known.clear()
+
+
+def _versions(model: nn.Module | None) -> dict[int, int]:
+    return {id(p): p._version for p in model.parameters()} if model is not None else {}
+
+
+def _was_trained(model: nn.Module, versions: dict[int, int]) -> bool:
+    return any(p.grad is not None or p._version != versions.get(id(p), p._version) for p in model.parameters())
+
+
+class AdoptedOptimizer:
+    """One optimizer whose state waits elsewhere. The optimizer holds it through its hooks; it holds no optimizer."""
+
+    def __init__(self, visits: Visits, bucket_bytes: int) -> None:
+        self.visits = visits
+        self.bucket_bytes = bucket_bytes
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._broken: PartialStepError | None = None
+        self._loading: dict[str, Any] | None = None
+        self._hooks = contextlib.ExitStack()
+        self._step_hook: Any = None
+        self._load_hook: Any = None
+
+    # ----------------------------------------------------------------------------------------- on and off again
+
+    def attach(self, optimizer: Optimizer) -> None:
+        with contextlib.ExitStack() as undo:
+            self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+            undo.callback(self._step_hook.remove)
+            undo.callback(optimizer.register_state_dict_post_hook(self._after_save).remove)
+            self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+            undo.callback(self._load_hook.remove)
+            undo.callback(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True).remove)
+            undo.callback(self._restore, weakref.ref(optimizer))
+            self._send_away(optimizer)
+            self._hooks = undo.pop_all()
+
+    def detach(self) -> None:
+        self._hooks.close()
+
+    def stay_last(self, optimizer: Optimizer) -> None:
+        """The user's own step pre-hooks come first: they may change gradients."""
+        _torch_private.step_pre_hooks(optimizer).move_to_end(self._step_hook.id)
+
+    def _restore(self, reference: weakref.ref[Optimizer]) -> None:
+        optimizer = reference()
+        if optimizer is None:
+            return
+        lost = self.visits.restore(optimizer.state, self.buckets)
+        self.buckets, self._bucket_of = [], {}
+        if lost:
+            raise OffloadError(
+                f"the state of {len(lost)} buckets of {type(optimizer).__name__} could not be read back and is gone; "
+                f"load a checkpoint before going on. The first error: {lost[0]}"
+            ) from lost[0]
+
+    def _send_away(self, optimizer: Optimizer) -> None:
+        """All state that is on its device goes to the store, a bucket at a time."""
+        self._update_buckets(optimizer)
+        for bucket in self.buckets:
+            known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
+            if bucket.ticket is None and known:
+                self.visits.park(optimizer.state, bucket, known, Visit(known))
+                self.visits.let_go(bucket)
+        self._raise_failures("no step is affected")
+
+    def _update_buckets(self, optimizer: Optimizer) -> None:
+        """Every parameter has a bucket; those that came with `add_param_group` get new ones."""
+        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._bucket_of]
+        for device, same in itertools.groupby(new, key=lambda p: p.device):
+            neighbours, moves = list(same), self.visits.tier_of(device) is not None
+            for indices in split_into_buckets((p.nbytes for p in neighbours), self.bucket_bytes):
+                bucket = Bucket([neighbours[i] for i in indices], moves=moves)
+                self.buckets.append(bucket)
+                self._bucket_of.update((id(p), bucket) for p in bucket.parameters)
+
+    # -------------------------------------------------------------------------------------------------- the step
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._broken is not None:
+            raise PartialStepError(f"an earlier step failed half-way, and no state was loaded since: {self._broken}")
+        self._loading = None
+        self._raise_failures("the step before was complete")
+        call = _Call(args[1:], kwargs)
+        call.evaluate_closure()
+        self._update_buckets(optimizer)
+        split = SplitStep(optimizer)
+        self._step_buckets(optimizer, split, call)
+        self.visits.stats.num_steps += 1
+        self._raise_failures("the step is complete")
+        call.give_back_loss()
+        return (idle_shadow(optimizer), *call.args), call.kwargs
+
+    def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: _Call) -> None:
+        stepped = [bucket for bucket in self.buckets if any(p.grad is not None for p in bucket.parameters)]
+        progress = _Progress(len(stepped))
+        try:
+            if not stepped:
+                split.run([], {}, call.args, call.kwargs)  # counters of groups advance all the same
+            arrival, previous = None, None
+            for bucket, follower in itertools.zip_longest(stepped, stepped[1:]):
+                arrival = self._step_one(optimizer, split, call, progress, bucket, (arrival, previous, follower))
+                previous = bucket
+            if previous is not None:
+                self.visits.let_go(previous)
+            split.merge()
+        except BaseException as error:
+            self._fail(optimizer, progress, error)
+            raise
+
+    def _step_one(
+        self,
+        optimizer: Optimizer,
+        split: SplitStep,
+        call: _Call,
+        progress: _Progress,
+        bucket: Bucket,
+        neighbours: tuple[Arrival | None, Bucket | None, Bucket | None],
+    ) -> Arrival | None:
+        """Step one bucket. Returns the state of the next one, on its way. See NOTE [what a bucket costs]."""
+        arrival, previous, follower = neighbours
+        visit = self.visits.bring(optimizer.state, bucket, arrival)
+        del arrival, neighbours
+        if previous is not None:
+            self.visits.let_go(previous)
+        coming = None
+        if follower is not None and self.visits.transfers.asynchronous and self._is_whole(optimizer, bucket):
+            coming = self.visits.start(optimizer.state, follower)
+        progress.begin()
+        state = split.run(bucket.parameters, visit.state, call.args, call.kwargs)
+        self.visits.park(optimizer.state, bucket, state, visit)
+        progress.end()
+        self.visits.stats.num_buckets += 1
+        return coming
+
+    def _is_whole(self, optimizer: Optimizer, bucket: Bucket) -> bool:
+        """No parameter's state is yet to be made: there is room for the next bucket beside this one."""
+        return all(
+            bucket.is_waiting(index, optimizer.state.get(p)) or p.grad is None or not bucket.moves
+            for index, p in enumerate(bucket.parameters)
+        )
+
+    def _fail(self, optimizer: Optimizer, progress: _Progress, error: BaseException) -> None:
+        """See NOTE [a step that fails]."""
+        if not progress.has_begun:
+            return
+        self._broken = PartialStepError(
+            f"the step of {type(optimizer).__name__} failed after {progress.num_done} of {progress.num_buckets} "
+            f"buckets ({type(error).__name__}: {error}). The parameters of those are updated, the others are not: load "
+            f"a checkpoint of the model and of the optimizer before going on"
+        )
+        if isinstance(error, Exception):
+            raise self._broken from error
+
+    def _raise_failures(self, what_is_well: str) -> None:
+        if self.visits.failures:
+            errors, self.visits.failures = self.visits.failures, []
+            raise type(errors[0])(
+                f"{errors[0]}. Nothing is lost: {what_is_well}, and the state concerned stays in memory; a checkpoint "
+                f"can be saved now"
+            ) from errors[0]
+
+    # ----------------------------------------------------------------------------------------------- checkpoints
+
+    def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Ordinary tensors on the host in the place of what waits; one bucket is read at a time."""
+        last: tuple[Bucket, torch.Tensor] | None = None
+        for key, entry in state_dict["state"].items():
+            if not isinstance(entry, Waiting):
+                continue
+            bucket = entry.bucket
+            if bucket is None:
+                state_dict["state"][key] = dict(entry)
+                continue
+            if last is None or last[0] is not bucket:
+                last = None
+                last = (bucket, bucket.read())
+            state_dict["state"][key] = entry.snapshot(last[1])
+        return state_dict
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Hold the state back: loading would put all of it on the device at once.
+
+        A pre-hook of the user's that comes after this one must see the state: then loading takes the usual way.
+        """
+        self._loading = None
+        if not _torch_private.is_last_load_hook(optimizer, self._load_hook.id):
+            return None
+        self._loading = state_dict
+        return {**state_dict, "state": {}}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        for bucket in self.buckets:
+            self.visits.drop(bucket)
+        self.visits.failures.clear()
+        self._broken = None
+        if self._loading is not None:
+            loaded, self._loading = self._loading, None
+            state = _cast_state(optimizer, loaded)
+            optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
+        self._send_away(optimizer)
+
+
+class _Call:
+    """The arguments of one `step()`. A closure is evaluated once, before any bucket."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = list(args)
+        self.kwargs = dict(kwargs)
+        self._loss: Any = None
+        self._had_closure = False
+
+    def evaluate_closure(self) -> None:
+        closure: Callable[[], Any] | None = self.args[0] if self.args else self.kwargs.get("closure")
+        if callable(closure):
+            with torch.enable_grad():
+                self._loss = closure()
+            self._had_closure = True
+            self._set_closure(None)
+
+    def give_back_loss(self) -> None:
+        """The outer step returns what its closure returns."""
+        if self._had_closure:
+            self._set_closure(lambda: self._loss)
+
+    def _set_closure(self, closure: Callable[[], Any] | None) -> None:
+        if self.args:
+            self.args[0] = closure
+        else:
+            self.kwargs["closure"] = closure
+
+
+class _Progress:
+    """How far a step has come."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+        self.num_done = 0
+        self.has_begun = False
+
+    def begin(self) -> None:
+        self.has_begun = True
+
+    def end(self) -> None:
+        self.num_done += 1
+
+
+def _cast_state(optimizer: Optimizer, loaded: dict[str, Any]) -> defaultdict[Any, Any]:
+    """A loaded state as `load_state_dict` would make it, except that large tensors are on the host."""
+    saved = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
+    own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    parameter_of = dict(zip(saved, own, strict=True))
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for key, entry in loaded["state"].items():
+        parameter = parameter_of.get(key)
+        if parameter is None:
+            state[key] = entry
+            continue
+        state[parameter] = {
+            name: _cast_value(optimizer, parameter, value, key, loaded["param_groups"], name)
+            for name, value in entry.items()
+        }
+    return state
+
+
+def _cast_value(
+    optimizer: Optimizer, parameter: torch.Tensor, value: Any, key: Any, groups: list[dict[str, Any]], name: Any
+) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    cast = _torch_private.cast_optimizer_value(
+        optimizer, torch.empty(0, dtype=parameter.dtype), value, key, groups, name
+    )
+    if not can_move(cast):
+        cast = _torch_private.cast_optimizer_value(optimizer, parameter, value, key, groups, name)
+    return cast.clone() if cast is value else cast

@@ -1,0 +1,217 @@
+"""A bucket's state visits its device: fetched ahead, unpacked for the step, packed and sent away again."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+
+from memscale._errors import OffloadError
+from memscale.techniques.offload.buckets import Bucket, Slot, Waiting, own_copy, rounded
+from memscale.techniques.offload.separable import State
+from memscale.techniques.offload.stores import Layout, Store, TieredStore
+from memscale.techniques.offload.transfers import Arrival, Transfers
+
+Entries = MutableMapping[Any, Any]
+"""`optimizer.state`."""
+
+
+@dataclasses.dataclass(slots=True)
+class OptimizerStats:
+    """What the adopted optimizers did. Time waited is in the stats of the transfers."""
+
+    num_optimizers: int = 0
+    num_steps: int = 0
+    num_buckets: int = 0
+    """Buckets stepped, over all steps."""
+    bytes_to_store: int = 0
+    bytes_from_store: int = 0
+    num_prefetched: int = 0
+    """Buckets whose state was asked for before it was needed."""
+    num_hits: int = 0
+    """Of these, how many were there in time."""
+    largest_bucket_bytes: int = 0
+    """State bytes of the largest bucket; the device holds at most twice that."""
+
+
+@dataclasses.dataclass(slots=True)
+class Visit:
+    """The state of a bucket's parameters on their device."""
+
+    state: State
+    memory: torch.Tensor | None = None
+    """What the waiting part of it lies in."""
+    views: dict[tuple[int, Any], torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Visits:
+    """Brings buckets to their device and back.
+
+    NOTE [a failed write]: the bytes are still in memory. The entries become ordinary dicts again, on the host or the
+    device, the error is kept in `failures`, and the next step takes the state from there.
+    """
+
+    def __init__(self, store: Store, transfers: Transfers, stats: OptimizerStats) -> None:
+        self.store = store
+        self.transfers = transfers
+        self.stats = stats
+        self.failures: list[OffloadError] = []
+        disks = [leaf for leaf in store.leaves() if not leaf.in_memory]
+        self._below_host = TieredStore(*disks) if disks else None
+
+    def tier_of(self, device: torch.device) -> Store | None:
+        """Where state of this device waits. From the CPU only the disk is another place."""
+        return self._below_host if device.type == "cpu" else self.store
+
+    # ------------------------------------------------------------------------------------------------------- in
+
+    def start(self, entries: Entries, bucket: Bucket) -> Arrival | None:
+        """Start fetching what waits of a bucket."""
+        self.recover(bucket)
+        if not any(bucket.is_waiting(i, entries.get(p)) for i, p in enumerate(bucket.parameters)):
+            return None
+        assert bucket.ticket is not None
+        self.stats.bytes_from_store += bucket.num_bytes
+        return self.transfers.fetch(bucket.ticket)
+
+    def bring(self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None) -> Visit:
+        """The bucket's state on its device: what waits unpacked, everything else as it is."""
+        if arrival is not None:
+            self.stats.num_prefetched += 1
+            self.stats.num_hits += arrival.is_here()
+        arrival = arrival if arrival is not None else self.start(entries, bucket)
+        memory = arrival.wait() if arrival is not None else None
+        views = bucket.views(memory) if memory is not None else {}
+        state: State = {}
+        for index, parameter in enumerate(bucket.parameters):
+            entry = entries.get(parameter)
+            if entry is None:
+                continue
+            if isinstance(entry, Waiting) and bucket.is_waiting(index, entry):
+                state[parameter] = {name: views.get((index, name), value) for name, value in entry.kept.items()}
+            else:
+                state[parameter] = _at_home(bucket, index, entry)
+        return Visit(state, memory, views)
+
+    # ------------------------------------------------------------------------------------------------------ out
+
+    def park(self, entries: Entries, bucket: Bucket, state: State, visit: Visit) -> None:
+        """Pack the state that the step left and send it away."""
+        slots = tuple(bucket.plan(state, visit.views))
+        if slots != bucket.slots or visit.memory is None:
+            self._lay_out(bucket, slots, visit)
+        if visit.memory is None:
+            entries.update(state)
+            return
+        for slot in bucket.slots:
+            value = state[bucket.parameters[slot.index]][slot.name]
+            view = visit.views[slot.index, slot.name]
+            if view is not value:  # made anew by this step
+                view.copy_(value)
+        try:
+            self._send(bucket, visit.memory)
+        except OffloadError as error:
+            self.failures.append(error)
+            self._keep(entries, bucket, state, visit)
+            return
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter in state:
+                entries[parameter] = bucket.wait_for(index, state[parameter], entries.get(parameter))
+
+    def _lay_out(self, bucket: Bucket, slots: tuple[Slot, ...], visit: Visit) -> None:
+        """New memory for other slots than before."""
+        num_bytes = sum(rounded(slot.span_bytes) for slot in slots)
+        if num_bytes != bucket.num_bytes:
+            self.drop(bucket)
+        bucket.slots, bucket.num_bytes = slots, num_bytes
+        self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
+        device = bucket.parameters[0].device
+        visit.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if slots else None
+        visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
+
+    def _send(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        if bucket.ticket is None:
+            tier = self.tier_of(memory.device)
+            assert tier is not None
+            bucket.ticket = tier.reserve(Layout.of(memory))
+        self.transfers.send(memory, bucket.ticket)
+        self.stats.bytes_to_store += bucket.num_bytes
+
+    def _keep(self, entries: Entries, bucket: Bucket, state: State, visit: Visit) -> None:
+        """The state stays on the device, in memory of its own. See NOTE [a failed write]."""
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter in state:
+                names = bucket.names_of(index)
+                entries[parameter] = {
+                    name: own_copy(visit.views[index, name]) if name in names else value
+                    for name, value in state[parameter].items()
+                }
+        self.drop(bucket)
+
+    def let_go(self, bucket: Bucket) -> None:
+        """The memory that the bucket was sent from is free: its stream, or this thread, waits for the copy."""
+        if bucket.ticket is not None:
+            self.transfers.wait_sent(bucket.ticket)
+            if bucket.ticket.write_job is not None and bucket.ticket.write_job.done():
+                self.recover(bucket)
+
+    def recover(self, bucket: Bucket) -> None:
+        """If writing this bucket failed, its entries hold the state again. See NOTE [a failed write]."""
+        job = bucket.ticket.write_job if bucket.ticket is not None else None
+        if job is None:
+            return
+        concurrent.futures.wait([job])
+        error = job.exception()
+        if isinstance(error, OffloadError):
+            bucket.check_out()
+            self.failures.append(error)
+            self.drop(bucket)
+        elif error is not None:
+            raise error
+
+    # --------------------------------------------------------------------------------------------------- the end
+
+    def restore(self, entries: Entries, buckets: Iterable[Bucket]) -> list[OffloadError]:
+        """Every entry is an ordinary dict on its device again. Returns what could not be read; that state is gone."""
+        lost: list[OffloadError] = []
+        for bucket in buckets:
+            try:
+                self._restore_one(entries, bucket)
+            except OffloadError as error:
+                lost.append(error)
+                for index, parameter in enumerate(bucket.parameters):
+                    if bucket.is_waiting(index, entries.get(parameter)):
+                        del entries[parameter]
+            self.drop(bucket)
+        return lost
+
+    def _restore_one(self, entries: Entries, bucket: Bucket) -> None:
+        visit = self.bring(entries, bucket)
+        for index, parameter in enumerate(bucket.parameters):
+            entry = entries.get(parameter)
+            if isinstance(entry, Waiting):
+                values = visit.state[parameter]
+                tensors = {name: own_copy(view) for (i, name), view in visit.views.items() if i == index}
+                if bucket.is_waiting(index, entry):
+                    entry.fill(tensors)
+                    values = {**values, **tensors}
+                entries[parameter] = values
+
+    def drop(self, bucket: Bucket) -> None:
+        """What the store has of a bucket is not needed any more."""
+        if bucket.ticket is not None:
+            self.transfers.wait_sent(bucket.ticket)
+            self.transfers.free(bucket.ticket)
+        bucket.ticket, bucket.slots, bucket.num_bytes = None, (), 0
+
+
+def _at_home(bucket: Bucket, index: int, entry: dict[Any, Any]) -> dict[Any, Any]:
+    """An entry that somebody looked at holds host tensors; those that were on the device go back there."""
+    device, names = bucket.parameters[index].device, bucket.names_of(index)
+    return {
+        name: value.to(device) if name in names and isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+    }
