@@ -27,21 +27,32 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 
+_DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Dropout and attention save what a CUDA card saves, also where a checkpoint recomputes.
+
+    NOTE [modes end at backward]: the autograd engine runs without the function modes of its caller, so a recompute
+    would take the CPU's kernels. There the names in `torch.nn.functional` are what is found; elsewhere the mode also
+    reaches those who imported the functions before.
+    """
+    with GpuKernels(), _names_replaced():
+        yield
+
+
 class GpuKernels(TorchFunctionMode):
-    """Dropout and attention save what a CUDA card saves, while this mode is active."""
+    """Dropout and attention save what a CUDA card saves, in forward, while this mode is active."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
+        if func is _DROPOUT:
             return _fused_dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             return _efficient_attention(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            # It looks both up by name, below the reach of this mode.
-            with _names_replaced():
-                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

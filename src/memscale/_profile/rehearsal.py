@@ -23,7 +23,7 @@ from memscale._host_rng import HostRng
 from memscale._memory import LiveBytes, rounding_of
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
-from memscale._profile.kernels import GpuKernels, sequences_unpacked
+from memscale._profile.kernels import gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
 
 CLASSIFIER_WIDTH = 1000
@@ -232,7 +232,7 @@ class FakeRehearsal(Rehearsal):
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
-        kernels: Any = GpuKernels() if self.emulates_gpu else contextlib.nullcontext()
+        kernels: Any = gpu_kernels() if self.emulates_gpu else contextlib.nullcontext()
         packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
         with super().stage(), host_rng_kept(), packing, self.mode, kernels:
             yield
