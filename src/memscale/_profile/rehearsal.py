@@ -137,7 +137,8 @@ class SegmentRecorder(LiveBytes):
     def _leave_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self.num_calls[module_fqn]
         key = len(self.segments)
-        for tensor in _with_gradient(output):
+        # A hook on lazy logits would make them build themselves: whoever hooks them wants their gradient.
+        for tensor in (each for each in _with_gradient(output) if not getattr(each, "is_lazy", False)):
             tensor.register_hook(functools.partial(self._enter_backward, module_fqn, call, key))
         for tensor in _with_gradient((args, kwargs)):
             tensor.register_hook(functools.partial(self._leave_backward, module_fqn, call))

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
+from memscale import _torch_private
 from memscale._errors import PlanError
 from memscale._patching import ForwardOverride
 from memscale._plan import TileHead
@@ -131,7 +132,7 @@ def can_be_lazy(hidden: Any, weight: Any, tile_rows: int) -> bool:
     """Whether this call is a plain product of more rows than a tile has."""
     if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits) or hidden.dim() < 1:
         return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or hidden.layout is not torch.strided:
+    if torch.compiler.is_compiling() or _torch_private.is_tracing() or hidden.layout is not torch.strided:
         return False
     if hidden.shape[-1] != weight.shape[-1] or hidden.device != weight.device or weight.shape[0] < 2:
         return False
@@ -164,13 +165,13 @@ class _LazyProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         weight = self._weight()
-        hidden, bias = product_with(weight, func, args, kwargs)
-        if hidden is None or weight is None or not can_be_lazy(hidden, weight, self.tile_rows):
+        hidden, bias = (None, None) if weight is None else product_with(weight, func, args, kwargs)
+        if weight is None or hidden is None or not can_be_lazy(hidden, weight, self.tile_rows):
             return func(*args, **kwargs)
         return lazy_linear(hidden, weight, bias, tile_rows=self.tile_rows, is_current=self.steps.now())
 
 
-def product_with(weight: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def product_with(weight: torch.Tensor, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """(hidden, bias) if this call is `linear(hidden, weight, bias)` in any writing; else (None, None)."""
     if func is F.linear and len(args) >= 2 and args[1] is weight:
         return args[0], args[2] if len(args) > 2 else kwargs.get("bias")
@@ -179,12 +180,12 @@ def product_with(weight: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, A
     return None, None
 
 
-def _is_transpose(matrix: Any, weight: Any) -> bool:
-    return (
+def _is_transpose(matrix: Any, weight: torch.Tensor) -> bool:
+    return bool(
         isinstance(matrix, torch.Tensor)
         and matrix.dim() == 2
         and matrix._base is weight
-        and matrix.shape == (weight.shape[1], weight.shape[0])
+        and matrix.shape == weight.shape[::-1]
         and matrix.stride() == (weight.stride(1), weight.stride(0))
         and matrix.storage_offset() == weight.storage_offset()
     )

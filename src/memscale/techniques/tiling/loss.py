@@ -340,7 +340,7 @@ def gather(input: LazyLogits, dim: int, index: torch.Tensor, **kwargs: Any) -> t
     is_pick = block is not None and dim % input.dim() == vocabulary_dim and list(index.shape) == one_each
     if not (is_pick and not kwargs and vocabulary_dim and input.is_traceable() and index.dtype == torch.long):
         return torch.gather(plain(input), dim, index, **kwargs)
-    rows = input.movedim(vocabulary_dim, -1).flatten(0, -2) if input.dim() > 2 else input
+    rows: Any = input.movedim(vocabulary_dim, -1).flatten(0, -2) if input.dim() > 2 else input
     target = index.movedim(vocabulary_dim, -1).reshape(-1)
     picked = -nll_loss(rows, target, ignore_index=-1 - input.shape[vocabulary_dim], reduction="none")
     return picked.view(input.row_shape()).unsqueeze(vocabulary_dim)
