@@ -254,4 +254,6 @@ def register() -> None:
     module._initialized = True  # type: ignore[attr-defined]  # See NOTE [_initialized].
     module._lazy_init = init  # type: ignore[attr-defined]
     torch._register_device_module("simgpu", module)
-    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
+    )

@@ -9,11 +9,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="benchmark", required=True)
     published = commands.add_parser("published", help="peaks of four training steps against a published RTX 3090 table")
     published.add_argument("models", nargs="*", help="which of the four (default: all)")
+    published.add_argument("--unpadded", action="store_true", help="a batch without padding, hence without a mask")
     commands.add_parser("speed", help="time of a training step against the plain CPU")
     opinfo = commands.add_parser("opinfo", help="every operator of torch's OpInfo database against the CPU")
     opinfo.add_argument("--only", help="operators whose name contains this")
     worker = commands.add_parser("published-worker")
     worker.add_argument("model")
+    worker.add_argument("--unpadded", action="store_true")
     return parser
 
 
@@ -23,11 +25,11 @@ def main() -> int:
         case "published":
             from simgpu.benchmarks import published
 
-            return published.main(arguments.models)
+            return published.main(arguments.models, padded=not arguments.unpadded)
         case "published-worker":
             from simgpu.benchmarks import published
 
-            return published.worker(arguments.model)
+            return published.worker(arguments.model, padded=not arguments.unpadded)
         case "speed":
             from simgpu.benchmarks import speed
 

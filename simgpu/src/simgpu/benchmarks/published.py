@@ -3,6 +3,10 @@
 The table (RTX 3090, fp32, AdamW) is read as GiB. Each model really trains two steps on simgpu, in a process of its own;
 the peak is that of the second step, `zero_grad` first, when the optimizer's state exists. AdamW takes its default for
 a GPU, the foreach implementation: torch picks it for simgpu too.
+
+The batch is what a tokenizer gives for texts of different lengths: padded, with an attention mask. Whether the
+published runs had padding is not known, and it matters a little: without it (`--unpadded`) transformers drops the
+mask, and no layer saves a copy of it.
 """
 
 import dataclasses
@@ -82,12 +86,12 @@ CASES = {
 }
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str], padded: bool = True) -> int:
     unknown = [name for name in names if name not in CASES]
     if unknown:
         print(f"unknown model {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)
         return 2
-    rows = [_run_in_subprocess(CASES[name]) for name in names or CASES]
+    rows = [_run_in_subprocess(CASES[name], padded) for name in names or CASES]
     print(f"{'model':14s} {'batch x seq':>11s} {'bytes':>15s} {'GiB':>7s} {'published':>10s} {'difference':>11s}")
     missed = False
     for case, peak in rows:
@@ -100,7 +104,7 @@ def main(names: list[str]) -> int:
     return int(missed)
 
 
-def _run_in_subprocess(case: Case) -> tuple[Case, int]:
+def _run_in_subprocess(case: Case, padded: bool) -> tuple[Case, int]:
     available = _available_host_bytes()
     if available < case.host_bytes_needed:
         raise SystemExit(
@@ -108,7 +112,7 @@ def _run_in_subprocess(case: Case) -> tuple[Case, int]:
             f"{available / GIB:.1f} GiB are free. Free some, or name the models to run."
         )
     _say(f"{case.name}: two training steps of batch {case.batch} x {case.sequence} ...")
-    command = [sys.executable, "-m", "simgpu.benchmarks", "published-worker", case.name]
+    command = [sys.executable, "-m", "simgpu.benchmarks", "published-worker", case.name, *([] if padded else ["--unpadded"])]
     # Freed device memory must go back to the system at once, or the host runs out before the device does.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     answer = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=True)
@@ -123,13 +127,13 @@ def _available_host_bytes() -> int:
     raise SystemExit("/proc/meminfo does not tell the available memory")
 
 
-def worker(name: str) -> int:
+def worker(name: str, padded: bool) -> int:
     """Runs one model; the last line on stdout is the answer as JSON."""
-    print(json.dumps({"peak_bytes": measure(CASES[name])}))
+    print(json.dumps({"peak_bytes": measure(CASES[name], padded)}))
     return 0
 
 
-def measure(case: Case) -> int:
+def measure(case: Case, padded: bool = True) -> int:
     """The peak of device bytes in the second training step."""
     import torch
 
@@ -139,7 +143,7 @@ def measure(case: Case) -> int:
     started = time.monotonic()
     with torch.device("simgpu"):
         model = _model(case).train()
-        batch = _batch(case)
+        batch = _batch(case, padded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step in (1, 2):
         torch.accelerator.reset_peak_memory_stats()
@@ -165,19 +169,19 @@ def _model(case: Case) -> Any:
             intermediate_size=4 * case.hidden,
         )
         return transformers.BertForMaskedLM(config)
-    config = transformers.GPT2Config(n_embd=case.hidden, n_layer=case.layers, n_head=case.heads, use_cache=False)
+    config = transformers.GPT2Config(n_embd=case.hidden, n_layer=case.layers, n_head=case.heads, use_cache=False, loss_type="ForCausalLMLoss")
     return transformers.GPT2LMHeadModel(config)
 
 
-def _batch(case: Case) -> dict[str, Any]:
+def _batch(case: Case, padded: bool) -> dict[str, Any]:
     import torch
 
     vocabulary = 30522 if case.kind == "bert" else 50257
     ids = torch.randint(0, vocabulary, (case.batch, case.sequence))
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    if case.kind == "bert":
-        batch["attention_mask"] = torch.ones_like(ids)
-    return batch
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[-1, case.sequence * 3 // 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def _say(text: str) -> None:

@@ -24,7 +24,7 @@ struct OperatorFacts {
   bool takes_host_index = false;
   bool is_matmul = false;
   bool is_lookup = false;       // touches few rows of a large operand
-  bool is_convolution = false;
+  int weight_argument = -1;     // of a convolution
   int generator_argument = -1;
   std::vector<bool> writes;     // per argument
   std::vector<int> returns_argument;  // per result: the written argument that it is, or -1
@@ -86,7 +86,8 @@ OperatorFacts read_facts(const c10::OperatorHandle& op) {
   facts.takes_host_index = takes_host_index(name);
   facts.is_matmul = is_matmul(name);
   facts.is_lookup = is_lookup(name);
-  facts.is_convolution = name == "aten::convolution" || name == "aten::convolution_backward";
+  if (name == "aten::convolution") facts.weight_argument = 1;
+  if (name == "aten::convolution_backward") facts.weight_argument = 2;
   return facts;
 }
 
@@ -147,15 +148,15 @@ class BoxedCall {
   void alias_argument(IValue& value, size_t index) {
     const bool write = facts_.writes[index];
     if (value.isTensor()) {
-      value = alias(value.toTensor(), write);
+      value = alias(value.toTensor(), write, index);
     } else if (value.isTensorList()) {
       c10::List<Tensor> aliases;
-      for (const Tensor& t : value.toTensorVector()) aliases.push_back(alias(t, write));
+      for (const Tensor& t : value.toTensorVector()) aliases.push_back(alias(t, write, index));
       value = std::move(aliases);
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> aliases;
       for (std::optional<Tensor> t : value.toOptionalTensorList()) {
-        aliases.push_back(t ? std::optional<Tensor>(alias(*t, write)) : t);
+        aliases.push_back(t ? std::optional<Tensor>(alias(*t, write, index)) : t);
       }
       value = std::move(aliases);
     } else if (value.isDevice()) {
@@ -174,20 +175,23 @@ class BoxedCall {
     }
   }
 
-  Tensor alias(const Tensor& t, bool write) {
-    if (t.defined() && !on_device(t)) refuse_host_operand(t);
+  Tensor alias(const Tensor& t, bool write, size_t index) {
+    if (t.defined() && !on_device(t)) refuse_host_operand(t, index);
     Tensor host = write ? call_.write(t) : call_.read(t);
     if (on_device(t)) {
       bytes_ += static_cast<double>(t.numel() * t.itemsize());
       previous_operand_ = std::exchange(last_operand_, host);
       if (write) written_.emplace_back(t, host);
+      if (static_cast<int>(index) == facts_.weight_argument) weight_ = host;
+      if (index == 0) grad_out_elements_ = static_cast<double>(t.numel());
     }
     return host;
   }
 
   // As on a real device: only scalars, and indices of the few operators that move them, may be on the CPU.
-  void refuse_host_operand(const Tensor& t) {
-    const bool allowed = t.dim() == 0 || facts_.takes_host_index || !t.device().is_cpu();
+  void refuse_host_operand(const Tensor& t, size_t index) {
+    const bool is_index = facts_.takes_host_index && index > 0;
+    const bool allowed = t.dim() == 0 || is_index || !t.device().is_cpu();
     TORCH_CHECK(allowed, "Expected all tensors to be on the same device, but found at least two devices, simgpu:",
                 call_.device(), " and cpu! (", op_.schema().name(), ")");
   }
@@ -216,10 +220,7 @@ class BoxedCall {
 
   Tensor adopt(const Tensor& host_result) {
     Tensor result = call_.adopt(host_result);
-    if (result.defined()) {
-      result_bytes_ += static_cast<double>(result.numel() * result.itemsize());
-      last_result_ = result;
-    }
+    if (result.defined()) result_bytes_ += static_cast<double>(result.numel() * result.itemsize());
     return result;
   }
 
@@ -237,17 +238,17 @@ class BoxedCall {
     if (facts_.is_matmul && previous_operand_.defined() && last_operand_.dim() >= 2) {
       work.flops = 2.0 * static_cast<double>(previous_operand_.numel() * last_operand_.size(-1));
     }
-    if (facts_.is_convolution) work.flops = convolution_flops();
+    if (weight_.defined()) work.flops = convolution_flops();
     return work;
   }
 
-  // Roughly: every weight meets every output position; backward is twice the forward.
+  // Every weight of an output channel meets every output position; backward is two such products.
   double convolution_flops() const {
-    const bool backward = op_.schema().name() == "aten::convolution_backward";
-    const Tensor& weight = backward ? last_operand_ : previous_operand_.defined() ? previous_operand_ : last_operand_;
-    if (!weight.defined() || weight.dim() < 2 || !last_result_.defined() || weight.size(0) == 0) return 0;
-    const double per_output = 2.0 * static_cast<double>(weight.numel()) / static_cast<double>(weight.size(0));
-    return (backward ? 2 : 1) * per_output * result_bytes_ / static_cast<double>(last_result_.itemsize());
+    if (weight_.numel() == 0) return 0;
+    const bool backward = facts_.weight_argument == 2;
+    const double positions = backward ? grad_out_elements_ : result_bytes_ / static_cast<double>(weight_.itemsize());
+    const double per_position = 2.0 * static_cast<double>(weight_.numel()) / static_cast<double>(weight_.size(0));
+    return (backward ? 2 : 1) * per_position * positions;
   }
 
   IValue& argument(size_t index) { return (*stack_)[first_ + index]; }
@@ -259,8 +260,8 @@ class BoxedCall {
   const size_t arguments_, first_;
   c10::SmallVector<std::pair<int, IValue>, 4> originals_;
   c10::SmallVector<std::pair<Tensor, Tensor>, 4> written_;  // (device tensor, its alias)
-  Tensor previous_operand_, last_operand_, last_result_;
-  double bytes_ = 0, result_bytes_ = 0;
+  Tensor previous_operand_, last_operand_, weight_;
+  double bytes_ = 0, result_bytes_ = 0, grad_out_elements_ = 0;
   bool has_generator_ = false;
 };
 
