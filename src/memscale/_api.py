@@ -22,7 +22,7 @@ from memscale._errors import DoesNotFitError, MemScaleError
 from memscale._execute import Executor, executor_of
 from memscale._hardware import Hardware
 from memscale._patching import OwnHook
-from memscale._peak import CostModel
+from memscale._peak import CostModel, choice_of
 from memscale._plan import Action, Checkpoint, Plan
 from memscale._policy import Strategy, choose_strategy
 from memscale._profile import Profile
@@ -153,13 +153,16 @@ def with_variants(profile: Profile, rehearsal: Rehearsal, config: Config) -> Pro
     blocks = tuple(find_blocks(rehearsal.model))
     if not blocks:
         return profile
-    full = tuple(Checkpoint(fqn) for fqn in blocks)
-    selective = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
-    return dataclasses.replace(
-        profile,
-        checkpointed=try_variant(rehearsal, functools.partial(_rehearse_actions, full), "checkpointing"),
-        selective=try_variant(rehearsal, functools.partial(_rehearse_actions, selective), "selective checkpointing"),
-    )
+    variants: dict[str, tuple[Action, ...]] = {
+        "checkpoint": tuple(Checkpoint(fqn) for fqn in blocks),
+        "selective": tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks),
+    }
+    traces = {
+        name: trace
+        for name, actions in variants.items()
+        if (trace := try_variant(rehearsal, functools.partial(_rehearse_actions, actions), name)) is not None
+    }
+    return dataclasses.replace(profile, variants=traces)
 
 
 def confirm(plan: Plan, profile: Profile, rehearsal: Rehearsal, hardware: Hardware) -> Plan:
@@ -167,7 +170,7 @@ def confirm(plan: Plan, profile: Profile, rehearsal: Rehearsal, hardware: Hardwa
     if not plan.actions:
         return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
     trace = rehearsal.run(functools.partial(_rehearse_actions, plan.actions))
-    peak_bytes = CostModel(profile, hardware).peak_of(trace)
+    peak_bytes = CostModel(profile, hardware).peak_of(trace, choice_of(plan.actions))
     return dataclasses.replace(
         plan, predicted_peak_bytes=peak_bytes, fits=peak_bytes <= plan.budget_bytes, rehearsed=True
     )

@@ -1,43 +1,72 @@
 """Stage 2: the cheapest plan that fits. A pure function of frozen data; it sees no module and no tensor.
 
-With checkpointing as the technique, a plan says for each block: keep, recompute all but matmul and attention
-outputs (selective), or recompute everything. Blocks are ranked once, by bytes freed for each millisecond of
-recompute; candidates treat a prefix of that ranking. The family of candidates does not depend on the budget, so a
-larger budget can never give a slower plan.
+A choice says for each block what is done to it, and for the run whether the head is tiled and the optimizer's state
+waits elsewhere. Blocks are ranked once, by bytes freed for each millisecond; candidates treat prefixes of that ranking.
+The family of candidates does not depend on the budget, so a larger budget can never give a slower plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
-from typing import Literal
 
 from memscale._config import Config
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
-from memscale._peak import CostModel, Outcome, Treatment
-from memscale._plan import Action, Checkpoint, DecisionSource, LayerRow, Plan, Reason
+from memscale._peak import Choice, CostModel, Outcome, Treatment
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    DecisionSource,
+    LayerRow,
+    OffloadActivations,
+    OffloadOptimizer,
+    Plan,
+    Reason,
+    StreamParameters,
+)
 from memscale._profile import Layer, Profile
 from memscale._units import show_bytes
 
-_KEEP_OF: dict[Treatment, tuple[Literal["matmul", "attention"], ...]] = {
-    "selective": ("matmul", "attention"),
-    "checkpoint": (),
+OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
+"""State is brought to the device in pieces that belong to parameters of this many bytes."""
+HOST_MARGIN = 0.1
+"""The share of available host memory that offloading leaves alone, unless told how much it may use."""
+
+_NAME_OF: dict[Treatment, str] = {
+    "selective": "checkpoint (selective)",
+    "checkpoint": "checkpoint",
+    "offload": "offload activations",
+    "stream": "stream parameters",
 }
-_NAME_OF: dict[Treatment, str] = {"selective": "checkpoint (selective)", "checkpoint": "checkpoint"}
-
-_MIXTURE_STEPS = 24
-"""Mixtures of full and selective checkpointing are tried at this many lengths each."""
-
-Assignment = dict[str, Treatment]
+_MIXTURE_STEPS = 12
+"""Mixtures of treatments are tried at this many lengths each; prefixes of one kind block by block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """An assignment of treatments to blocks, and what it comes to."""
+    """A choice, and what it comes to."""
 
-    assignment: tuple[tuple[str, Treatment], ...]
+    choice: Choice
     outcome: Outcome
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan may use."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    def admits(self, outcome: Outcome) -> bool:
+        waits = outcome.host_bytes + outcome.movable_bytes
+        return (
+            outcome.peak_bytes <= self.device_bytes
+            and outcome.host_bytes <= self.host_bytes
+            and waits <= self.host_bytes + self.disk_bytes
+        )
 
 
 def budget_bytes(hardware: Hardware, config: Config) -> int:
@@ -47,9 +76,21 @@ def budget_bytes(hardware: Hardware, config: Config) -> int:
     return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
 
 
+def full_budget(hardware: Hardware, config: Config) -> Budget:
+    """Device, host and disk. On a CPU the host is the device, and the next tier is the disk."""
+    if hardware.device_type == "cpu":
+        host = 0
+    elif config.max_cpu_offload_gb is not None:
+        host = int(config.max_cpu_offload_gb * 1e9)
+    else:
+        host = int(hardware.host_available_bytes * (1 - HOST_MARGIN))
+    disk = (hardware.disk_free_bytes or 0) if config.offload_dir is not None else 0
+    return Budget(budget_bytes(hardware, config), host, disk)
+
+
 def needs_optimizing(profile: Profile, hardware: Hardware, config: Config) -> bool:
     """The smart skip: a model that fits as it is is left alone, unless the user insists."""
-    baseline = CostModel(profile, hardware).evaluate({})
+    baseline = CostModel(profile, hardware).evaluate(Choice())
     return config.force_optimize or baseline.peak_bytes > budget_bytes(hardware, config)
 
 
@@ -66,140 +107,190 @@ def decide(
 
     `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added.
     """
-    model = CostModel(profile, hardware)
-    baseline = model.evaluate({})
-    budget = budget_bytes(hardware, config)
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    baseline = model.evaluate(Choice())
+    budget = full_budget(hardware, config)
     if not needs_optimizing(profile, hardware, config):
-        summary = Reason("smart skip: fits as it is", {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget})
-        chosen = Candidate((), baseline)
+        numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
+        chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
     else:
-        chosen, summary = _choose(model, baseline, budget - margin_bytes, config)
-    plan = _write_plan(model, hardware, config, decision_source, baseline, chosen, budget, summary)
+        tighter = dataclasses.replace(budget, device_bytes=budget.device_bytes - margin_bytes)
+        chosen, summary = _choose(model, baseline, tighter, config)
+    plan = _write_plan(model, config, decision_source, baseline, chosen, budget, summary)
     if raise_if_unfit and not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, config))
     return plan
 
 
-def _choose(model: CostModel, baseline: Outcome, budget: int, config: Config) -> tuple[Candidate, Reason]:
+def _choose(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> tuple[Candidate, Reason]:
     candidates = list(_candidates(model, baseline, config))
-    smallest = min(candidates, key=lambda c: (c.outcome.peak_bytes, c.outcome.step_ms, len(c.assignment)))
+    waiting = dataclasses.replace(budget, device_bytes=2**63)
+    placeable = [c for c in candidates if waiting.admits(c.outcome)]
+    smallest = min(placeable, key=lambda c: (c.outcome.peak_bytes, c.outcome.step_ms, c.choice.num_actions))
     numbers: dict[str, int | float | str] = {
         "baseline_bytes": baseline.peak_bytes,
-        "budget_bytes": budget,
+        "budget_bytes": budget.device_bytes,
         "candidates": len(candidates),
     }
     if config.force_optimize:
         return smallest, Reason("force_optimize: the lowest peak that the mode allows", numbers)
-    fitting = [c for c in candidates if c.outcome.peak_bytes <= budget]
+    fitting = [c for c in placeable if budget.admits(c.outcome)]
     if not fitting:
         return smallest, Reason("nothing fits: the lowest peak that the mode allows", numbers)
-    fastest = min(fitting, key=lambda c: (c.outcome.step_ms, c.outcome.peak_bytes, len(c.assignment)))
+    fastest = min(fitting, key=lambda c: (c.outcome.step_ms, c.outcome.peak_bytes, c.choice.num_actions))
     return fastest, Reason("the fastest of the candidates that fit", numbers)
 
 
 def _candidates(model: CostModel, baseline: Outcome, config: Config) -> Iterator[Candidate]:
-    """Nothing; then a fully checkpointed prefix of the ranking, a selective stretch behind it, the rest kept.
+    yield Candidate(Choice(), baseline)
+    can_offload_optimizer = config.enable_offloading and model.profile.optimizer.offloaded_step_bytes is not None
+    heads = (False, True) if config.enable_tiling and model.can_tile_head else (False,)
+    optimizers = (False, True) if can_offload_optimizer else (False,)
+    for treatment in model.whole_treatments:
+        if _is_allowed(treatment, config):
+            whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
+            yield Candidate(whole, model.evaluate_whole(treatment))
+    for blocks in _block_choices(model, config):
+        for tiles_head, offloads_optimizer in itertools.product(heads, optimizers):
+            choice = Choice(blocks, tiles_head, offloads_optimizer)
+            if choice.num_actions:
+                yield Candidate(choice, model.evaluate(choice))
 
-    Prefixes of one kind are tried block by block, mixtures in strides that bound the number of candidates.
-    """
-    yield Candidate((), baseline)
-    if not config.enable_checkpointing:
+
+def _block_choices(model: CostModel, config: Config) -> Iterator[tuple[tuple[str, Treatment], ...]]:
+    """Nothing; prefixes of the ranking under one treatment; and under several, the smallest first, in strides."""
+    yield ()
+    allowed = [treatment for treatment in model.treatments if _is_allowed(treatment, config)]
+    rankings = {treatment: _ranking(model, treatment) for treatment in allowed}
+    for treatment in allowed:
+        for length in range(1, len(rankings[treatment]) + 1):
+            yield tuple((fqn, treatment) for fqn in rankings[treatment][:length])
+    yield from _mixtures(rankings, tuple(reversed(allowed)))
+
+
+def _is_allowed(treatment: Treatment, config: Config) -> bool:
+    if treatment in ("selective", "checkpoint"):
+        return bool(config.enable_checkpointing)
+    if treatment == "stream":
+        return bool(config.enable_offloading and config.enable_checkpointing)
+    return bool(config.enable_offloading)
+
+
+def _mixtures(
+    rankings: dict[Treatment, list[str]], order: tuple[Treatment, ...]
+) -> Iterator[tuple[tuple[str, Treatment], ...]]:
+    """A stretch of each treatment along the best ranking: streamed blocks first, then checkpointed, and so on."""
+    if len(order) < 2:
         return
-    ranking = _ranking(model)
-    for treatment in model.treatments:
-        if not model.can_mix(treatment):
-            yield _candidate(model, dict.fromkeys(ranking, treatment))
-    full = ranking if "checkpoint" in model.treatments and model.can_mix("checkpoint") else []
-    selective = ranking if "selective" in model.treatments and model.can_mix("selective") else []
-    stride = -(-len(ranking) // _MIXTURE_STEPS)
-    for num_full in range(len(full) + 1):
-        longest = len(selective) - num_full if selective else 0
-        for stretch in range(longest + 1):
-            is_pure = num_full == 0 or stretch in (0, longest)
-            if num_full + stretch and (is_pure or (num_full % stride == 0 and stretch % stride == 0)):
-                assignment: Assignment = dict.fromkeys(ranking[:num_full], "checkpoint")
-                assignment |= dict.fromkeys(ranking[num_full : num_full + stretch], "selective")
-                yield _candidate(model, assignment)
+    ranking = rankings[order[0]] or rankings[order[1]]
+    stride = max(1, -(-len(ranking) // _MIXTURE_STEPS))
+    lengths = sorted({*range(0, len(ranking) + 1, stride), len(ranking)})
+    for stretches in itertools.product(lengths, repeat=len(order)):
+        if sum(stretches) <= len(ranking) and sum(map(bool, stretches)) > 1:
+            position, blocks = 0, []
+            for treatment, stretch in zip(order, stretches, strict=True):
+                worthy = set(rankings[treatment])
+                blocks += [(fqn, treatment) for fqn in ranking[position : position + stretch] if fqn in worthy]
+                position += stretch
+            yield tuple(blocks)
 
 
-def _candidate(model: CostModel, assignment: Assignment) -> Candidate:
-    return Candidate(tuple(assignment.items()), model.evaluate(assignment))
-
-
-def _ranking(model: CostModel) -> list[str]:
+def _ranking(model: CostModel, treatment: Treatment) -> list[str]:
     """Blocks worth treating, the best bargain first; among equals the earliest, whose recompute comes last."""
-    treatment: Treatment = "checkpoint" if "checkpoint" in model.treatments else "selective"
-    if treatment not in model.treatments:
-        return []
-    worth = [
-        (
-            layer.module_fqn,
-            model.saved_bytes(layer.module_fqn, treatment),
-            model.extra_ms(layer.module_fqn, treatment),
-        )
-        for layer in model.profile.layers
-        if layer.is_block and layer.num_calls
-    ]
-    worth = [entry for entry in worth if entry[1] > 0]
+    worth = []
+    for fqn, layer in model.blocks.items():
+        frees = model.saved_bytes(fqn, treatment) + (layer.param_bytes if treatment == "stream" else 0)
+        if layer.num_calls and frees > 0:
+            worth.append((fqn, frees / max(model.extra_ms(fqn, treatment), 1e-6)))
     # Rounded, so that layers that differ by noise of no meaning keep their order in the model.
-    return [entry[0] for entry in sorted(worth, key=lambda entry: -round(entry[1] / max(entry[2], 1e-6), -3))]
+    return [fqn for fqn, bargain in sorted(worth, key=lambda entry: -float(f"{entry[1]:.2g}"))]
 
 
 def _write_plan(
     model: CostModel,
-    hardware: Hardware,
     config: Config,
     decision_source: DecisionSource,
     baseline: Outcome,
     chosen: Candidate,
-    budget: int,
+    budget: Budget,
     summary: Reason,
 ) -> Plan:
-    profile = model.profile
-    reasons = {fqn: _reason(model, fqn, treatment) for fqn, treatment in chosen.assignment}
-    assignment = dict(chosen.assignment)
+    profile, outcome = model.profile, chosen.outcome
     return Plan(
-        actions=_actions(profile, assignment, reasons),
+        actions=_actions(model, chosen.choice, outcome),
         baseline_peak_bytes=baseline.peak_bytes,
-        predicted_peak_bytes=chosen.outcome.peak_bytes,
-        predicted_slowdown=round(chosen.outcome.step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0,
-        budget_bytes=budget,
-        fits=chosen.outcome.peak_bytes <= budget,
+        predicted_peak_bytes=outcome.peak_bytes,
+        predicted_slowdown=round(outcome.step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0,
+        budget_bytes=budget.device_bytes,
+        fits=budget.admits(outcome),
         decision_source=decision_source,
         mode=config.mode.value,
-        device_type=hardware.device_type,
-        device_name=hardware.device_name,
+        device_type=model.hardware.device_type,
+        device_name=model.hardware.device_name,
         optimizer_name=profile.optimizer.name,
         profile_source=profile.source,
         model_class=profile.model_class,
         inputs=tuple(f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs),
         summary=summary,
-        rows=tuple(_row(model, layer, assignment, reasons) for layer in profile.layers),
+        rows=tuple(_row(model, layer, chosen.choice) for layer in profile.layers),
+        host_bytes=outcome.host_bytes,
+        movable_bytes=outcome.movable_bytes,
     )
 
 
-def _actions(profile: Profile, assignment: Assignment, reasons: dict[str, Reason]) -> tuple[Action, ...]:
+def _actions(model: CostModel, choice: Choice, outcome: Outcome) -> tuple[Action, ...]:
     """In the model's order, not in that of the ranking: a plan is read by people."""
-    return tuple(
-        Checkpoint(layer.module_fqn, keep=_KEEP_OF[assignment[layer.module_fqn]], reason=reasons[layer.module_fqn])
-        for layer in profile.layers
-        if layer.module_fqn in assignment
-    )
+    treated = dict(choice.blocks)
+    actions: list[Action] = [
+        _block_action(fqn, treated[fqn], _reason(model, fqn, treated[fqn])) for fqn in model.blocks if fqn in treated
+    ]
+    if choice.tiles_head:
+        assert model.profile.head is not None
+        actions.append(dataclasses.replace(model.profile.head, reason=_head_reason(model)))
+    if choice.offloads_optimizer:
+        numbers: dict[str, int | float | str] = {"state_bytes": model.profile.optimizer.state_bytes}
+        reason = Reason("offload optimizer state: the device holds one bucket of it", numbers)
+        actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
+    return tuple(actions)
+
+
+def _block_action(module_fqn: str, treatment: Treatment, reason: Reason) -> Action:
+    match treatment:
+        case "checkpoint":
+            return Checkpoint(module_fqn, reason=reason)
+        case "selective":
+            return Checkpoint(module_fqn, keep=("matmul", "attention"), reason=reason)
+        case "offload":
+            return OffloadActivations(module_fqn, reason)
+        case "stream":
+            return StreamParameters(module_fqn, reason)
+    raise AssertionError(f"{treatment} is no treatment with an action")
 
 
 def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
-    return Reason(
-        f"{_NAME_OF[treatment]}: frees activations",
-        {
-            "frees_bytes": model.saved_bytes(module_fqn, treatment),
-            "recompute_ms": round(model.extra_ms(module_fqn, treatment), 4),
-        },
-    )
+    numbers: dict[str, int | float | str] = {"frees_bytes": model.saved_bytes(module_fqn, treatment)}
+    if treatment == "stream":
+        numbers["parameter_bytes"] = model.blocks[module_fqn].param_bytes
+    numbers["costs_ms"] = round(model.extra_ms(module_fqn, treatment), 4)
+    return Reason(_NAME_OF[treatment], numbers)
 
 
-def _row(model: CostModel, layer: Layer, assignment: Assignment, reasons: dict[str, Reason]) -> LayerRow:
-    treatment = assignment.get(layer.module_fqn)
-    why_not = "not needed for the budget" if layer.is_block else "no block: embeddings, stem or head"
+def _head_reason(model: CostModel) -> Reason:
+    plain, tiled = model.profile.plain, model.profile.variants["tile_head"]
+    return Reason("tile the head", {"frees_bytes": plain.peak_bytes - tiled.peak_bytes})
+
+
+def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
+    treatment = dict(choice.blocks).get(layer.module_fqn)
+    head = model.profile.head
+    techniques: tuple[str, ...]
+    if treatment is not None:
+        techniques, reason = (_NAME_OF[treatment],), _reason(model, layer.module_fqn, treatment)
+    elif choice.tiles_head and head is not None and head.module_fqn == layer.module_fqn:
+        techniques, reason = ("tile the head",), _head_reason(model)
+    else:
+        why = "not needed for the budget" if layer.is_block else "no block: embeddings, stem or head"
+        techniques, reason = (), Reason(why)
     return LayerRow(
         module_fqn=layer.module_fqn,
         class_name=layer.class_name,
@@ -207,17 +298,16 @@ def _row(model: CostModel, layer: Layer, assignment: Assignment, reasons: dict[s
         param_bytes=layer.param_bytes,
         activation_bytes=model.activation_bytes(layer.module_fqn),
         forward_ms=round(model.forward_ms(layer.module_fqn), 4),
-        techniques=(_NAME_OF[treatment],) if treatment else (),
-        reason=reasons.get(layer.module_fqn, Reason(why_not)),
+        techniques=techniques,
+        reason=reason,
     )
 
 
 def explain_misfit(profile: Profile, plan: Plan, config: Config) -> str:
     """What is missing, and the nearest thing that does fit."""
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
-    remedies = []
-    if not config.enable_checkpointing:
-        remedies.append("set enable_checkpointing=True")
+    switches = ("enable_checkpointing", "enable_offloading", "enable_tiling")
+    remedies = [f"set {name}=True" for name in switches if not getattr(config, name)]
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     smaller = _fitting_batch(profile, peak, budget, batch)
     if smaller:

@@ -14,7 +14,7 @@ from memscale._config import Config, OptimizationMode
 from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
-from memscale._peak import CostModel
+from memscale._peak import Choice, CostModel
 from memscale._plan import Plan
 from memscale._policy import choose_strategy
 from memscale._profile import Profile
@@ -78,7 +78,7 @@ def estimate(
         strategy = choose_strategy(config.replace(mode=mode))
         plan = decide_and_rehearse(profile, rehearsal, hardware, strategy)
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
-    baseline = CostModel(profile, hardware).peak_of(profile.plain)
+    baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())
     budget = budget_bytes(hardware, config)
     return Estimate(
         baseline_peak_bytes=baseline,

@@ -15,8 +15,16 @@ from typing_extensions import assert_never
 
 from memscale._errors import PlanError
 from memscale._patching import EXECUTOR_ATTRIBUTE, keep_copies_clean, set_attribute
-from memscale._plan import Action, Checkpoint, Plan
-from memscale.techniques import checkpointing
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    OffloadActivations,
+    OffloadOptimizer,
+    Plan,
+    StreamParameters,
+    TileHead,
+)
+from memscale.techniques import checkpointing, tiling
 
 logger = logging.getLogger("memscale")
 
@@ -84,6 +92,10 @@ class Executor:
             case Checkpoint():
                 module = find_module(self.model, action.module_fqn)
                 self._checkpointed.append(checkpointing.attach(action, module, undo, verify=self._verify))
+            case TileHead():
+                tiling.attach_head(action, self.model, undo)
+            case OffloadActivations() | OffloadOptimizer() | StreamParameters():
+                raise PlanError(f"{type(action).__name__} cannot be executed yet")
             case _:
                 assert_never(action)
 

@@ -12,6 +12,7 @@ import json
 from typing import Literal
 
 from memscale import _json
+from memscale._plan import TileHead
 
 Phase = Literal["forward", "backward"]
 
@@ -92,6 +93,8 @@ class OptimizerCost:
     """Temporaries at the peak of `step()`, above parameters, gradients and state."""
     moved_bytes: int
     """Bytes that one step reads and writes."""
+    offloaded_step_bytes: int | None = None
+    """State and temporaries on the device at the peak of a step whose state waits elsewhere; None: not separable."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,10 +112,13 @@ class Profile:
     optimizer: OptimizerCost
     plain: StepTrace
     """The unmodified model."""
-    checkpointed: StepTrace | None = None
-    """Every block checkpointed; None when nobody asked or it did not run."""
-    selective: StepTrace | None = None
-    """Every block checkpointed with matmul and attention outputs kept."""
+    variants: dict[str, StepTrace] = dataclasses.field(default_factory=dict)
+    """The step with every block under one treatment ("selective", "checkpoint", "offload", "stream"), or with the head
+    tiled ("tile_head"); what nobody asked for or did not run is not there."""
+    head: TileHead | None = None
+    """How the language-model head would be tiled."""
+    rest_optimizer: OptimizerCost | None = None
+    """The optimizer over what is left when every block is streamed."""
 
     @property
     def static_bytes(self) -> int:
