@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch import nn
 
 EXECUTOR_ATTRIBUTE = "_memscale_executor"
-OWN_ATTRIBUTES = frozenset({EXECUTOR_ATTRIBUTE, "forward", "__getstate__"})
+OWN_ATTRIBUTES = frozenset({EXECUTOR_ATTRIBUTE, "forward", "__getstate__", "__deepcopy__", "__reduce_ex__"})
 """What a wrapped module may carry of ours."""
 
 
@@ -98,38 +98,66 @@ def _restore(module: nn.Module, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
-class _CleanState:
-    """A module's `__getstate__` while it carries anything of ours.
+class _CleanCopies:
+    """Answers for a module that carries anything of ours when it is to be copied.
 
-    NOTE [clean copies]: `copy.deepcopy`, `pickle` and `torch.save` ask an object for its state through `__getstate__`,
-    looked up on the instance. Ours leaves out what MemScale added, so copies are plain, working models.
+    NOTE [clean copies]: `copy.deepcopy`, `copy.copy`, `pickle` and `torch.save` ask an object for `__getstate__`, and
+    for `__deepcopy__` and `__reduce_ex__` if its class has its own; all are looked up on the instance. Ours answer as
+    the class would, with what MemScale added out of sight, so copies are plain, working models.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.users = 0
+        kind = type(module)
+        self.answers: dict[str, Callable[..., Any]] = {"__getstate__": self._getstate}
+        if hasattr(kind, "__deepcopy__"):
+            self.answers["__deepcopy__"] = self._deepcopy
+        if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+            self.answers["__reduce_ex__"] = self._reduce_ex
 
-    def __call__(self) -> dict[str, Any]:
+    def _getstate(self) -> Any:
+        with self._out_of_sight() as module:
+            own: Any = getattr(type(module), "__getstate__", None)
+            if own is not None:
+                return own(module)
+            return object.__reduce_ex__(module, 4)[2]  # Python 3.10, whose objects have no such method
+
+    def _deepcopy(self, memo: dict[int, Any]) -> Any:
+        with self._out_of_sight() as module:
+            return type(module).__deepcopy__(module, memo)  # type: ignore[attr-defined]
+
+    def _reduce_ex(self, protocol: Any) -> Any:
+        with self._out_of_sight() as module:
+            return type(module).__reduce_ex__(module, protocol)
+
+    @contextlib.contextmanager
+    def _out_of_sight(self) -> Iterator[nn.Module]:
+        """The module without anything of ours: it shows another dict for the moment."""
         module = self._module()
         assert module is not None
-        own = getattr(type(module), "__getstate__", None)
-        is_custom = own is not None and own is not getattr(object, "__getstate__", None)
-        state = dict(own(module)) if is_custom and own is not None else dict(vars(module))
-        for name in ("__getstate__", EXECUTOR_ATTRIBUTE):
-            state.pop(name, None)
-        _drop_overrides(state)
-        _drop_hooks(state)
-        return state
+        real = vars(module)
+        object.__setattr__(module, "__dict__", self._plain_dict(real))
+        try:
+            yield module
+        finally:
+            object.__setattr__(module, "__dict__", real)
+
+    def _plain_dict(self, real: dict[str, Any]) -> dict[str, Any]:
+        plain = {name: value for name, value in real.items() if name not in (*self.answers, EXECUTOR_ATTRIBUTE)}
+        _drop_override(plain)
+        _drop_hooks(plain)
+        return plain
 
 
-def _drop_overrides(state: dict[str, Any]) -> None:
-    for name, value in [*state.items()]:
-        while isinstance(value, MethodOverride):
-            value = value._replaced
-        if value is None and isinstance(state[name], MethodOverride):
-            del state[name]
-        else:
-            state[name] = value
+def _drop_override(state: dict[str, Any]) -> None:
+    forward = state.get("forward")
+    while isinstance(forward, ForwardOverride):
+        forward = forward._replaced
+    if forward is None:
+        state.pop("forward", None)
+    else:
+        state["forward"] = forward
 
 
 def _drop_hooks(state: dict[str, Any]) -> None:
@@ -144,18 +172,21 @@ def _drop_hooks(state: dict[str, Any]) -> None:
 
 def keep_copies_clean(module: nn.Module, undo: contextlib.ExitStack) -> None:
     """Make copies of this module plain, as long as anyone of ours is on it."""
-    state = vars(module).get("__getstate__")
-    if not isinstance(state, _CleanState):
-        state = vars(module)["__getstate__"] = _CleanState(module)
-    state.users += 1
-    undo.callback(_release, weakref.ref(module), state)
+    keeper = getattr(vars(module).get("__getstate__"), "__self__", None)
+    if not isinstance(keeper, _CleanCopies):
+        keeper = _CleanCopies(module)
+        vars(module).update(keeper.answers)
+    keeper.users += 1
+    undo.callback(_release, weakref.ref(module), keeper)
 
 
-def _release(module_ref: weakref.ref[nn.Module], state: _CleanState) -> None:
-    state.users -= 1
+def _release(module_ref: weakref.ref[nn.Module], keeper: _CleanCopies) -> None:
+    keeper.users -= 1
     module = module_ref()
-    if state.users == 0 and module is not None and vars(module).get("__getstate__") is state:
-        del vars(module)["__getstate__"]
+    if keeper.users == 0 and module is not None:
+        for name, answer in keeper.answers.items():
+            if vars(module).get(name) == answer:
+                del vars(module)[name]
 
 
 def set_attribute(target: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:

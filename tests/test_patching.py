@@ -1,0 +1,360 @@
+"""Overrides come off in any order, and copies of a wrapped model are plain models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import itertools
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale._execute import execute
+from memscale._patching import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, set_attribute
+from memscale._plan import Checkpoint
+from tests.models import Case, Chain, Mlp, MlpBlock, Parallel, ResNet, TwoLinears, case, odd, square_loss
+from tests.parity import assert_same, checkpoint_all, plan_of, seed, train
+
+QUIET = memscale.Config(force_optimize=True, enable_logging=False)
+
+
+class PassThrough(ForwardOverride):
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner()(*args, **kwargs)
+
+
+class Slotted(TwoLinears):
+    """State outside the instance's dict."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 3.0
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state[0])
+        self.factor = state[1]["factor"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+class OwnState(TwoLinears):
+    """Pickles as it likes: a tuple, without one of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scratch = [1]
+
+    def __getstate__(self) -> Any:
+        state = dict(self.__dict__)
+        state.pop("scratch")
+        return ("version 2", state)
+
+    def __setstate__(self, state: Any) -> None:
+        assert state[0] == "version 2"
+        self.__dict__.update(state[1], scratch=[])
+
+
+class OwnDeepcopy(TwoLinears):
+    """Copies its dict by hand, as parametrized modules do."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnDeepcopy:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+
+class OwnReduce(TwoLinears):
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(kind: type, state: dict[str, Any]) -> Any:
+    rebuilt = kind.__new__(kind)
+    rebuilt.__dict__.update(state)
+    return rebuilt
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": by_pickle, "torch.save": by_torch_save}
+by_way = pytest.mark.parametrize("way", COPIES)
+
+
+def assert_plain(model: nn.Module) -> None:
+    for module in model.modules():
+        assert not isinstance(vars(module).get("forward"), ForwardOverride)
+        assert not {EXECUTOR_ATTRIBUTE, "__getstate__", "__deepcopy__", "__reduce_ex__"} & set(vars(module))
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            assert not any(isinstance(hook, OwnHook) for hook in vars(module)[name].values())
+        assert not module._forward_pre_hooks_with_kwargs or module._forward_pre_hooks
+
+
+# ---- copies
+
+
+@by_way
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2", "lora llama", "nested"])
+def test_copies_are_plain_and_train_the_same(name: str, way: str) -> None:
+    entry = case(name)
+    seed(1)
+    model = entry.build()
+    twin = copy.deepcopy(model)
+    executor = checkpoint_all(model)
+    copied = COPIES[way](model)
+    assert_plain(copied)
+    assert not {id(p) for p in copied.parameters()} & {id(p) for p in model.parameters()}
+    assert model._memscale_executor is executor, "the original stays wrapped"
+    assert_same(train(copied, entry), train(twin, entry))
+
+
+@by_way
+@pytest.mark.parametrize("block", [Slotted, OwnState, OwnDeepcopy, OwnReduce])
+def test_modules_that_copy_themselves(block: Any, way: str) -> None:
+    entry = Case("own", lambda: Chain(*(block() for _ in range(2))), odd("keywords only").batch, square_loss)
+    seed(1)
+    model = entry.build()
+    expected = COPIES[way](model)
+    checkpoint_all(model)
+    copied = COPIES[way](model)
+    assert_plain(copied)
+    assert [set(vars(m)) for m in copied.modules()] == [set(vars(m)) for m in expected.modules()]
+    assert_same(train(copied, entry), train(expected, entry))
+
+
+@pytest.mark.parametrize("name", ["spectral norm by parametrization", "weight norm", "orthogonal"])
+def test_deepcopy_of_parametrized_blocks(name: str) -> None:
+    """Such a layer has a class of its own, with its own `__deepcopy__`; here it is the block itself."""
+    make = {
+        "spectral norm by parametrization": nn.utils.parametrizations.spectral_norm,
+        "weight norm": nn.utils.parametrizations.weight_norm,
+        "orthogonal": nn.utils.parametrizations.orthogonal,
+    }[name]
+    entry = Case(
+        name, lambda: Chain(*(make(nn.Linear(16, 16)) for _ in range(2))), odd("weight norm").batch, square_loss
+    )
+    seed(1)
+    model = entry.build()
+    twin = copy.deepcopy(model)
+    checkpoint_all(model)
+    copied = copy.deepcopy(model)
+    assert_plain(copied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_same(train(copied, entry), train(twin, entry))
+
+
+def test_symbolically_traced_models_copy_cleanly() -> None:
+    entry = odd("parallel wrapper")
+    seed(1)
+    inner = torch.fx.symbolic_trace(Chain(*(TwoLinears() for _ in range(2))))
+    twin = copy.deepcopy(inner)
+    memscale.wrap(inner, QUIET, sample_input=entry.batch(0)["x"])
+    for way in (copy.deepcopy, by_pickle):
+        copied = way(inner)
+        assert_plain(copied)
+        assert_same(train(copied, entry), train(copy.deepcopy(twin), entry))
+
+
+def test_deepcopy_of_a_part() -> None:
+    model: Any = Mlp()
+    checkpoint_all(model)
+    part = copy.deepcopy(model.blocks[1])
+    assert_plain(part)
+    assert torch.equal(part.up.weight, model.blocks[1].up.weight)
+    assert square_loss(part(torch.randn(3, 64))).requires_grad
+
+
+def test_shallow_copies_are_plain() -> None:
+    model = Mlp()
+    checkpoint_all(model)
+    assert_plain_top(copy.copy(model))
+    assert_plain_top(copy.copy(model.blocks[0]))
+
+
+def assert_plain_top(module: nn.Module) -> None:
+    assert not {EXECUTOR_ATTRIBUTE, "forward", "__getstate__"} & set(vars(module))
+
+
+def test_copies_keep_the_users_own_override_and_hooks() -> None:
+    model: Any = Mlp()
+    seen: list[int] = []
+    model.blocks[0].register_forward_hook(_Note(seen))
+    model.blocks[0].forward = _Doubling(model.blocks[0])
+    memscale.wrap(model, QUIET, sample_input=torch.randn(4, 64))
+    copied: Any = copy.deepcopy(model)
+    assert isinstance(copied.blocks[0].forward, _Doubling)
+    assert len(copied.blocks[0]._forward_hooks) == 1
+
+
+class _Note:
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.seen.append(1)
+
+
+class _Doubling:
+    def __init__(self, module: nn.Module) -> None:
+        self.module_type = type(module)
+        self.modules = [module]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.module_type.forward(self.modules[0], x)
+
+
+# ---- names and identity
+
+
+def test_names_parameters_and_signatures_are_untouched() -> None:
+    model: Any = case("gpt2").build()
+    before = (list(model.state_dict()), [(n, id(p)) for n, p in model.named_parameters()], list(model.named_modules()))
+    signature = inspect.signature(model.transformer.h[0].forward)
+    kinds = [type(module) for module in model.modules()]
+    checkpoint_all(model)
+    assert before == (
+        list(model.state_dict()),
+        [(n, id(p)) for n, p in model.named_parameters()],
+        list(model.named_modules()),
+    )
+    assert inspect.signature(model.transformer.h[0].forward) == signature
+    assert [type(module) for module in model.modules()] == kinds
+    model.load_state_dict(case("gpt2").build().state_dict())
+
+
+# ---- taking off
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    """Every module's class and dict, and what is in its tables, by identity."""
+    return [
+        (type(module), {name: (id(value), _contents(value)) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+
+
+def _contents(value: Any) -> Any:
+    return [(key, id(item)) for key, item in value.items()] if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2", "t5", "albert", "lora llama"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_detach_restores_everything_exactly(name: str, steps: int) -> None:
+    entry = case(name)
+    model = entry.build()
+    before = snapshot(model)
+    checkpoint_all(model)
+    assert snapshot(model) != before
+    if steps:
+        train(model, entry, steps=steps)
+    memscale.detach(model)
+    assert [kind for kind, _ in snapshot(model)] == [kind for kind, _ in before]
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_detach_in_any_order(order: tuple[int, ...]) -> None:
+    inner: Any = Chain(TwoLinears(), TwoLinears())
+    model = Parallel(Parallel(inner))
+    before = snapshot(model)
+    executors = [checkpoint_all(each) for each in (inner, model.module, model)]
+    chain = vars(inner.blocks[0])["forward"]
+    assert chain._replaced._replaced._replaced is None
+    x = torch.randn(4, 16)
+    expected = copy.deepcopy(model)(x)
+    for index in order:
+        executors[index].detach()
+        assert torch.equal(model(x), expected)
+    assert snapshot(model) == before
+
+
+def test_an_override_buried_under_a_strangers_passes_through() -> None:
+    model: Any = Mlp(depth=1)
+    block, x = model.blocks[0], torch.randn(2, 64)
+    with contextlib.ExitStack() as undo:
+        PassThrough(block).attach(undo)
+        ours = vars(block)["forward"]
+        block.forward = lambda x: ours(x) * 2
+        stranger = block.forward
+    assert block.forward is stranger, "what is no longer ours is not restored"
+    torch.manual_seed(3)
+    result = block(x)
+    del block.forward
+    torch.manual_seed(3)
+    assert torch.equal(result, block(x) * 2)
+    assert not ours.active
+
+
+def test_pass_through_and_signature() -> None:
+    block = MlpBlock(8)
+    with contextlib.ExitStack() as undo:
+        override = PassThrough(block)
+        override.attach(undo)
+        assert inspect.signature(block.forward) == inspect.signature(MlpBlock(8).forward)
+    assert "forward" not in vars(block)
+
+
+def test_attribute_is_restored_only_if_still_ours() -> None:
+    class Thing:
+        value = 1
+
+    thing = Thing()
+    with contextlib.ExitStack() as undo:
+        set_attribute(thing, "value", 2, undo)
+        assert thing.value == 2
+    assert thing.value == 1
+    with contextlib.ExitStack() as undo:
+        set_attribute(thing, "value", 2, undo)
+        thing.value = 5
+    assert thing.value == 5
+
+
+@pytest.mark.parametrize("build", [Mlp, ResNet, lambda: odd("buffers replaced").build()])
+def test_a_wrapped_model_dies_with_its_last_reference(build: Any) -> None:
+    """No cycle through us: freed at once, not when the garbage collector happens to run."""
+    model = build()
+    batch = torch.randn(4, 3, 8, 8) if isinstance(model, ResNet) else torch.randn(4, 64 if isinstance(model, Mlp) else 16)
+    checkpoint_all(model)
+    square_loss(model(batch)).backward()
+    reference = weakref.ref(model)
+    block = weakref.ref(next(m for m in model.modules() if isinstance(vars(m).get("forward"), ForwardOverride)))
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+        assert block() is None
+    finally:
+        gc.enable()
+
+
+def test_an_executor_whose_model_is_gone_says_so() -> None:
+    model = Mlp()
+    executor = execute(model, plan_of([Checkpoint("blocks.0")]))
+    del model
+    gc.collect()
+    with pytest.raises(ReferenceError, match="gone"):
+        _ = executor.model
+    executor.detach()
