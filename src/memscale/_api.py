@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide import decide, explain_misfit, needs_optimizing
+from memscale._decide import OPTIMIZER_BUCKET_BYTES, decide, explain_misfit, needs_optimizing
 from memscale._errors import DoesNotFitError, MemScaleError
-from memscale._execute import Executor, executor_of
+from memscale._execute import ExecutionSettings, Executor, executor_of
 from memscale._hardware import Hardware
 from memscale._patching import OwnHook
 from memscale._peak import CostModel, choice_of
-from memscale._plan import Action, Checkpoint, Plan
+from memscale._plan import Action, Checkpoint, OffloadActivations, Plan, StreamParameters
 from memscale._policy import Strategy, choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
@@ -35,8 +35,10 @@ from memscale._profile.profiler import (
     profile_model,
     try_variant,
 )
-from memscale._profile.rehearsal import Rehearsal
+from memscale._profile.rehearsal import Attach, Rehearsal
 from memscale.report import console
+from memscale.techniques.offload.buckets import split_into_buckets
+from memscale.techniques.offload.separable import NotSeparable, check_separable
 
 logger = logging.getLogger("memscale")
 
@@ -108,13 +110,17 @@ def make_plan(
     config: Config,
     optimizer: str | Optimizer = "adamw",
     hardware: Hardware | None = None,
+    before_real: Callable[[], None] | None = None,
 ) -> Plan:
-    """The stages in order: profile on fake tensors, decide, and rehearse what was decided."""
+    """The stages in order: profile on fake tensors, decide, and rehearse what was decided.
+
+    `before_real` is called before a real step is run on the model itself.
+    """
     hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
     strategy = choose_strategy(config)
-    rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware)
+    rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware, before_real)
     if needs_optimizing(profile, hardware, strategy.config):
-        profile = with_variants(profile, rehearsal, strategy.config)
+        profile = with_variants(profile, rehearsal, model, strategy.config, optimizer, hardware)
     plan = decide_and_rehearse(profile, rehearsal, hardware, strategy)
     if not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, config))
@@ -128,7 +134,7 @@ def decide_and_rehearse(profile: Profile, rehearsal: Rehearsal, hardware: Hardwa
         decided = decide(
             profile, hardware, strategy.config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False
         )
-        plan = confirm(decided, profile, rehearsal, hardware)
+        plan = confirm(decided, profile, rehearsal, hardware, strategy.config)
         if plan.fits or not decided.fits:
             break
         margin_bytes += plan.predicted_peak_bytes - plan.budget_bytes
@@ -137,49 +143,99 @@ def decide_and_rehearse(profile: Profile, rehearsal: Rehearsal, hardware: Hardwa
 
 
 def profile_step(
-    model: nn.Module, inputs: Inputs, config: Config, optimizer: str | Optimizer, hardware: Hardware
+    model: nn.Module,
+    inputs: Inputs,
+    config: Config,
+    optimizer: str | Optimizer,
+    hardware: Hardware,
+    before_real: Callable[[], None] | None = None,
 ) -> tuple[Rehearsal, Profile]:
     """A stage for training steps of this model, and what the plain step costs on it."""
     settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
-    cost = optimizer_cost(model, optimizer, hardware.device_type)
-    rehearsal, plain = open_rehearsal(model, inputs, torch.device(hardware.device_type), settings)
+    split = _split_of(optimizer) if config.enable_offloading and has_next_tier(hardware, config) else None
+    cost = optimizer_cost(model, optimizer, hardware.device_type, split=split)
+    rehearsal, plain = open_rehearsal(model, inputs, torch.device(hardware.device_type), settings, before_real)
     return rehearsal, profile_model(model, rehearsal, plain, cost, inputs)
 
 
-def with_variants(profile: Profile, rehearsal: Rehearsal, config: Config) -> Profile:
+def _split_of(optimizer: str | Optimizer) -> Callable[[list[int]], list[list[int]]] | None:
+    """How the optimizer's parameters would be split into buckets; None where its step cannot be split."""
+    if isinstance(optimizer, Optimizer):
+        try:
+            check_separable(optimizer)
+        except NotSeparable:
+            return None
+    return functools.partial(split_into_buckets, bucket_bytes=OPTIMIZER_BUCKET_BYTES)
+
+
+def with_variants(
+    profile: Profile,
+    rehearsal: Rehearsal,
+    model: nn.Module,
+    config: Config,
+    optimizer: str | Optimizer,
+    hardware: Hardware,
+) -> Profile:
     """The same profile with the step under each eligible technique beside the plain one."""
-    if not config.enable_checkpointing:
-        return profile
     blocks = tuple(find_blocks(rehearsal.model))
-    if not blocks:
-        return profile
-    variants: dict[str, tuple[Action, ...]] = {
-        "checkpoint": tuple(Checkpoint(fqn) for fqn in blocks),
-        "selective": tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks),
-    }
-    traces = {
-        name: trace
-        for name, actions in variants.items()
-        if (trace := try_variant(rehearsal, functools.partial(_rehearse_actions, actions), name)) is not None
-    }
-    return dataclasses.replace(profile, variants=traces)
+    variants: dict[str, tuple[Action, ...]] = {}
+    if config.enable_checkpointing:
+        variants["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
+        variants["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
+    if config.enable_offloading and has_next_tier(hardware, config):
+        variants["offload"] = tuple(OffloadActivations(fqn) for fqn in blocks)
+        if config.enable_checkpointing and hardware.device_type != "cpu" and rehearsal.device_type != "cpu":
+            variants["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
+    traces = {}
+    for name, actions in variants.items():
+        trace = try_variant(rehearsal, _attacher(actions, config, rehearsal), name) if actions else None
+        if trace is not None:
+            traces[name] = trace
+    rest = None
+    if "stream" in traces:
+        rest = optimizer_cost(model, optimizer, hardware.device_type, without=blocks)
+    return dataclasses.replace(profile, variants=traces, rest_optimizer=rest)
 
 
-def confirm(plan: Plan, profile: Profile, rehearsal: Rehearsal, hardware: Hardware) -> Plan:
+def has_next_tier(hardware: Hardware, config: Config) -> bool:
+    """Whether there is anywhere for tensors to wait: host memory beside a device, or a directory on disk."""
+    if hardware.device_type == "cpu":
+        return config.offload_dir is not None
+    return not hardware.unified_memory
+
+
+def confirm(plan: Plan, profile: Profile, rehearsal: Rehearsal, hardware: Hardware, config: Config) -> Plan:
     """The number holds: run this very plan on the stage, and promise what that shows."""
     if not plan.actions:
         return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
-    trace = rehearsal.run(functools.partial(_rehearse_actions, plan.actions))
+    trace = rehearsal.run(_attacher(plan.actions, config, rehearsal))
     peak_bytes = CostModel(profile, hardware).peak_of(trace, choice_of(plan.actions))
     return dataclasses.replace(
-        plan, predicted_peak_bytes=peak_bytes, fits=peak_bytes <= plan.budget_bytes, rehearsed=True
+        plan, predicted_peak_bytes=peak_bytes, fits=plan.fits and peak_bytes <= plan.budget_bytes, rehearsed=True
     )
 
 
-def _rehearse_actions(actions: tuple[Action, ...], model: nn.Module) -> Executor:
-    executor = Executor(model)
+def _attacher(actions: tuple[Action, ...], config: Config, rehearsal: Rehearsal) -> Attach:
+    settings = execution_settings(config, torch.device(rehearsal.device_type))
+    return functools.partial(_rehearse_actions, actions, settings)
+
+
+def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, model: nn.Module) -> Executor:
+    executor = Executor(model, settings)
     executor.attach(actions)
     return executor
+
+
+def execution_settings(config: Config, device: torch.device) -> ExecutionSettings:
+    host = config.max_cpu_offload_gb
+    return ExecutionSettings(
+        device=device,
+        verify=config.verify_correctness,
+        asynchronous=config.async_offload,
+        async_config=config.async_config or AsyncOffloadConfig(),
+        host_budget_bytes=None if host is None else int(host * 1e9),
+        offload_dir=config.offload_dir,
+    )
 
 
 def device_of(model: nn.Module, config: Config) -> torch.device:
@@ -208,8 +264,8 @@ class _Planner(OwnHook):
             self.plan(model, inputs)
 
     def plan(self, model: nn.Module, inputs: Inputs) -> None:
-        self.executor.suspend()
-        plan = make_plan(model, inputs, self.config, self.optimizer)
+        # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
+        plan = make_plan(model, inputs, self.config, self.optimizer, before_real=self.executor.suspend)
         self.executor.apply(plan)
         self.planned_elements = _num_elements(inputs)
         if self.config.enable_logging:
@@ -226,7 +282,7 @@ def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: 
     if earlier is not None:
         logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
         earlier.detach()
-    executor = Executor(model, verify=config.verify_correctness)
+    executor = Executor(model, execution_settings(config, device_of(model, config)), optimizer)
     try:
         executor.adopt()
         console.open_log(config, executor.on_detach)

@@ -72,7 +72,8 @@ def estimate(
         raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
     hardware = hardware or Hardware.detect(_real_device(model, config), config.offload_dir)
     rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware)
-    profile = with_variants(profile, rehearsal, config.replace(enable_checkpointing=True))
+    most = config.replace(mode=OptimizationMode.AGGRESSIVE)
+    profile = with_variants(profile, rehearsal, model, most, optimizer, hardware)
     by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
         strategy = choose_strategy(config.replace(mode=mode))

@@ -6,13 +6,16 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import assert_never
 
+from memscale import _torch_private
+from memscale._config import AsyncOffloadConfig
 from memscale._errors import PlanError
 from memscale._patching import EXECUTOR_ATTRIBUTE, keep_copies_clean, set_attribute
 from memscale._plan import (
@@ -24,9 +27,25 @@ from memscale._plan import (
     StreamParameters,
     TileHead,
 )
+from memscale._recompute import RecomputedForward
 from memscale.techniques import checkpointing, tiling
+from memscale.techniques.offload import activations, optimizer, streaming, tiers
+from memscale.techniques.offload.transfers import Transfers
 
 logger = logging.getLogger("memscale")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExecutionSettings:
+    """How a plan is carried out on this machine; a plan itself says only what."""
+
+    device: torch.device | None = None
+    """Where the model computes; None: where its parameters are."""
+    verify: bool = False
+    asynchronous: bool = False
+    async_config: AsyncOffloadConfig = dataclasses.field(default_factory=AsyncOffloadConfig)
+    host_budget_bytes: int | None = None
+    offload_dir: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,17 +57,23 @@ class Stats:
     """The device allocator's peak; None on a CPU, which keeps no such counter: use `memscale.measure()`."""
     num_recomputes: int
     """Blocks recomputed in backward."""
+    transfers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """By technique: bytes moved each way, time waited, hits of prefetching."""
 
 
 class Executor:
     """What is attached to one model. Taking it off leaves the model as it was."""
 
-    def __init__(self, model: nn.Module, *, verify: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, settings: ExecutionSettings | None = None, optimizer: Optimizer | None = None
+    ) -> None:
         self._model = weakref.ref(model)
-        self._verify = verify
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
+        self.settings = settings or ExecutionSettings()
         self._techniques = contextlib.ExitStack()
         self._undo = contextlib.ExitStack()
-        self._checkpointed: list[checkpointing.CheckpointedForward] = []
+        self._recomputed: list[RecomputedForward] = []
+        self._transfers: dict[str, Any] = {}
         self.plan: Plan | None = None
         """None until the first training forward, when there was nothing to plan from before."""
         self.detached = False
@@ -69,8 +94,9 @@ class Executor:
 
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
-        self.suspend()
-        self.attach(plan.actions)
+        if self.plan is None or self.plan.actions != plan.actions:
+            self.suspend()
+            self.attach(plan.actions)
         self.plan = plan
 
     def suspend(self) -> None:
@@ -79,11 +105,16 @@ class Executor:
         self.plan = None
 
     def attach(self, actions: Iterable[Action]) -> None:
+        """Attach these actions: those on single blocks, the head, then what moves tensors to other tiers."""
+        actions = tuple(actions)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._checkpointed.clear)
+            undo.callback(self._recomputed.clear)
+            undo.callback(self._transfers.clear)
+            self._place(actions, undo)
             for action in actions:
                 self._attach_one(action, undo)
-            if self._checkpointed:
+            self._attach_offloading(actions, undo)
+            if any(isinstance(action, Checkpoint | StreamParameters) for action in actions):
                 _switch_off_caches(self.model, undo)
             self._techniques = undo.pop_all()
 
@@ -91,13 +122,84 @@ class Executor:
         match action:
             case Checkpoint():
                 module = find_module(self.model, action.module_fqn)
-                self._checkpointed.append(checkpointing.attach(action, module, undo, verify=self._verify))
+                self._recomputed.append(checkpointing.attach(action, module, undo, verify=self.settings.verify))
             case TileHead():
                 tiling.attach_head(action, self.model, undo)
             case OffloadActivations() | OffloadOptimizer() | StreamParameters():
-                raise PlanError(f"{type(action).__name__} cannot be executed yet")
+                pass  # together, in _attach_offloading: they share tiers and prefetch one another's neighbours
             case _:
                 assert_never(action)
+
+    def _place(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
+        """Put the model where it computes. Streamed layers are placed by what streams them."""
+        device = self.settings.device
+        streams = any(isinstance(action, StreamParameters) for action in actions)
+        if device is not None and not streams and not self._is_fake():
+            place(self.model, device, undo)
+
+    def _attach_offloading(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
+        streamed = [action for action in actions if isinstance(action, StreamParameters)]
+        sent_away = [action for action in actions if isinstance(action, OffloadActivations)]
+        if streamed:
+            self._attach_streaming(streamed, undo)
+        if sent_away:
+            self._attach_activations(sent_away, undo)
+        for action in actions:
+            if isinstance(action, OffloadOptimizer) and not self._is_fake():  # a rehearsal runs no optimizer step
+                self._attach_optimizer(action, undo)
+
+    def _attach_streaming(self, actions: Sequence[StreamParameters], undo: contextlib.ExitStack) -> None:
+        settings = self.settings
+        streamer = streaming.attach(
+            actions,
+            self.model,
+            self._device(),
+            undo,
+            asynchronous=settings.asynchronous,
+            prefetch_depth=settings.async_config.prefetch_depth,
+            host_budget_bytes=settings.host_budget_bytes,
+            verify=settings.verify,
+        )
+        self._transfers["streaming"] = streamer
+
+    def _attach_activations(self, actions: Sequence[OffloadActivations], undo: contextlib.ExitStack) -> None:
+        transfers = self._open_tier(undo)
+        self._transfers["activations"] = activations.attach(
+            actions,
+            self.model,
+            self._device(),
+            undo,
+            transfers=transfers,
+            min_tensor_bytes=self.settings.async_config.min_tensor_bytes,
+        )
+
+    def _attach_optimizer(self, action: OffloadOptimizer, undo: contextlib.ExitStack) -> None:
+        transfers = self._open_tier(undo)
+        known = self._optimizer() if self._optimizer is not None else None
+        if known is None:
+            adoption = optimizer.adopt(self.model, transfers.store, transfers, action.bucket_bytes, undo)
+        else:
+            adoption = optimizer.adopt_optimizer(known, transfers.store, transfers, action.bucket_bytes, undo)
+        self._transfers["optimizer"] = adoption
+
+    def _open_tier(self, undo: contextlib.ExitStack) -> Transfers:
+        return tiers.open_tier(
+            self._device(),
+            undo,
+            is_fake=self._is_fake(),
+            asynchronous=self.settings.asynchronous,
+            async_config=self.settings.async_config,
+            host_budget_bytes=self.settings.host_budget_bytes,
+            offload_dir=self.settings.offload_dir,
+        )
+
+    def _device(self) -> torch.device:
+        if self.settings.device is not None:
+            return self.settings.device
+        return next((p.device for p in self.model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
+
+    def _is_fake(self) -> bool:
+        return any(_torch_private.is_fake(parameter) for parameter in self.model.parameters())
 
     def on_detach(self, callback: Any, *args: Any) -> None:
         self._undo.callback(callback, *args)
@@ -106,8 +208,10 @@ class Executor:
         """Take everything off again. A second call does nothing."""
         if not self.detached:
             self.detached = True
-            self._techniques.close()
-            self._undo.close()
+            try:
+                self._techniques.close()
+            finally:
+                self._undo.close()
 
     def stats(self) -> Stats:
         device_type = self.plan.device_type if self.plan is not None else "cpu"
@@ -115,13 +219,14 @@ class Executor:
         return Stats(
             device_type=device_type,
             peak_bytes=torch.accelerator.max_memory_allocated() if on_device else None,
-            num_recomputes=sum(forward.num_recomputes for forward in self._checkpointed),
+            num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
+            transfers={name: user.stats for name, user in self._transfers.items()},
         )
 
 
-def execute(model: nn.Module, plan: Plan, *, verify: bool = False) -> Executor:
+def execute(model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None) -> Executor:
     """Attach a plan to a model."""
-    executor = Executor(model, verify=verify)
+    executor = Executor(model, settings)
     executor.apply(plan)
     executor.adopt()
     return executor
@@ -140,6 +245,23 @@ def find_module(model: nn.Module, module_fqn: str) -> nn.Module:
         raise PlanError(
             f"the plan names {module_fqn!r}, which {type(model).__name__} does not have: it was made for another model"
         ) from error
+
+
+def place(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
+    """Move the model to its device until undone, keeping its `Parameter` objects."""
+    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if {home.type for home in homes} <= {device.type}:
+        return
+    if len(homes) > 1:
+        raise PlanError(f"the model lies on several devices ({', '.join(sorted(map(str, homes)))}); move it to one")
+    model.to(device)
+    undo.callback(_move_back, weakref.ref(model), homes.pop())
+
+
+def _move_back(model_ref: weakref.ref[nn.Module], device: torch.device) -> None:
+    model = model_ref()
+    if model is not None:
+        model.to(device)
 
 
 def _forget(model_ref: weakref.ref[nn.Module], executor_ref: weakref.ref[Executor]) -> None:

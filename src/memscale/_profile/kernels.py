@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-
 _DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
 
 

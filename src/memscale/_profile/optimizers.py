@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -31,12 +32,27 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Optimizers that can be named in `estimate`; `"none"` is training without one."""
 
 
-def optimizer_cost(model: nn.Module, optimizer: str | Optimizer, device_type: str) -> OptimizerCost:
-    """State and step temporaries of an optimizer over this model's parameters on this device."""
+Split = Callable[[list[int]], list[list[int]]]
+"""From the sizes of parameters to the indices of those that are stepped together."""
+
+
+def optimizer_cost(
+    model: nn.Module,
+    optimizer: str | Optimizer,
+    device_type: str,
+    *,
+    split: Split | None = None,
+    without: Collection[str] = (),
+) -> OptimizerCost:
+    """State and step temporaries of an optimizer over this model's parameters on this device.
+
+    With a `split`, also what the device holds when the step runs bucket by bucket; `without` leaves out submodules.
+    """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
+    left_out = {id(p) for module_fqn in without for p in model.get_submodule(module_fqn).parameters()}
     try:
-        return _Twin(model, optimizer, device_type).cost()
+        return _Twin(model, optimizer, device_type, left_out).cost(split)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -46,14 +62,15 @@ def optimizer_cost(model: nn.Module, optimizer: str | Optimizer, device_type: st
             type(error).__name__,
             error,
         )
-        cost = _Twin(model, "adamw", device_type).cost()
+        cost = _Twin(model, "adamw", device_type, left_out).cost(None)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
 class _Twin:
     """The same optimizer over fake parameters, choosing its implementation as the real device would."""
 
-    def __init__(self, model: nn.Module, optimizer: str | Optimizer, device_type: str) -> None:
+    def __init__(self, model: nn.Module, optimizer: str | Optimizer, device_type: str, left_out: set[int]) -> None:
+        self._left_out = left_out
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
         self.mode = _torch_private.fake_tensor_mode()
         self.is_emulated = not device_exists(device_type)
@@ -74,7 +91,7 @@ class _Twin:
                 group["foreach"] = picks_foreach
 
     def _fake_all(self, parameters: Any) -> list[nn.Parameter]:
-        return [self._fake(parameter) for parameter in parameters if parameter.requires_grad]
+        return [self._fake(p) for p in parameters if p.requires_grad and id(p) not in self._left_out]
 
     def _fake(self, parameter: torch.Tensor) -> nn.Parameter:
         if id(parameter) not in self._fakes:
@@ -84,8 +101,10 @@ class _Twin:
             self._fakes[id(parameter)] = nn.Parameter(empty)
         return self._fakes[id(parameter)]
 
-    def cost(self) -> OptimizerCost:
+    def cost(self, split: Split | None) -> OptimizerCost:
         parameters = list(self._fakes.values())
+        if not parameters:
+            return OptimizerCost(self.name, 0, 0, 0)
         books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
         with self.mode:
             for parameter in parameters:
@@ -100,7 +119,22 @@ class _Twin:
             step_bytes = books.peak_bytes - before - state_bytes
         state_bytes -= self._counter_bytes()
         moved_bytes = 3 * sum(parameter.nbytes for parameter in parameters) + 2 * state_bytes
-        return OptimizerCost(self.name, state_bytes, max(0, step_bytes), moved_bytes)
+        split_bytes = None if split is None else self._split_bytes(split, parameters)
+        return OptimizerCost(self.name, state_bytes, max(0, step_bytes), moved_bytes, split_bytes)
+
+    def _split_bytes(self, split: Split, parameters: list[nn.Parameter]) -> int:
+        """The most that a bucket's state, the next one's, and the step's temporaries come to."""
+        largest = max(split([p.nbytes for p in parameters]), key=lambda b: sum(parameters[i].nbytes for i in b))
+        inside = {id(parameters[index]) for index in largest}
+        groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
+        bucket = _same_class(self.optimizer, groups)
+        books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
+        with self.mode, books:
+            bucket.step()
+            state_bytes = books.total_bytes
+            books.reset_peak()
+            bucket.step()
+        return 2 * state_bytes + books.peak_bytes - state_bytes
 
     def _counter_bytes(self) -> int:
         """Step counters stay on the host while parameters are on a device, unless the step is fused or capturable."""

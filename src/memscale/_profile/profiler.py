@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -27,7 +28,11 @@ class ProfileSettings:
 
 
 def open_rehearsal(
-    model: nn.Module, inputs: Inputs, device: torch.device, settings: ProfileSettings
+    model: nn.Module,
+    inputs: Inputs,
+    device: torch.device,
+    settings: ProfileSettings,
+    before_real: Callable[[], None] | None = None,
 ) -> tuple[Rehearsal, StepTrace]:
     """The first stage on which the plain step runs, and that step: fake tensors, then a real run."""
     refusals = []
@@ -40,6 +45,8 @@ def open_rehearsal(
             logger.debug("static profiling failed", exc_info=True)
     if settings.empirical and _has_real_tensors(model):
         logger.info("fake tensors do not suffice for this model (%s); running a real step", "; ".join(refusals))
+        if before_real is not None:
+            before_real()
         try:
             rehearsal = RealRehearsal(model, inputs, device, settings.warmup_steps)
             return rehearsal, rehearsal.run()

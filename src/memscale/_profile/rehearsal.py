@@ -235,7 +235,9 @@ class FakeRehearsal(Rehearsal):
     def stage(self) -> Iterator[None]:
         kernels: Any = gpu_kernels() if self.emulates_gpu else contextlib.nullcontext()
         packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
-        with super().stage(), host_rng_kept(), packing, self.mode, kernels:
+        # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with super().stage(), host_rng_kept(), packing, one_thread, self.mode, kernels:
             yield
 
 
