@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -78,7 +79,7 @@ class TransferStats:
 class _Sent:
     """A source that stays as it is until its copy has been made."""
 
-    source: torch.Tensor
+    source: torch.Tensor | None
     num_bytes: int
     stream: torch.Stream | None
     """Who allocated the source and may reuse its memory."""
@@ -90,6 +91,7 @@ class _Sent:
             order(self.stream, self.event, "reuse after sent")
         if self.job is not None:
             concurrent.futures.wait([self.job])
+        self.source = None  # the ticket still knows us
 
 
 class Transfers:
@@ -319,8 +321,10 @@ class Transfers:
     # ------------------------------------------------------------------------------------------------ the rest
 
     def free(self, ticket: Ticket) -> None:
-        """The tensor is no longer needed."""
+        """The tensor is no longer needed, nor is the error if writing it failed."""
         ticket.store.free(ticket)
+        with self._lock, contextlib.suppress(ValueError):
+            self._write_jobs.remove(ticket.write_job)  # type: ignore[arg-type]
 
     def settle(self) -> None:
         """All that was sent is in the store, and no source is held any more. Raises what a thread's write raised."""
@@ -434,13 +438,22 @@ class Arrival:
             self._transfers.stats.num_hits += self.is_here()
         if self.job is not None:
             self._transfers._blocking(concurrent.futures.wait, [self.job])
-            self.job.result()
+            self._check_read()
         if self.staged is not None:
             self._transfers.finish_staged(self)
         if self.event is not None:
             order(torch.accelerator.current_stream(self.line.device), self.event, "compute after arrival")
         self._waited = True
         return self.ticket.layout.rebuild(self.line)
+
+    def _check_read(self) -> None:
+        """Raise what the read raised; its traceback keeps this arrival, which must not keep any memory then."""
+        assert self.job is not None
+        if self.job.exception() is not None:
+            staged, self.staged, self.line = self.staged, None, torch.empty(0)
+            if staged is not None:
+                self._transfers.staging.free(staged)
+        self.job.result()
 
     def __del__(self) -> None:
         if not self._waited and self.event is not None:

@@ -1,0 +1,340 @@
+"""Activation offload (exact): what a layer saves for backward waits in a store and is back before it is needed.
+
+Saved tensors travel as stretches of their storage, not one by one: views of one storage (query, key and value of one
+product), and tensors that several operators save, travel once and share memory again when they are back, with the
+strides and offsets that they had.
+
+NOTE [when a copy stands for a tensor]: a storage is known by its identity, and only while it lives: a new one may get
+the same address. Its stretch and its version belong to the key, so what was changed in place travels anew. While the
+storage lives, for whatever reason, backward takes the tensor from there and nothing moves.
+
+NOTE [changed in place]: with hooks, autograd no longer notices that a saved tensor was changed before backward needed
+it. Each saved tensor leaves a witness here, which shares its version counter and no memory, and backward refuses as
+plain PyTorch does.
+
+NOTE [backward passes]: what is fetched ahead belongs to the backward pass that fetched it, and dies with it, however it
+ends. What was saved belongs to the graph. Nothing else holds either.
+
+Left where they are: parameters and buffers (by storage), small tensors, expanded ones, subclasses, other devices'.
+
+Known limit: writes that go past the version counter (`.data`, foreign kernels) between two savings of one tensor are
+not seen; the second saving then gets the value of the first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memscale import _torch_private
+from memscale._errors import PlanError
+from memscale._patching import ForwardOverride
+from memscale._plan import OffloadActivations
+from memscale.techniques.offload.homes import alias
+from memscale.techniques.offload.stores import Layout, Ticket, can_store
+from memscale.techniques.offload.transfers import Arrival, Transfers
+
+MIN_TENSOR_BYTES = 1024 * 1024
+PREFETCH_BYTES = 64 * 1024 * 1024
+WHOLE_STORAGE_RATIO = 4
+"""A storage of up to so many times the tensor travels whole: its other parts are likely to be saved, too."""
+
+Key: TypeAlias = tuple[int, int, int, int]
+"""Storage, version, first byte, last byte."""
+
+
+class Stretch:
+    """Bytes of one storage that wait in the store. Lives as long as a graph holds a tensor of it."""
+
+    __slots__ = ("__weakref__", "handles", "number", "start", "storage", "ticket")
+
+    def __init__(self, number: int, storage: torch.UntypedStorage, start: int, ticket: Ticket) -> None:
+        self.number = number
+        """Its place in the order of sending."""
+        self.storage = weakref.ref(storage)
+        self.start = start
+        self.ticket = ticket
+        self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+class Handle:
+    """What autograd keeps in the place of one saved tensor."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "offset", "shape", "stretch", "stride", "version", "witness")
+
+    def __init__(self, stretch: Stretch, tensor: torch.Tensor) -> None:
+        self.stretch = stretch
+        self.device = tensor.device
+        self.dtype = tensor.dtype
+        self.shape, self.stride = tuple(tensor.shape), tuple(tensor.stride())
+        self.offset = int(tensor.storage_offset())
+        self.version = tensor._version
+        self.witness = _witness(tensor)
+        stretch.handles.add(self)
+
+    def over(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """The tensor, over a storage that begins at that byte of the original one."""
+        offset = self.offset - start // self.dtype.itemsize
+        return alias(storage, self.dtype, self.device, offset, self.shape, self.stride)
+
+    def refuse_changed(self) -> None:
+        """See NOTE [changed in place]."""
+        if self.witness is not None and self.witness._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {self.dtype} tensor of shape {list(self.shape)} is at version {self.witness._version}; "
+                f"expected version {self.version} instead"
+            )
+
+
+def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
+    if _torch_private.is_fake(tensor):
+        return None  # values do not exist, nor can they change
+    witness = tensor.detach()
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
+class Pass:
+    """What one backward pass has brought back or is bringing. See NOTE [backward passes]."""
+
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader = offloader
+        self._ahead: dict[Stretch, Arrival] = {}
+        self._held: dict[Stretch, tuple[torch.Tensor, weakref.WeakSet[Handle]]] = {}
+        self._lowest: int | None = None
+        """The number of the stretch that was looked at last, going backwards."""
+
+    def bring(self, handle: Handle) -> torch.UntypedStorage:
+        """The stretch's bytes on the device, shared while others of its tensors are still to come in this pass."""
+        stretch = handle.stretch
+        held = self._held.pop(stretch, None)
+        if held is None:
+            arrival = self._ahead.pop(stretch, None) or self._offloader.transfers.fetch(stretch.ticket)
+            held = (arrival.wait(), weakref.WeakSet(stretch.handles))
+        line, waiting = held
+        waiting.discard(handle)
+        if waiting:
+            self._held[stretch] = held
+        return line.untyped_storage()
+
+    def look_ahead(self, stretch: Stretch) -> None:
+        """Start bringing what was sent before this, the latest first, up to a bound on the device memory it takes."""
+        self._held = {one: held for one, held in self._held.items() if held[1]}
+        if self._lowest is None or stretch.number < self._lowest:
+            self._lowest = stretch.number
+        room = self._offloader.prefetch_bytes - sum(one.ticket.num_bytes for one in self._ahead)
+        while (before := self._offloader.sent_before(self._lowest)) is not None:
+            if before.storage() is None:
+                if before.ticket.num_bytes > room and self._ahead:
+                    return
+                self._ahead[before] = self._offloader.transfers.fetch(before.ticket)
+                room -= before.ticket.num_bytes
+            self._lowest = before.number
+
+    def close(self) -> None:
+        self._ahead, self._held = {}, {}
+        self._offloader.sweep()
+
+
+@dataclasses.dataclass(slots=True)
+class ActivationStats:
+    num_saved: int = 0
+    """Tensors that the planned layers saved and that wait in the store."""
+    num_sent: int = 0
+    """Stretches of memory that went there: fewer, because tensors share them."""
+    sent_bytes: int = 0
+    num_in_place: int = 0
+    """Tensors that were still there when backward needed them."""
+
+
+class Offloader:
+    """Packs and unpacks the saved tensors of the planned layers of one model."""
+
+    def __init__(
+        self, device: torch.device, transfers: Transfers, *, min_tensor_bytes: int, prefetch_bytes: int
+    ) -> None:
+        self.device = device
+        self.transfers = transfers
+        self.min_tensor_bytes = min_tensor_bytes
+        self.prefetch_bytes = prefetch_bytes if transfers.asynchronous else 0
+        self.stats = ActivationStats()
+        self._known: dict[Key, weakref.ref[Stretch]] = {}
+        self._sent: list[tuple[int, weakref.ref[Stretch]]] = []
+        self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        self._count = 0
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------------------------------------------ forward
+
+    def pack(self, tensor: torch.Tensor, resident: frozenset[int]) -> Any:
+        """What autograd is to keep: a handle, or the tensor itself if it stays."""
+        if not self._may_travel(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if _torch_private.storage_key(storage) in resident:
+            return tensor
+        with self._lock:
+            stretch = self._stretch_of(tensor, storage)
+            self.stats.num_saved += 1
+            return Handle(stretch, tensor)
+
+    def _may_travel(self, tensor: torch.Tensor) -> bool:
+        if not (can_store(tensor) or _torch_private.is_fake(tensor)) or tensor.layout is not torch.strided:
+            return False
+        is_expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+        is_here = _torch_private.device_type_of(tensor) == self.device.type
+        is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        return is_here and is_plain and not is_expanded and tensor.nbytes >= max(self.min_tensor_bytes, 1)
+
+    def _stretch_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Stretch:
+        """See NOTE [when a copy stands for a tensor]."""
+        start, end = _stretch(tensor, storage)
+        key = (_torch_private.storage_key(storage), tensor._version, start, end)
+        known = self._known.get(key)
+        stretch = known() if known is not None else None
+        if stretch is not None and stretch.storage() is storage:
+            return stretch
+        line = alias(storage, torch.uint8, tensor.device, start, (end - start,), (1,))
+        ticket = self.transfers.send(line)
+        if not self.transfers.asynchronous:
+            self.transfers.wait_sent(ticket)
+        self._count += 1
+        stretch = Stretch(self._count, storage, start, ticket)
+        self._known[key] = weakref.ref(stretch)
+        self._sent.append((stretch.number, weakref.ref(stretch)))
+        self.stats.num_sent += 1
+        self.stats.sent_bytes += end - start
+        return stretch
+
+    # ----------------------------------------------------------------------------------------------------- backward
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, Handle):
+            tensor: torch.Tensor = packed
+            return tensor
+        packed.refuse_changed()
+        with self._lock:
+            current = self._pass()
+            storage = packed.stretch.storage()
+            start = 0
+            if storage is not None:
+                self.stats.num_in_place += 1
+            else:
+                storage, start = current.bring(packed), packed.stretch.start
+            if self.prefetch_bytes:
+                current.look_ahead(packed.stretch)
+            return packed.over(storage, start)
+
+    def _pass(self) -> Pass:
+        task_id = _torch_private.graph_task_id()
+        found = self._passes.get(task_id) if task_id >= 0 else None
+        if found is None:
+            found = Pass(self)
+            if task_id >= 0:
+                self._passes[task_id] = found
+                _torch_private.at_end_of_backward(found.close)
+        return found
+
+    def sent_before(self, number: int) -> Stretch | None:
+        """The latest stretch below this number that a graph still holds."""
+        position = bisect.bisect_left(self._sent, number, key=lambda entry: entry[0])
+        while position:
+            position -= 1
+            stretch = self._sent[position][1]()
+            if stretch is not None:
+                return stretch
+        return None
+
+    def sweep(self) -> None:
+        """Forget what is gone."""
+        with self._lock:
+            self._sent = [entry for entry in self._sent if entry[1]() is not None]
+            self._known = {key: known for key, known in self._known.items() if known() is not None}
+            self.transfers.store.sweep()
+
+
+def _stretch(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
+    """The bytes that travel for a tensor: its whole storage, or its own part if that is much smaller."""
+    layout = Layout.of(tensor)
+    num_bytes = layout.span * tensor.dtype.itemsize
+    if storage.nbytes() <= WHOLE_STORAGE_RATIO * tensor.nbytes:
+        return 0, storage.nbytes()
+    start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    return start, start + num_bytes
+
+
+class OffloadedForward(ForwardOverride):
+    """The forward of a layer whose saved tensors wait elsewhere.
+
+    Around a recomputed layer it sees only what that one keeps: its inputs.
+    """
+
+    def __init__(self, module: nn.Module, module_fqn: str, offloader: Offloader, elsewhere: _Residents) -> None:
+        super().__init__(module)
+        self.module_fqn = module_fqn
+        self.offloader = offloader
+        self._elsewhere = elsewhere
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner()(*args, **kwargs)
+        resident = self._elsewhere.keys() | _Residents(self.module).keys()
+        packing = _Packing(self.offloader, frozenset(resident))
+        with torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack):
+            return self.inner()(*args, **kwargs)
+
+
+class _Packing:
+    """One call's pack hook."""
+
+    def __init__(self, offloader: Offloader, resident: frozenset[int]) -> None:
+        self._offloader = offloader
+        self._resident = resident
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return self._offloader.pack(tensor, self._resident)
+
+
+class _Residents:
+    """The storages of a module's parameters and buffers: they are there anyway."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._storages = {_torch_private.storage_key(storage): weakref.ref(storage) for storage in storages}
+
+    def keys(self) -> set[int]:
+        return {key for key, storage in self._storages.items() if storage() is not None}
+
+
+def attach(
+    actions: Iterable[OffloadActivations],
+    model: nn.Module,
+    device: torch.device,
+    undo: contextlib.ExitStack,
+    *,
+    transfers: Transfers,
+    min_tensor_bytes: int = MIN_TENSOR_BYTES,
+    prefetch_bytes: int = PREFETCH_BYTES,
+) -> Offloader:
+    """Offload the saved tensors of these layers until undone. Attach after checkpointing and streaming: outermost."""
+    offloader = Offloader(device, transfers, min_tensor_bytes=min_tensor_bytes, prefetch_bytes=prefetch_bytes)
+    elsewhere = _Residents(model)
+    for action in actions:
+        try:
+            module = model.get_submodule(action.module_fqn)
+        except AttributeError as error:
+            raise PlanError(
+                f"the plan offloads {action.module_fqn!r}, which {type(model).__name__} does not have"
+            ) from error
+        OffloadedForward(module, action.module_fqn, offloader, elsewhere).attach(undo)
+    return offloader
