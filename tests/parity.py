@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import nn
 
-from memscale._execute import Executor, execute
+from memscale._execute import ExecutionSettings, Executor, execute
 from memscale._plan import Action, Checkpoint, Plan, Reason
 from memscale._profile.layers import find_blocks
 from tests.models import Case
@@ -168,7 +168,8 @@ def checkpoint_all(model: nn.Module, keep: tuple[Any, ...] = (), every: int = 1,
     """Execute a plan that checkpoints every (second, third ...) block."""
     blocks = list(find_blocks(model))[::every]
     assert blocks, "the model has no blocks"
-    return execute(model, plan_of(Checkpoint(fqn, keep=keep) for fqn in blocks), verify=verify)
+    plan = plan_of(Checkpoint(fqn, keep=keep) for fqn in blocks)
+    return execute(model, plan, ExecutionSettings(verify=verify))
 
 
 SELECTIVE = ("matmul", "attention")

@@ -125,6 +125,8 @@ class Hardware:
         disk = None if offload_dir is None else _disk_free(offload_dir)
         if chosen.type == "cpu":
             return _cpu_hardware(host_total, host_available, disk)
+        if _current_type() != chosen.type:
+            raise ConfigError(f"device={str(chosen)!r} is not available on this machine")
         index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
         return _accelerator_hardware(chosen.type, index, host_total, host_available, disk)
 
@@ -200,15 +202,18 @@ def host_memory() -> tuple[int, int]:
     return total, available
 
 
-def _cgroup_limit(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+def _cgroup_limit(
+    root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), own: pathlib.Path = pathlib.Path("/proc/self/cgroup")
+) -> tuple[int, int] | None:
     """Limit and use of this process's memory control group (v2, then v1); None where there is none."""
-    for limit_name, use_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    v2, v1 = _cgroup_paths(own)
+    for directories, limit_name, use_name in (
+        (_with_parents(root, v2), "memory.max", "memory.current"),
+        (_with_parents(root / "memory", v1), "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         limits = [
             (limit, _read_int(directory / use_name) or 0)
-            for directory in _cgroup_directories(root)
+            for directory in directories
             if (limit := _read_int(directory / limit_name)) is not None
         ]
         if limits:
@@ -216,19 +221,22 @@ def _cgroup_limit(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> tuple[
     return None
 
 
-def _cgroup_directories(root: pathlib.Path) -> list[pathlib.Path]:
-    """The process's own group and every group above it: the tightest of them binds."""
-    directories = [root]
-    try:
-        lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return directories
-    for line in lines:
-        number, _, path = line.split(":", 2)
+def _cgroup_paths(own: pathlib.Path) -> tuple[str, str]:
+    """The process's group in the unified hierarchy, and in that of the v1 memory controller."""
+    v2 = v1 = ""
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if number == "0":
-            parts = [part for part in path.split("/") if part and part != ".."]
-            directories += [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
-    return directories
+            v2 = path
+        elif "memory" in controllers.split(","):
+            v1 = path
+    return v2, v1
+
+
+def _with_parents(root: pathlib.Path, path: str) -> list[pathlib.Path]:
+    """A group and every group above it: the tightest of them binds."""
+    parts = [part for part in path.split("/") if part and part != ".."]
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _read_int(path: pathlib.Path) -> int | None:
@@ -310,8 +318,6 @@ def _accelerator_hardware(
 ) -> Hardware:
     import torch
 
-    if not (torch.accelerator.is_available() and _current_type() == device_type):
-        raise ConfigError(f"device={device_type!r} is not available on this machine")
     free, total = torch.accelerator.get_memory_info(index)
     module = torch.get_device_module(device_type)
     properties = _properties(module, index)
@@ -342,7 +348,7 @@ def _accelerator_hardware(
 def _current_type() -> str | None:
     import torch
 
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None else None
 
 

@@ -41,6 +41,8 @@ def decode(kind: Any, data: Any) -> Any:
     if origin is tuple:
         return _decode_tuple(args, data)
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        if not isinstance(data, Mapping):
+            raise ValueError(f"expected an object, got {data!r:.200}")
         return {decode(args[0], key): decode(args[1], item) for key, item in data.items()}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(data)
@@ -55,10 +57,14 @@ def _decode_dataclass(kind: type[Any], data: Any) -> Any:
     unknown = set(data) - known - {"type"}
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {sorted(unknown)}")
-    missing = [f.name for f in dataclasses.fields(kind) if f.name not in data and f.default is dataclasses.MISSING]
+    missing = [f.name for f in dataclasses.fields(kind) if f.name not in data and _is_required(f)]
     if missing:
         raise ValueError(f"{kind.__name__} lacks {missing}")
     return kind(**{name: decode(hints[name], data[name]) for name in known & set(data)})
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _decode_union(options: tuple[Any, ...], data: Any) -> Any:
