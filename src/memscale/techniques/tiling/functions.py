@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memscale import _torch_private
 from memscale.techniques.tiling import loss
+from memscale.techniques.tiling.common import names
 from memscale.techniques.tiling.lazy import LazyLogits, plain
 
 _TILED: dict[Any, Callable[..., Any]] = {
@@ -24,29 +25,24 @@ _TILED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.gather: loss.gather,
 }
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _HOOKS = frozenset({"register_hook", "retain_grad", "requires_grad_", "detach_"})
 
-_METADATA = _names(
+_METADATA = names(
     "size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point is_complex "
     "is_signed is_inference is_pinned is_shared is_conj is_neg is_same_size get_device untyped_storage __len__ "
     "__hash__ __dir__ _is_view has_names _is_zerotensor _has_symbolic_sizes_strides"
 )
 
-_LAZY = _names(
+_LAZY = names(
     "view view_as reshape reshape_as _unsafe_view flatten unflatten squeeze unsqueeze transpose permute movedim "
     "moveaxis swapaxes swapdims t adjoint narrow select split split_with_sizes chunk tensor_split unbind expand "
     "expand_as __getitem__ __iter__ index_select contiguous float half bfloat16 double to type type_as clone detach "
     "alias cpu log_softmax tanh neg __neg__ negative"
 )
 
-_WITH_SCALAR = _names("mul multiply __mul__ __rmul__ div divide true_divide __truediv__")
+_WITH_SCALAR = names("mul multiply __mul__ __rmul__ div divide true_divide __truediv__")
 
-_SUMS = _names("add __add__ __radd__")
+_SUMS = names("add __add__ __radd__")
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

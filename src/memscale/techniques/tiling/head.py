@@ -27,6 +27,7 @@ from memscale import _torch_private
 from memscale._errors import PlanError
 from memscale._patching import ForwardOverride
 from memscale._plan import TileHead
+from memscale.techniques.tiling.common import at_least_one, submodule
 from memscale.techniques.tiling.lazy import LazyLogits, lazy_linear
 
 _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
@@ -34,7 +35,8 @@ _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul_
 
 def attach_head(action: TileHead, model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Tile this head until undone."""
-    module = _submodule(model, action.module_fqn)
+    at_least_one(action.module_fqn, "rows", action.rows)
+    module = submodule(model, action.module_fqn)
     if action.weight_fqn is not None:
         _attach_product(action, model, module, undo)
         return
@@ -70,13 +72,6 @@ def head_linears(module: nn.Module) -> list[nn.Linear]:
     inside = [m for m in module.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
     width = max((linear.out_features for linear in inside), default=0)
     return [linear for linear in inside if linear.out_features == width]
-
-
-def _submodule(model: nn.Module, module_fqn: str) -> nn.Module:
-    try:
-        return model.get_submodule(module_fqn)
-    except AttributeError as error:
-        raise PlanError(f"the plan names {module_fqn!r}, which {type(model).__name__} does not have") from error
 
 
 class _Steps:

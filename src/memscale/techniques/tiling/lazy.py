@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -238,6 +238,8 @@ def linear(
 class LazyLogits(torch.Tensor):
     """A view of whole rows of a `Block`. `geometry` is a tensor without memory that has its shape and strides."""
 
+    on_build: ClassVar[Callable[[LazyLogits], None] | None] = None
+    """Told whenever logits are built, for those who want to know."""
     is_lazy = True
     """For whoever must not look; see `memscale._profile.rehearsal`."""
     block: Block
@@ -269,6 +271,8 @@ class LazyLogits(torch.Tensor):
     def value(self, *, alias: bool = False) -> torch.Tensor:
         """Plain values without autograd; with `alias`, in memory that all views of the block share."""
         block, geometry = self.block, self.geometry
+        if LazyLogits.on_build is not None:
+            LazyLogits.on_build(self)
         if alias and block.full is None:
             block.full = block.values(block.rows).contiguous()
         if block.full is not None:

@@ -1,0 +1,504 @@
+"""Attention of models that materialise their scores: the same result without [queries, keys] ever existing whole.
+
+While a tiled module's forward runs, the product of queries and keys comes out as `LazyScores`: a tensor that remembers
+the two and everything that is done to it on the way (scale, mask, bias, softmax, cast, dropout). The product with the
+values then runs through `scaled_dot_product_attention` if the steps are a scale and additive masks, and otherwise over
+tiles of queries, the very same steps a tile, recomputed in backward. Anything else that is done with lazy scores
+replays the steps with ordinary operators, and is right.
+
+Dropout draws its noise for all queries in one go, as the plain path does, and keeps it as booleans: the same mask,
+at a quarter of one float score matrix a layer, plus one float matrix for a moment.
+
+Known limits: scores that are read after the module was left are computed again, with their own graph. Modules that
+call a fused kernel already are untouched, except for what they do beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memscale import _torch_private
+from memscale._patching import ForwardOverride
+from memscale._plan import TileAttention
+from memscale.techniques.tiling.common import TilingError, at_least_one, autocast_now, names, submodule
+
+_MATMULS = frozenset({"matmul", "__matmul__", "bmm"})
+_SOFTMAX = frozenset({"softmax", "_softmax"})
+_CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
+_ELEMENTWISE = names(
+    "mul __mul__ __rmul__ multiply div __truediv__ true_divide divide add __add__ __radd__ sub __sub__ masked_fill "
+    "where tanh clamp"
+)
+_IN_PLACE = {
+    "mul_": "mul",
+    "div_": "div",
+    "add_": "add",
+    "sub_": "sub",
+    "masked_fill_": "masked_fill",
+    "__imul__": "mul",
+    "__itruediv__": "div",
+    "__iadd__": "add",
+    "__isub__": "sub",
+}
+_METADATA = names(
+    "size stride dim ndimension numel nelement is_contiguous is_floating_point is_complex get_device element_size "
+    "__len__ __hash__ is_inference untyped_storage"
+)
+_SHOWS = frozenset({"shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "layout", "is_nested", "is_sparse"})
+
+
+def attach_attention(action: TileAttention, model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Tile this attention until undone."""
+    at_least_one(action.module_fqn, "rows", action.rows)
+    TiledAttention(submodule(model, action.module_fqn), action).attach(undo)
+
+
+class TiledAttention(ForwardOverride):
+    """The forward of a tiled attention."""
+
+    def __init__(self, module: nn.Module, action: TileAttention) -> None:
+        super().__init__(module)
+        self.mode = ScoreCatcher(action.rows)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner()(*args, **kwargs)
+        with self.mode:
+            return self.inner()(*args, **kwargs)
+
+
+class ScoreCatcher(TorchFunctionMode):
+    """Products that look like scores come out lazy while this mode is active."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.num_caught = 0
+        """Attentions that were computed without their scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.note_fused()
+        if _name(func) in _MATMULS and self._look_like_scores(args, kwargs):
+            return LazyScores.of(self, Steps.of(args[0], args[1]))
+        return func(*args, **kwargs)
+
+    def note_fused(self) -> None:
+        """The model called a fused kernel by itself."""
+
+    def note_caught(self) -> None:
+        """An attention was computed without its scores."""
+        self.num_caught += 1
+
+    def _look_like_scores(self, args: Any, kwargs: Any) -> bool:
+        """Two batched activations whose product is larger than both: more queries than a tile, more keys than width."""
+        if kwargs or len(args) != 2 or not all(type(a) is not LazyScores for a in args):
+            return False
+        queries, keys = args
+        return (
+            isinstance(queries, torch.Tensor)
+            and isinstance(keys, torch.Tensor)
+            and queries.dim() == keys.dim() >= 3
+            and queries.shape[:-2] == keys.shape[:-2]
+            and queries.dtype == keys.dtype
+            and queries.shape[-2] > self.rows
+            and keys.shape[-1] > queries.shape[-1]
+            and not isinstance(keys, nn.Parameter)
+        )
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
+# ---- the recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The place of a tensor among a step's arguments."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One function of the scores: the function, its arguments, and where among them the scores go.
+
+    NOTE [steps hold no tensors]: arguments that are tensors stand in `Steps.arguments`, and go through autograd's own
+    saving. A step that held them would keep them alive inside a checkpointed block.
+    """
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    position: int
+
+    def apply(self, scores: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        args, kwargs = tree_map_only(Slot, lambda slot: arguments[slot.index], (self.args, self.kwargs))
+        result: torch.Tensor = self.func(*args[: self.position], scores, *args[self.position :], **kwargs)
+        return result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drop:
+    """Dropout with noise that was drawn for all scores."""
+
+    kept: Slot
+    p: float
+
+    def apply(self, scores: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+        # As the plain kernel does it: the noise is 1 / (1 - p), rounded to the scores' dtype, or 0.
+        noise = arguments[self.kept.index].to(scores.dtype).div_(1 - self.p)
+        return scores * noise
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Steps:
+    """Queries, transposed keys, and what is done to their product."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    steps: tuple[Step | Drop, ...] = ()
+    arguments: tuple[torch.Tensor, ...] = ()
+    versions: tuple[int | None, ...] = ()
+
+    @classmethod
+    def of(cls, queries: torch.Tensor, keys: torch.Tensor) -> Steps:
+        return cls(queries, keys, versions=(_version(queries), _version(keys)))
+
+    def call(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> Steps:
+        """One more function."""
+        found: list[torch.Tensor] = []
+
+        def put(tensor: torch.Tensor) -> Slot:
+            found.append(tensor)
+            return Slot(len(self.arguments) + len(found) - 1)
+
+        args, kwargs = tree_map_only(torch.Tensor, put, (args, kwargs))
+        return self._with(Step(name, func, args, kwargs, position), *found)
+
+    def drop(self, kept: torch.Tensor, p: float) -> Steps:
+        return self._with(Drop(Slot(len(self.arguments)), p), kept)
+
+    def _with(self, step: Step | Drop, *arguments: torch.Tensor) -> Steps:
+        return dataclasses.replace(
+            self,
+            steps=(*self.steps, step),
+            arguments=(*self.arguments, *arguments),
+            versions=(*self.versions, *(_version(argument) for argument in arguments)),
+        )
+
+    def check_unchanged(self) -> None:
+        tensors = (self.queries, self.keys, *self.arguments)
+        if self.versions != tuple(_version(tensor) for tensor in tensors):
+            raise TilingError(
+                "queries, keys, a mask or a bias of a tiled attention were changed in place after the scores were "
+                "formed; take the tiling of this attention out of the plan"
+            )
+
+    def replay(self) -> torch.Tensor:
+        """All scores, by ordinary operators."""
+        self.check_unchanged()
+        return replay(self.steps, self.queries, self.keys, self.arguments)
+
+    def is_softmaxed(self) -> bool:
+        return any(isinstance(step, Step) and step.name in _SOFTMAX for step in self.steps)
+
+
+def replay(
+    steps: Sequence[Step | Drop], queries: torch.Tensor, keys: torch.Tensor, arguments: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    scores = torch.matmul(queries, keys)
+    for step in steps:
+        scores = step.apply(scores, arguments)
+    return scores
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+# ---- the tensor
+
+
+class LazyScores(torch.Tensor):
+    """Scores that are not built. Not connected to autograd by itself: what is computed from it is, by replay."""
+
+    catcher: ScoreCatcher
+    steps: Steps
+    built: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, catcher: ScoreCatcher, steps: Steps, geometry: torch.Tensor) -> LazyScores:
+        self: LazyScores = _torch_private.wrapper_tensor(cls, geometry, steps.queries.device)
+        self.catcher, self.steps, self.built = catcher, steps, None
+        return self
+
+    @classmethod
+    def of(cls, catcher: ScoreCatcher, steps: Steps, dtype: torch.dtype | None = None) -> LazyScores:
+        queries, keys = steps.queries, steps.keys
+        shape = (*queries.shape[:-1], keys.shape[-1])
+        with _torch_private.without_torch_function():
+            geometry = torch.empty(shape, dtype=dtype or _product_dtype(queries), device="meta")
+        return cls(catcher, steps, geometry)
+
+    def value(self) -> torch.Tensor:
+        """The scores by ordinary operators, connected to autograd; the same tensor every time."""
+        if self.built is None:
+            self.built = self.steps.replay()
+        return self.built
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name in _METADATA or (name == "__get__" and _shows_metadata(func)):
+            with _torch_private.without_torch_function():
+                return func(*args, **kwargs)
+        lazy = _follow(func, name, args, kwargs)
+        if lazy is not None:
+            return lazy
+        args, kwargs = tree_map_only(cls, cls.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0].value().detach()
+        args, kwargs = tree_map_only(cls, lambda lazy: lazy.value(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _product_dtype(queries: torch.Tensor) -> torch.dtype:
+    kind = queries.device.type
+    if queries.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return queries.dtype
+
+
+def _shows_metadata(func: Any) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") in _SHOWS
+
+
+def _follow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What a step makes of lazy scores: lazy scores again, or the attention's output; None for anything else."""
+    places = [index for index, argument in enumerate(args) if isinstance(argument, LazyScores)]
+    if not places or args[places[0]].built is not None or "out" in kwargs:
+        return None
+    position, scores = places[0], args[places[0]]
+    if name in _MATMULS and position == 0 and len(places) == 1 and len(args) == 2 and not kwargs:
+        return _attend(scores, args[1])
+    if name == "type_as" and position == 0:
+        return _stepped(scores, "to", torch.Tensor.to, (args[1].dtype,), {}, 0)
+    if len(places) > 1 or any(isinstance(leaf, LazyScores) for leaf in tree_leaves(kwargs)):
+        return None
+    rest = (*args[:position], *args[position + 1 :])
+    if func is F.dropout:
+        return _dropped(scores, *rest, **kwargs)
+    if name in _IN_PLACE and position == 0:
+        return _written(scores, name, rest, kwargs)
+    if name in _SOFTMAX and not _is_over_keys(scores, rest, kwargs):
+        return None
+    if name in _SOFTMAX | _CASTS or (name in _ELEMENTWISE and _are_sliceable(scores, rest, kwargs)):
+        return _stepped(scores, name, func, rest, kwargs, position)
+    if name == "contiguous" or (name == "clone" and not kwargs):
+        return scores
+    return None
+
+
+def _stepped(scores: LazyScores, name: str, func: Any, rest: Any, kwargs: Any, position: int) -> LazyScores | None:
+    steps = scores.steps.call(name, func, rest, kwargs, position)
+    with _torch_private.without_torch_function(), torch.no_grad():
+        # On one element of everything: the dtype that comes out depends on all of them, and on autocast.
+        sample = torch.empty((1,) * scores.dim(), dtype=scores.dtype, device=scores.device)
+        ones = [argument.detach()[(slice(0, 1),) * argument.dim()] for argument in steps.arguments]
+        result = steps.steps[-1].apply(sample, ones)
+    if result.device != scores.device or not result.is_floating_point() or result.dim() != scores.dim():
+        return None
+    return LazyScores.of(scores.catcher, steps, result.dtype)
+
+
+def _written(scores: LazyScores, name: str, rest: Any, kwargs: Any) -> LazyScores | None:
+    """An in-place step changes this tensor's recipe; scores made from it before keep theirs."""
+    plain_name = _IN_PLACE[name]
+    if not _are_sliceable(scores, rest, kwargs):
+        return None
+    stepped = _stepped(scores, plain_name, getattr(torch.Tensor, plain_name), rest, kwargs, 0)
+    if stepped is None or stepped.dtype != scores.dtype:
+        return None
+    scores.steps = stepped.steps
+    return scores
+
+
+def _dropped(scores: LazyScores, p: float = 0.5, training: bool = True, inplace: bool = False) -> LazyScores | None:
+    if not training or p == 0.0:
+        return scores
+    if inplace or p == 1.0:
+        return None
+    with torch.no_grad():
+        kept = F.dropout(torch.ones(scores.shape, dtype=scores.dtype, device=scores.device), p, True) != 0
+    return LazyScores.of(scores.catcher, scores.steps.drop(kept, p), scores.dtype)
+
+
+def _is_over_keys(scores: LazyScores, rest: Any, kwargs: Any) -> bool:
+    dim = rest[0] if rest else kwargs.get("dim")
+    return dim in (-1, scores.dim() - 1)
+
+
+def _are_sliceable(scores: LazyScores, rest: Any, kwargs: Any) -> bool:
+    """Whether every tensor among the arguments broadcasts over the scores, or is the same for all queries."""
+    tensors = [leaf for leaf in tree_leaves((rest, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return all(type(t) is not LazyScores and _broadcasts(t.shape, scores.shape) for t in tensors)
+
+
+def _broadcasts(shape: torch.Size, onto: torch.Size) -> bool:
+    pairs = zip(reversed(shape), reversed(onto), strict=False)
+    return len(shape) <= len(onto) and all(mine in (1, theirs) for mine, theirs in pairs)
+
+
+# ---- the product with the values
+
+
+def _attend(scores: LazyScores, values: torch.Tensor) -> torch.Tensor | None:
+    steps = scores.steps
+    if not steps.is_softmaxed() or values.dim() != scores.dim() or values.shape[:-2] != scores.shape[:-2]:
+        return None
+    if values.shape[-2] != scores.shape[-1] or (values.dtype != scores.dtype and not _autocasts(values)):
+        return None
+    steps.check_unchanged()
+    scores.catcher.note_caught()
+    fused = _fused_arguments(steps, values)
+    if fused is not None:
+        scale, mask = fused
+        return F.scaled_dot_product_attention(
+            steps.queries, steps.keys.transpose(-2, -1), values, attn_mask=mask, scale=scale
+        )
+    run = _Run(steps, scores.catcher.rows, values.device.type)
+    output: torch.Tensor = _TiledProduct.apply(run, steps.queries, steps.keys, values, *steps.arguments)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _autocasts(tensor: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+def _fused_arguments(steps: Steps, values: torch.Tensor) -> tuple[float, torch.Tensor | None] | None:
+    """(scale, mask) when the steps are a scale, additive masks that need no gradient, and a softmax; else None."""
+    scale, mask, softmaxed = 1.0, None, False
+    if steps.queries.dim() != 4 or values.dtype != steps.queries.dtype:
+        return None
+    for step in steps.steps:
+        if isinstance(step, Drop):
+            return None
+        number = _number(step)
+        if step.name in _SOFTMAX:
+            softmaxed = True
+        elif step.name in _CASTS:
+            continue
+        elif softmaxed:
+            return None
+        elif number is not None and step.name in ("mul", "__mul__", "__rmul__", "div", "__truediv__"):
+            factor = number if step.name in ("mul", "__mul__", "__rmul__") else 1 / number
+            scale, mask = scale * factor, None if mask is None else mask * factor
+        elif step.name in ("add", "__add__", "__radd__") and (added := _float_mask(step, steps)) is not None:
+            mask = added if mask is None else mask + added
+        else:
+            return None
+    return scale, mask
+
+
+def _number(step: Step) -> float | None:
+    """The only argument, if it is a number."""
+    is_one = len(step.args) == 1 and not step.kwargs and isinstance(step.args[0], int | float)
+    return float(step.args[0]) if is_one and not (step.position == 1 and "div" in step.name) else None
+
+
+def _float_mask(step: Step, steps: Steps) -> torch.Tensor | None:
+    """The only argument, if it is an additive mask that a fused kernel takes."""
+    if len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Slot):
+        return None
+    mask = steps.arguments[step.args[0].index]
+    fits = mask.dtype == steps.queries.dtype and mask.dim() in (2, 4)
+    return mask if fits and not mask.requires_grad else None
+
+
+class _Run:
+    """One attention in tiles of queries. See NOTE [steps hold no tensors]."""
+
+    def __init__(self, steps: Steps, rows: int, device_type: str) -> None:
+        self.steps, self.rows = steps.steps, rows
+        self.num_queries = steps.queries.shape[-2]
+        self.autocast = autocast_now(device_type)
+
+    def tiles(self) -> list[slice]:
+        return [slice(a, min(a + self.rows, self.num_queries)) for a in range(0, self.num_queries, self.rows)]
+
+    def part(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+        """What a tile of queries sees of an argument."""
+        is_per_query = tensor.dim() >= 2 and tensor.shape[-2] == self.num_queries
+        return tensor[..., rows, :] if is_per_query else tensor
+
+    def cut(self, tensors: Sequence[Any], rows: slice) -> list[Any]:
+        """The part of queries, keys, values and arguments that belongs to a tile."""
+        queries, keys, values, *arguments = tensors
+        return [
+            None if queries is None else queries[..., rows, :],
+            keys,
+            values,
+            *(None if argument is None else self.part(argument, rows) for argument in arguments),
+        ]
+
+    def compute(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        queries, keys, values, *arguments = tensors
+        with torch.autocast(**self.autocast):
+            return torch.matmul(replay(self.steps, queries, keys, arguments), values)
+
+
+class _TiledProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *tensors: Any) -> Any:
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        output: Any = None
+        for rows in run.tiles():
+            piece = run.compute(run.cut(tensors, rows))
+            if output is None:
+                output = piece.new_empty((*piece.shape[:-2], run.num_queries, piece.shape[-1]))
+            output[..., rows, :] = piece
+            del piece
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Any) -> Any:
+        run, saved, needs = ctx.run, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        totals = [torch.zeros_like(t) if need else None for t, need in zip(saved, needs, strict=True)]
+        for rows in run.tiles():
+            found = iter(_tile_gradients(run, run.cut(saved, rows), needs, gradient[..., rows, :]))
+            for target in run.cut(totals, rows):
+                piece = next(found) if target is not None else None
+                if piece is not None:
+                    target.add_(piece)
+            del found, target, piece
+        return (None, *totals)
+
+
+def _tile_gradients(run: _Run, tensors: list[Any], needs: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """Gradients of what needs them, for one tile, on detached stand-ins."""
+    stand_ins = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+    with torch.enable_grad():
+        output = run.compute(stand_ins)
+    wanted = [t for t in stand_ins if t.requires_grad]
+    return torch.autograd.grad(output, wanted, gradient, allow_unused=True)
