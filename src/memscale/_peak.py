@@ -235,10 +235,10 @@ class CostModel:
         return self._forward_net(module_fqn, "keep")
 
     def forward_ms(self, module_fqn: str) -> float:
-        return sum(self.segment_ms(segment) for segment in self._segments(module_fqn, "keep", "forward"))
+        return sum((self.segment_ms(segment) for segment in self._segments(module_fqn, "keep", "forward")), 0.0)
 
     def block_ms(self, module_fqn: str, treatment: Treatment) -> float:
-        return sum(self.segment_ms(segment) for segment in self._segments(module_fqn, treatment, None))
+        return sum((self.segment_ms(segment) for segment in self._segments(module_fqn, treatment, None)), 0.0)
 
     def _forward_net(self, module_fqn: str, treatment: Treatment) -> int:
         return sum(segment.net_bytes for segment in self._segments(module_fqn, treatment, "forward"))

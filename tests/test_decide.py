@@ -1,0 +1,238 @@
+"""Deciding is a pure function: tables, laws, and the same bytes everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memscale import Config, DoesNotFitError
+from memscale._decide import budget_bytes, decide, needs_optimizing
+from memscale._peak import Choice, CostModel, choice_of
+from memscale._plan import Checkpoint, Plan
+from tests.profiles import MB, Block, hardware_of, profile_of
+
+HARDWARE = hardware_of()
+PROFILE = profile_of(8)
+BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes
+LOWEST = decide(PROFILE, HARDWARE, Config(force_optimize=True)).predicted_peak_bytes
+
+
+def with_budget(num_bytes: float, **fields: Any) -> Config:
+    return Config(memory_budget_gb=num_bytes / 1e9, enable_offloading=False, **fields)
+
+
+# ---- the budget
+
+
+def test_the_budget_is_the_utilisation_or_the_hard_limit() -> None:
+    assert budget_bytes(HARDWARE, Config()) == int(0.85 * 10_000 * MB)
+    assert budget_bytes(HARDWARE, Config(target_gpu_utilization=0.5)) == 5_000 * MB
+    assert budget_bytes(HARDWARE, Config(memory_budget_gb=2)) == 2_000 * MB
+    assert budget_bytes(HARDWARE, Config(memory_budget_gb=2, target_gpu_utilization=0.1)) == 2_000 * MB
+
+
+def test_what_others_hold_is_not_ours_to_use() -> None:
+    busy = hardware_of(free_bytes=3_000 * MB)
+    assert budget_bytes(busy, Config()) == 3_000 * MB
+
+
+# ---- smart skip and force
+
+
+def test_what_fits_is_left_alone() -> None:
+    plan = decide(PROFILE, HARDWARE, Config())
+    assert plan.actions == ()
+    assert plan.fits
+    assert plan.predicted_peak_bytes == plan.baseline_peak_bytes == BASELINE
+    assert plan.predicted_slowdown == 1.0
+    assert "skip" in plan.summary.rule
+    assert plan.summary.numbers["baseline_bytes"] == BASELINE
+    assert not needs_optimizing(PROFILE, HARDWARE, Config())
+
+
+def test_exactly_the_budget_fits_and_one_byte_less_does_not() -> None:
+    assert decide(PROFILE, HARDWARE, with_budget(BASELINE)).actions == ()
+    assert decide(PROFILE, HARDWARE, with_budget(BASELINE - 1)).actions != ()
+
+
+def test_force_goes_as_low_as_it_can() -> None:
+    plan = decide(PROFILE, HARDWARE, Config(force_optimize=True))
+    assert plan.predicted_peak_bytes < BASELINE
+    assert plan.predicted_slowdown > 1.0
+    for num_bytes in range(LOWEST, BASELINE, 20 * MB):
+        assert decide(PROFILE, HARDWARE, with_budget(num_bytes)).predicted_peak_bytes >= plan.predicted_peak_bytes
+
+
+def test_force_without_techniques_does_nothing() -> None:
+    config = Config(force_optimize=True, enable_checkpointing=False, enable_offloading=False)
+    assert decide(PROFILE, HARDWARE, config).actions == ()
+
+
+def test_nothing_to_gain_by_force() -> None:
+    dear = profile_of({"b": Block(keeps=10, keeps_selective=10, keeps_checkpointed=10)})
+    assert decide(dear, HARDWARE, Config(force_optimize=True, enable_offloading=False)).actions == ()
+
+
+# ---- no more than the budget needs
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5, 8])
+def test_removing_any_action_breaks_the_budget(num_blocks: int) -> None:
+    profile = profile_of(num_blocks, variants=("checkpoint",))
+    model = CostModel(profile, HARDWARE)
+    baseline = model.evaluate(Choice()).peak_bytes
+    lowest = decide(profile, HARDWARE, with_budget(1e9, force_optimize=True)).predicted_peak_bytes
+    for budget in range(lowest, baseline, max(MB, (baseline - lowest) // 10)):
+        plan = decide(profile, HARDWARE, with_budget(budget))
+        assert plan.predicted_peak_bytes <= budget
+        for index in range(len(plan.actions)):
+            rest = choice_of(plan.actions[:index] + plan.actions[index + 1 :])
+            assert model.evaluate(rest).peak_bytes > budget
+
+
+def test_more_pressure_treats_more_blocks() -> None:
+    profile = profile_of(8, variants=("checkpoint",))
+    counts = [
+        len(decide(profile, HARDWARE, with_budget(BASELINE - saved * MB)).actions) for saved in (0, 1, 91, 181, 271)
+    ]
+    assert counts == [0, 1, 2, 3, 4]
+
+
+def test_the_best_bargain_comes_first() -> None:
+    blocks = {"poor": Block(keeps=20), "rich": Block(keeps=300), "middling": Block(keeps=100)}
+    profile = profile_of(blocks, variants=("checkpoint",))
+    baseline = CostModel(profile, HARDWARE).evaluate(Choice()).peak_bytes
+    plan = decide(profile, HARDWARE, with_budget(baseline - 1))
+    assert [action.module_fqn for action in plan.actions] == ["rich"]
+
+
+def test_selective_is_preferred_where_it_suffices() -> None:
+    plan = decide(PROFILE, HARDWARE, with_budget(BASELINE - 60 * MB))
+    assert plan.actions
+    assert all(isinstance(action, Checkpoint) and action.keep == ("matmul", "attention") for action in plan.actions)
+
+
+def test_actions_come_in_the_models_order_with_rule_and_numbers() -> None:
+    plan = decide(PROFILE, HARDWARE, Config(force_optimize=True, enable_offloading=False))
+    names = [action.module_fqn for action in plan.actions]
+    assert names == sorted(names)
+    for action in plan.actions:
+        assert action.reason.numbers["frees_bytes"] in (60 * MB, 90 * MB)
+    treated = {row.module_fqn: row for row in plan.rows}
+    assert set(treated) == {layer.module_fqn for layer in PROFILE.layers}
+    assert treated["stem"].techniques == ()
+    assert all(treated[name].techniques for name in names)
+
+
+# ---- laws
+
+
+blocks = st.builds(
+    Block,
+    keeps=st.integers(0, 400),
+    keeps_selective=st.integers(0, 400),
+    keeps_checkpointed=st.integers(0, 400),
+    temporaries=st.integers(0, 100),
+    gradients=st.integers(0, 50),
+    time=st.integers(1, 500),
+)
+models = st.lists(blocks, min_size=1, max_size=6).map(lambda found: {f"b.{i}": b for i, b in enumerate(found)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.lists(st.integers(1, 3000), min_size=2, max_size=6))
+def test_a_larger_budget_never_gives_a_slower_plan(found: dict[str, Block], budgets: list[int]) -> None:
+    profile = profile_of(found)
+    plans = [decide(profile, HARDWARE, with_budget(budget * MB), raise_if_unfit=False) for budget in sorted(budgets)]
+    for tighter, looser in zip(plans, plans[1:], strict=False):
+        assert looser.fits >= tighter.fits
+        if tighter.fits:
+            assert looser.predicted_slowdown <= tighter.predicted_slowdown
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.integers(1, 3000))
+def test_a_plan_that_says_it_fits_fits(found: dict[str, Block], budget: int) -> None:
+    profile = profile_of(found)
+    plan = decide(profile, HARDWARE, with_budget(budget * MB), raise_if_unfit=False)
+    again = CostModel(profile, HARDWARE).evaluate(choice_of(plan.actions))
+    assert again.peak_bytes == plan.predicted_peak_bytes
+    assert plan.fits == (plan.predicted_peak_bytes <= plan.budget_bytes)
+    assert plan.predicted_peak_bytes <= max(plan.baseline_peak_bytes, plan.budget_bytes)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+# ---- what does not fit
+
+
+def test_misfits_say_the_numbers_and_the_remedy() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        decide(PROFILE, HARDWARE, with_budget(LOWEST - 20 * MB))
+    text = str(caught.value)
+    assert "budget" in text
+    assert "lower the batch size from 16 to" in text
+    smaller = int(text.split("lower the batch size from 16 to ")[1].split()[0])
+    assert 1 <= smaller < 16
+
+
+def test_a_technique_that_is_off_is_named_as_a_remedy() -> None:
+    with pytest.raises(DoesNotFitError, match="enable_checkpointing=True"):
+        decide(PROFILE, HARDWARE, with_budget(BASELINE / 2, enable_checkpointing=False))
+
+
+def test_no_batch_is_small_enough_for_the_parameters() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        decide(PROFILE, HARDWARE, with_budget(10 * MB))
+    assert "batch" not in str(caught.value)
+
+
+def test_a_margin_is_kept() -> None:
+    budget = BASELINE - 1 * MB
+    close = decide(PROFILE, HARDWARE, with_budget(budget))
+    safer = decide(PROFILE, HARDWARE, with_budget(budget), margin_bytes=100 * MB)
+    assert safer.predicted_peak_bytes <= budget - 100 * MB < close.predicted_peak_bytes <= budget
+
+
+# ---- the same everywhere
+
+
+PROGRAM = """
+import sys
+sys.modules["torch"] = None
+from memscale import Config
+from memscale._decide import decide
+from tests.profiles import hardware_of, profile_of
+for budget in (0.5, 0.7, 0.9, 50.0):
+    config = Config(memory_budget_gb=budget, force_optimize=budget == 50.0)
+    sys.stdout.write(decide(profile_of(6), hardware_of(), config, raise_if_unfit=False).to_json())
+"""
+
+
+def test_the_same_bytes_in_every_process_and_without_torch() -> None:
+    outputs = set()
+    for hash_seed in ("0", "1", "4242"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM], check=True, capture_output=True, env=environment, cwd=_root()
+        )
+        outputs.add(run.stdout)
+    assert len(outputs) == 1
+    assert outputs.pop().count(b'"actions"') == 4
+
+
+def _root() -> str:
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def test_inputs_are_not_changed() -> None:
+    profile, config = profile_of(4), Config(force_optimize=True)
+    before = (profile.to_json(), dataclasses.replace(config))
+    decide(profile, HARDWARE, config)
+    assert (profile.to_json(), config) == before

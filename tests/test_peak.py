@@ -1,0 +1,94 @@
+"""The peak and time model on hand-made traces, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from memscale._peak import Choice, CostModel, choice_of
+from memscale._plan import Checkpoint
+from memscale._profile import OptimizerCost, Segment, StepTrace
+from tests.profiles import MB, Block, hardware_of, profile_of, trace_of
+
+ONE = {"b": Block(keeps=100, keeps_selective=40, keeps_checkpointed=10, temporaries=20, gradients=5, time=100)}
+
+
+def model_of(**changes: object) -> CostModel:
+    free = OptimizerCost("none", 0, 0, 0)
+    return CostModel(profile_of(ONE, optimizer=free, **changes), hardware_of())
+
+
+def test_plain_step() -> None:
+    """25 parameters + 1 input; stem 1, block 100, then the head's 50 on top of them, then 60 in its backward."""
+    outcome = model_of().evaluate(Choice())
+    assert outcome.peak_bytes == (26 + 1 + 100 + 30 + 60) * MB
+    assert outcome.step_ms == pytest.approx(1 + 100 + 50 + 50 + 200 + 1)
+
+
+@pytest.mark.parametrize(
+    ("treatment", "peak", "ms"),
+    [
+        ("selective", 26 + 1 + 40 + 30 + 60, 402 + 50),  # the head's backward is still the highest
+        ("checkpoint", 26 + 1 + 10 + 90 + 25, 402 + 100),  # now the block's recompute is
+    ],
+)
+def test_treated_step(treatment: str, peak: int, ms: float) -> None:
+    outcome = model_of().evaluate(Choice((("b", treatment),)))
+    assert outcome.peak_bytes == peak * MB
+    assert outcome.step_ms == pytest.approx(ms)
+
+
+def test_the_optimizer_step_may_be_the_peak() -> None:
+    profile = profile_of(ONE, optimizer=OptimizerCost("adamw", 50 * MB, 500 * MB, 100 * MB))
+    model = CostModel(profile, hardware_of())
+    assert model.evaluate(Choice()).peak_bytes == (26 + 50 + 1 + 5 + 500) * MB
+    assert model.evaluate(Choice()).step_ms == pytest.approx(402 + 100)
+
+
+def test_a_mixture_equals_the_whole_trace() -> None:
+    """Treating every block, segment by segment, is the trace in which every block was treated."""
+    profile = profile_of(5)
+    model = CostModel(profile, hardware_of())
+    for name in ("checkpoint", "selective"):
+        choice = Choice(tuple((f"blocks.{index}", name) for index in range(5)))
+        assert model.evaluate(choice).peak_bytes == model.peak_of(profile.variants[name], choice)
+
+
+def test_single_blocks() -> None:
+    model = model_of()
+    assert model.activation_bytes("b") == 100 * MB
+    assert model.saved_bytes("b", "checkpoint") == 90 * MB
+    assert model.saved_bytes("b", "selective") == 60 * MB
+    assert model.extra_ms("b", "checkpoint") == pytest.approx(100)
+    assert model.forward_ms("b") == pytest.approx(100)
+
+
+def test_traces_of_another_order_are_not_mixed() -> None:
+    odd = trace_of(ONE, "checkpoint")
+    odd = dataclasses.replace(odd, segments=(*odd.segments, Segment("backward", "b", 0, 0, 0, 0, 0)))
+    profile = profile_of(ONE, variants=("selective",))
+    profile = dataclasses.replace(profile, variants={**profile.variants, "checkpoint": odd})
+    model = CostModel(profile, hardware_of())
+    assert "checkpoint" not in model.treatments
+    assert model.whole_treatments == ("checkpoint",)
+    assert model.evaluate_whole("checkpoint").peak_bytes == model.peak_of(odd, Choice((("b", "checkpoint"),)))
+
+
+def test_matmuls_take_the_slower_of_math_and_memory() -> None:
+    model = model_of()
+    by_math = Segment("forward", "", 0, 0, flops=6 * 10**11, matmul_bytes=10, other_bytes=0)
+    by_memory = Segment("forward", "", 0, 0, flops=10, matmul_bytes=10**9, other_bytes=0)
+    assert model.segment_ms(by_math) == pytest.approx(1000)  # 60 % of nominal
+    assert model.segment_ms(by_memory) == pytest.approx(1000)
+
+
+def test_trace_sums() -> None:
+    trace = StepTrace((Segment("forward", "", 5, 3, 0, 0, 0), Segment("backward", "", 4, -2, 0, 0, 0)))
+    assert trace.peak_bytes == 7
+    assert trace.end_bytes == 1
+
+
+def test_the_choice_behind_actions() -> None:
+    actions = (Checkpoint("a"), Checkpoint("b", keep=("matmul",)))
+    assert choice_of(actions) == Choice((("a", "checkpoint"), ("b", "selective")))

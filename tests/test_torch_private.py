@@ -1,0 +1,53 @@
+"""Says when a PyTorch release changes what we rely on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memscale import _torch_private
+
+
+def test_storage_key_is_one_for_all_views() -> None:
+    tensor, other = torch.randn(4, 4), torch.randn(4)
+    views = (tensor, tensor[1:], tensor.t(), tensor.detach())
+    assert len({_torch_private.storage_key(view.untyped_storage()) for view in views}) == 1
+    assert _torch_private.storage_key(other.untyped_storage()) != _torch_private.storage_key(tensor.untyped_storage())
+
+
+def test_fake_tensors_have_no_memory_and_run_a_training_step() -> None:
+    mode = _torch_private.fake_tensor_mode()
+    with mode:
+        weight = nn.Parameter(torch.empty(1 << 20, 1 << 20))
+        (weight[0, :8] * 2).sum().backward()
+    assert _torch_private.is_fake(weight)
+    assert _torch_private.is_fake(weight.grad)
+    assert _torch_private.device_type_of(weight) == "cpu"
+    assert not _torch_private.is_fake(torch.ones(1))
+    assert _torch_private.device_type_of(torch.ones(1, device="meta")) == "meta"
+
+
+def test_flop_formulas() -> None:
+    a, b = torch.ones(2, 3), torch.ones(3, 5)
+    formula = _torch_private.flop_formula(torch.ops.aten.mm.default)
+    assert formula is not None
+    assert formula(a, b, out_val=a @ b) == 2 * 2 * 3 * 5
+    assert _torch_private.flop_formula(torch.ops.aten.relu.default) is None
+
+
+def test_storages_keep_their_python_object_alive_while_they_live() -> None:
+    """`LiveBytes` hangs a weak reference on the storage's Python object; it must die with the storage, not before."""
+    import weakref
+
+    tensor = torch.ones(3)
+    reference = weakref.ref(tensor.untyped_storage())
+    view = tensor[1:]
+    del tensor
+    assert reference() is not None
+    del view
+    assert reference() is None
+
+
+def test_foreach_devices() -> None:
+    assert "cuda" in _torch_private.foreach_device_types()
+    assert "cpu" not in _torch_private.foreach_device_types()
