@@ -120,8 +120,9 @@ class _Enter(OwnHook):
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.precision.enter(model, args, kwargs)
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        # A hook that was removed by an earlier hook of the same call is still called, and without keyword arguments.
+        self.precision.enter(model, args, kwargs or {})
 
 
 class _Leave(OwnHook):

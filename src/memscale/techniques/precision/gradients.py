@@ -48,7 +48,13 @@ class ScaleGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            # Second derivatives reach weights both through edges that unscale and through new ones that do not.
+            raise MemScaleError(
+                "fp16 gradients that MemScale scales cannot be differentiated again (create_graph=True). "
+                "Use bf16, or a torch.amp.GradScaler of your own: MemScale leaves the scaling to it."
+            )
         return gradient * ctx.factor, None
 
 
@@ -81,7 +87,7 @@ class ScaledGraph:
         if not tensor.requires_grad or _is_scaled(tensor):
             return tensor
         if id(tensor) not in self._known:  # the same tensor under two names stays one
-            scaled: torch.Tensor = ScaleGradient.apply(tensor, self.factor)
+            scaled: torch.Tensor = ScaleGradient.apply(tensor, self.factor)  # type: ignore[no-untyped-call]
             self._known[id(tensor)] = (tensor, scaled)
             self._went_out.append(scaled.grad_fn)
         return self._known[id(tensor)][1]
@@ -111,9 +117,7 @@ class Unscale:
     def _divide(self, gradient: torch.Tensor, incoming: tuple[Any, ...]) -> torch.Tensor:
         """In place where the gradient is certainly nobody else's: a cast has just made it."""
         is_fresh = self.is_cast and incoming[0] is not None and incoming[0].dtype != gradient.dtype
-        if is_fresh and not torch.is_grad_enabled():
-            return gradient.mul_(self.inverse)
-        return gradient * self.inverse
+        return gradient.mul_(self.inverse) if is_fresh else gradient * self.inverse
 
 
 def leaving_edges(roots: list[Any], came_in: set[Any]) -> Iterator[tuple[Any, dict[int, bool]]]:
@@ -190,6 +194,7 @@ def _only_computed(change: MapTensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def has_foreign_hooks(model: nn.Module) -> str | None:
     """The first inner module with a forward hook that is not MemScale's: such a hook may let activations out."""
+    module_fqn: str
     for module_fqn, module in model.named_modules():
         if module_fqn and any(not _is_ours(hook) for hook in module._forward_hooks.values()):
             return module_fqn

@@ -181,7 +181,7 @@ class _Closure:
 def _with_closure(
     scale: LossScale, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The arguments of a step with its closure, if any, followed by a look at the gradients. args[0] is the optimizer."""
+    """The arguments of a step, its closure, if any, followed by a look at the gradients. args[0] is the optimizer."""
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": _Closure(scale, optimizer, kwargs["closure"])}, True
     if len(args) > 1 and callable(args[1]):

@@ -1,0 +1,288 @@
+"""The Hugging Face `Trainer`.
+
+    trainer = memscale.wrap(trainer)
+    trainer.train()
+
+The model is planned at the first training step, from the real batch and with the trainer's own optimizer. What the
+trainer does already is recognised: under `gradient_checkpointing` nothing is checkpointed again, under `bf16` or `fp16`
+the trainer's autocast and scaler stay in charge. Peak memory, reduction and samples per second appear in its logs.
+
+On an accelerator the peak is the allocator's. A CPU keeps no such counter, so one step is measured: the second, when
+optimizer state exists (the first, if there is only one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import pathlib
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from memscale._config import Config
+from memscale._memory import measure
+from memscale._patching import OwnHook
+
+logger = logging.getLogger("memscale")
+
+STATE_FILE = "memscale.json"
+"""In every checkpoint of the trainer: what a resumed run needs beside the trainer's own files."""
+
+
+class Attached(Protocol):
+    """What `attach` gives: the model's executor."""
+
+    @property
+    def plan(self) -> Any: ...
+    def on_detach(self, callback: Any, *args: Any) -> None: ...
+    def detach(self) -> None: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An executor with state that belongs into a checkpoint (the loss scale of fp16)."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+Attach = Callable[[nn.Module, Config, Optimizer | None], Attached]
+"""Wraps a model without planning: the plan is made at its first training forward."""
+
+
+def wrap_trainer(trainer: Trainer, config: Config, attach: Attach) -> Trainer:
+    """Wrap the trainer's model and stand beside its training. `memscale.detach(trainer)` undoes both."""
+    session = _Session(trainer, _respecting_the_trainer(trainer, config), attach)
+    if trainer.model is not None:
+        session.attach_to(trainer.model, None)
+    session.install()
+    return trainer
+
+
+def _respecting_the_trainer(trainer: Trainer, config: Config) -> Config:
+    """Without the techniques that the trainer applies by itself."""
+    changes: dict[str, Any] = {}
+    checkpoints = trainer.args.gradient_checkpointing or getattr(trainer.model, "is_gradient_checkpointing", False)
+    if checkpoints and config.enable_checkpointing:
+        logger.info("the Trainer's gradient_checkpointing is on: MemScale does not checkpoint again")
+        changes["enable_checkpointing"] = False
+    precision = trainer.accelerator.mixed_precision
+    if precision != "no" and config.use_mixed_precision:
+        logger.info("the Trainer computes in %s: its autocast stays in charge", precision)
+        changes["use_mixed_precision"] = False
+    return config.replace(**changes) if changes else config
+
+
+class _Session:
+    """One trainer while it is wrapped."""
+
+    def __init__(self, trainer: Trainer, config: Config, attach: Attach) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._attach = attach
+        self._undo = contextlib.ExitStack()
+        self.config = config
+        self.executor: Attached | None = None
+        self.optimizer: Optimizer | None = None
+        self.meter = _Meter()
+        self.resume_from: str | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        trainer = self._trainer()
+        assert trainer is not None, "a session is only used through its trainer"
+        return trainer
+
+    def install(self) -> None:
+        """Be the first callback, so that the trainer's reporters see what is added to the logs."""
+        callbacks, callback = self.trainer.callback_handler.callbacks, _Callback(self)
+        callbacks.insert(0, callback)
+        self._undo.callback(_remove, callbacks, callback)
+        replacement = _Train(self, vars(self.trainer).get("train"))
+        vars(self.trainer)["train"] = replacement
+        self._undo.callback(_restore_train, self._trainer, replacement)
+
+    def attach_to(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self.executor = None  # an earlier one goes without ending the session
+        executor = self._attach(model, self.config, optimizer)
+        executor.on_detach(self._on_detach, executor)
+        feeder = model.register_forward_pre_hook(_Feeder(self.meter), prepend=True, with_kwargs=True)
+        executor.on_detach(feeder.remove)
+        self.executor, self.optimizer = executor, optimizer
+
+    def _on_detach(self, executor: Attached) -> None:
+        if executor is self.executor:
+            self.executor = None
+            self.meter.stop()
+            self._undo.close()
+
+    def begin(self, model: nn.Module, optimizer: Any) -> None:
+        """Training begins: the trainer has its optimizer now, and perhaps another model (`model_init`)."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # under accelerate's
+        inner = inner if isinstance(inner, Optimizer) else None
+        if self.executor is None or inner is not self.optimizer or model is not self._wrapped_model():
+            self.attach_to(model, inner)
+        self._load_state()
+        self.meter.begin(next((p.device.type for p in model.parameters()), "cpu"))
+
+    def _wrapped_model(self) -> nn.Module | None:
+        return getattr(self.executor, "model", None)
+
+    def save_state(self, directory: pathlib.Path) -> None:
+        executor: object = self.executor
+        if isinstance(executor, Stateful):
+            (directory / STATE_FILE).write_text(json.dumps(executor.state_dict()))
+
+    def _load_state(self) -> None:
+        executor: object = self.executor
+        path = pathlib.Path(self.resume_from or "") / STATE_FILE
+        if self.resume_from is not None and isinstance(executor, Stateful) and path.exists():
+            executor.load_state_dict(json.loads(path.read_text()))
+
+
+class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """What the session does at the trainer's events."""
+
+    def __init__(self, session: _Session) -> None:
+        self.session = session
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.session.begin(kwargs["model"], kwargs.get("optimizer"))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_second = self.session.meter.num_steps == 1 or state.max_steps - state.global_step == 1
+        self.session.meter.step_begins(is_measured=is_second)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.session.meter.step_ends()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.session.meter.pause_ends()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            checkpoint = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            self.session.save_state(pathlib.Path(args.output_dir) / checkpoint)
+        self.session.meter.pause_ends()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if "loss" in logs or "train_loss" in logs:
+            figures = self.session.meter.figures(self.session.executor)
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+
+
+class _Meter:
+    """Samples, seconds and bytes of training, as they really were."""
+
+    def __init__(self) -> None:
+        self.device_type = "cpu"
+        self.num_steps = 0
+        self.num_samples = 0
+        self.peak_bytes: int | None = None
+        self._seconds = 0.0
+        self._mark = 0.0
+        self._measuring = contextlib.ExitStack()
+        self._measured: Any = None
+
+    def begin(self, device_type: str) -> None:
+        self.stop()
+        self.__init__()  # type: ignore[misc]  # every training starts from nothing
+        self.device_type = device_type
+        self._mark = time.perf_counter()
+        if device_type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+
+    def step_begins(self, *, is_measured: bool) -> None:
+        if is_measured and self.device_type == "cpu" and self.peak_bytes is None:
+            self._measured = self._measuring.enter_context(measure("cpu"))
+            self._mark = time.perf_counter()  # finding what lives is not training
+
+    def step_ends(self) -> None:
+        self.num_steps += 1
+        now = time.perf_counter()
+        self._seconds, self._mark = self._seconds + now - self._mark, now
+        if self._measured is not None:
+            self._measuring.close()
+            self.peak_bytes, self._measured = self._measured.peak_bytes, None
+
+    def pause_ends(self) -> None:
+        """An evaluation or a save is over; it was no training."""
+        self._mark = time.perf_counter()
+
+    def stop(self) -> None:
+        """Leave no measurement open, whatever happened."""
+        self._measuring.close()
+        self._measured = None
+
+    def figures(self, executor: Attached | None) -> dict[str, float]:
+        """What goes into the trainer's logs."""
+        result = {"memscale_samples_per_second": self.num_samples / self._seconds} if self._seconds else {}
+        peak_bytes = self.peak_bytes if self.device_type == "cpu" else torch.accelerator.max_memory_allocated()
+        plan = executor.plan if executor is not None else None
+        if peak_bytes is not None:
+            result["memscale_peak_gb"] = peak_bytes / 1e9
+            if plan is not None and plan.baseline_peak_bytes:
+                result["memscale_reduction"] = 1 - peak_bytes / plan.baseline_peak_bytes
+        return result
+
+
+class _Feeder(OwnHook):
+    """A forward pre-hook: counts samples in training, and asks for no key-value cache: training has no use for one."""
+
+    def __init__(self, meter: _Meter) -> None:
+        self.meter = meter
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None or not (model.training and torch.is_grad_enabled()):
+            return None
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+        self.meter.num_samples += next((len(tensor) for tensor in tensors), 0)
+        if getattr(getattr(model, "config", None), "use_cache", False) is True and "use_cache" not in kwargs:
+            return args, {**kwargs, "use_cache": False}
+        return None
+
+
+class _Train:
+    """Stands in for `trainer.train`: knows from where it resumes, and leaves no measurement open if it fails."""
+
+    def __init__(self, session: _Session, replaced: Any) -> None:
+        self.session = session
+        self.replaced = replaced
+
+    def __call__(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        trainer = self.session.trainer
+        if resume_from_checkpoint is True:
+            self.session.resume_from = get_last_checkpoint(trainer.args.output_dir)
+        elif resume_from_checkpoint:
+            self.session.resume_from = str(resume_from_checkpoint)
+        train = self.replaced if self.replaced is not None else type(trainer).train.__get__(trainer)
+        try:
+            return train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.session.meter.stop()
+            self.session.resume_from = None
+
+
+def _remove(callbacks: list[Any], callback: _Callback) -> None:
+    if callback in callbacks:
+        callbacks.remove(callback)
+
+
+def _restore_train(trainer_ref: weakref.ref[Trainer], ours: _Train) -> None:
+    trainer = trainer_ref()
+    if trainer is None or vars(trainer).get("train") is not ours:
+        return
+    if ours.replaced is None:
+        del vars(trainer)["train"]
+    else:
+        vars(trainer)["train"] = ours.replaced
