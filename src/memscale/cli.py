@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import sys
@@ -246,10 +247,19 @@ def _progress(text: str) -> Iterator[None]:
         yield
 
 
-def _quiet() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Others' chatter is not ours to print: `transformers`' advice, and torch's traceback of a shape that does not fit."""
     from memscale import zoo
 
-    return zoo.quiet()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with zoo.quiet():
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _save(made: Plan, output: pathlib.Path) -> None:

@@ -49,8 +49,12 @@ def examine() -> Findings:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-    optional = [_optional(name, f'pip install -c constraints.txt ".[{extra}]"') for name, extra in EXTRA_OF.items()]
+    optional = [_optional(name, install_command(extra)) for name, extra in EXTRA_OF.items()]
     return Findings(Hardware.detect(), versions, (*optional, _optional("simgpu", _INSTALL_SIMGPU)))
+
+
+def install_command(extra: str) -> str:
+    return f'pip install -c constraints.txt ".[{extra}]"'
 
 
 def _optional(name: str, install: str) -> Optional:

@@ -1,0 +1,322 @@
+"""The command line, run in process: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
+
+import memscale
+from memscale import zoo
+from memscale.cli import main
+from memscale.report import diagnosis
+
+GIB = 1024**3
+
+MODEL_FILE = """
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(x)))
+
+    def build():
+        return nn.Sequential(*(Block() for _ in range(6)), nn.Linear(64, 10)), torch.zeros(512, 64)
+
+    def bare():
+        return nn.Sequential(*(Block() for _ in range(6)))
+
+    def wrong_sample():
+        return build()[0], torch.zeros(512, 63)
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: pathlib.Path) -> str:
+    path = tmp_path / "user_model.py"
+    path.write_text(textwrap.dedent(MODEL_FILE))
+    return str(path)
+
+
+class Shell:
+    """Runs command lines and keeps what they print."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.stderr = ""
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        self._capsys.readouterr()
+        found = main(arguments)
+        captured = self._capsys.readouterr()
+        self.stderr = captured.err
+        assert found == code, captured.err
+        return captured.out
+
+    def complaint(self, *arguments: str, code: int = 2) -> str:
+        """The last line on stderr of a command that must fail; nothing may be on stdout."""
+        assert self(*arguments, code=code) == ""
+        assert "Traceback" not in self.stderr
+        *progress, sentence = self.stderr.splitlines()
+        assert all(line.endswith(" ...") for line in progress), self.stderr
+        assert sentence.startswith("memscale: ")
+        return sentence
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+# ---- the program itself
+
+
+def test_version(shell: Shell) -> None:
+    assert shell("--version") == f"memscale {memscale.__version__}\n"
+
+
+def test_help_lists_the_commands(shell: Shell) -> None:
+    for text in (shell("--help"), shell()):
+        assert all(command in text for command in ("estimate", "plan", "doctor"))
+
+
+def test_help_does_not_import_torch() -> None:
+    script = "import sys; from memscale.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_python_m_memscale_is_the_same_program() -> None:
+    command = [sys.executable, "-m", "memscale", "estimate", "no-such-model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("memscale: no model called 'no-such-model'")
+    assert done.stdout == ""
+
+
+# ---- estimate
+
+
+def test_estimate_prints_breakdown_modes_and_recommendation(shell: Shell, model_file: str) -> None:
+    text = shell("estimate", f"{model_file}:build", "--gpu", "RTX 3090")
+    assert "Sequential, 0.2 M parameters, on RTX 3090" in text
+    assert "0: 512x64 float32; optimizer: adamw" in text
+    for kind in ("parameters", "gradients", "optimizer state", "activations", "temporaries"):
+        assert f"  {kind} " in text
+    for mode in memscale.OptimizationMode:
+        assert f"\n{mode.value} " in text
+    assert "Recommended: conservative." in text
+    assert "predicted on fake tensors, with the kernels that such a card is assumed to use" in text
+
+
+def test_estimate_json_is_what_the_library_says(shell: Shell, model_file: str) -> None:
+    data = json.loads(shell("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--json"))
+    model, sample = zoo.load_factory(f"{model_file}:build")
+    expected = memscale.estimate(model, sample, hardware=memscale.Hardware.from_name("RTX 3090"))
+    assert data["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert data["estimate"] == json.loads(expected.to_json())
+    assert sum(data["estimate"]["breakdown"].values()) == expected.baseline_peak_bytes
+
+
+def test_estimate_under_a_budget_lowers_the_peak(shell: Shell, model_file: str) -> None:
+    arguments = ("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--json", "--budget")
+    plain = json.loads(shell(*arguments, "1"))["estimate"]
+    budget_gb = plain["baseline_peak_bytes"] * 0.8 / 1e9
+    tight = json.loads(shell(*arguments, str(budget_gb)))["estimate"]
+    assert tight["budget_bytes"] == int(budget_gb * 1e9)
+    assert not tight["baseline_fits"]
+    assert tight["recommended_mode"] == "conservative"
+    assert tight["by_mode"]["conservative"]["predicted_peak_bytes"] <= tight["budget_bytes"]
+
+
+def test_estimate_says_when_nothing_fits(shell: Shell, model_file: str) -> None:
+    text = shell("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--budget", "0.000001")
+    assert "does not fit." in text
+    assert "No mode fits: the lowest peak is" in text
+
+
+def test_estimate_of_one_mode(shell: Shell, model_file: str) -> None:
+    arguments = ("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--mode", "Aggressive", "--json")
+    data = json.loads(shell(*arguments))["estimate"]
+    assert list(data["by_mode"]) == ["aggressive"]
+    assert data["recommended_mode"] == "aggressive"
+
+
+def test_the_optimizer_counts(shell: Shell, model_file: str) -> None:
+    def state_bytes(name: str) -> int:
+        arguments = ("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--optimizer", name, "--json")
+        breakdown: dict[str, int] = json.loads(shell(*arguments))["estimate"]["breakdown"]
+        return breakdown["optimizer"]
+
+    assert state_bytes("none") == state_bytes("sgd") == 0
+    assert state_bytes("adamw") > 1.9 * state_bytes("sgd_momentum") > 0
+
+
+def test_without_a_gpu_it_is_this_machine(shell: Shell, model_file: str) -> None:
+    text = shell("estimate", f"{model_file}:build")
+    assert f"on {memscale.Hardware.detect().device_name}" in text
+
+
+def test_batch_and_length_reach_the_model(shell: Shell) -> None:
+    data = json.loads(shell("estimate", "bert-tiny", "--batch", "3", "--seq", "40", "--gpu", "T4", "--json"))
+    assert "input_ids: 3x40 int64" in data["estimate"]["inputs"]
+
+
+def test_progress_goes_to_stderr(shell: Shell, model_file: str) -> None:
+    shell("estimate", f"{model_file}:build", "--gpu", "T4")
+    assert shell.stderr.splitlines() == [
+        f"building {model_file}:build ...",
+        f"profiling {model_file}:build on fake tensors ...",
+    ]
+
+
+# ---- plan
+
+
+def test_plan_is_written_and_can_be_loaded(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "plan.json"
+    text = shell("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--force", "--output", str(output))
+    plan = memscale.Plan.load(output)
+    assert plan.actions
+    assert plan.explain().partition("\n\n")[0] in text
+    assert f"written to {output}" in shell.stderr
+
+
+def test_plan_as_json_is_the_plan(shell: Shell, model_file: str) -> None:
+    text = shell("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--force", "--json")
+    assert memscale.Plan.from_json(text).to_json() == text
+
+
+def test_plan_groups_layers_and_explains_each(shell: Shell, model_file: str) -> None:
+    arguments = ("plan", f"{model_file}:build", "--gpu", "RTX 3090")
+    assert "\n0 to 5 " in shell(*arguments)
+    explained = shell(*arguments, "--explain")
+    assert all(f"\n{index} " in explained for index in range(6))
+
+
+def test_a_plan_that_does_not_fit_exits_with_1(shell: Shell, model_file: str) -> None:
+    sentence = shell.complaint("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--budget", "0.000001", code=1)
+    assert "the budget is" in sentence
+
+
+# ---- doctor
+
+
+def test_doctor_shows_hardware_versions_and_extras(shell: Shell) -> None:
+    text = shell("doctor")
+    assert memscale.Hardware.detect().device_name in text
+    for name in ("total_bytes", "host_available_bytes", "memscale", "torch", "python", *diagnosis.EXTRA_OF, "simgpu"):
+        assert f"\n  {name} " in text
+
+
+def test_doctor_as_json(shell: Shell) -> None:
+    data = json.loads(shell("doctor", "--json"))
+    assert data["versions"]["memscale"] == memscale.__version__
+    assert data["hardware"]["total_bytes"] == memscale.Hardware.detect().total_bytes
+    assert {entry["name"] for entry in data["optional"]} == {*diagnosis.EXTRA_OF, "simgpu"}
+
+
+def test_doctor_names_the_extra_of_what_is_missing() -> None:
+    findings = diagnosis.examine()
+    absent = diagnosis.Optional("peft", None, diagnosis.install_command("hf"))
+    lines = diagnosis.lines(diagnosis.Findings(findings.hardware, findings.versions, (absent,)))
+    assert any(
+        line.startswith("  peft ") and 'missing; pip install -c constraints.txt ".[hf]"' in line for line in lines
+    )
+
+
+def test_every_extra_of_the_package_is_known_to_doctor() -> None:
+    import importlib.metadata
+
+    declared = set(importlib.metadata.metadata("memscale").get_all("Provides-Extra") or ())
+    assert set(diagnosis.EXTRA_OF.values()) == declared - {"dev"}
+
+
+# ---- bad input: exit code 2 and a sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("estimate", "gpt2-medum"), "did you mean gpt2-medium"),
+        (("estimate", "gpt2", "--gpu", "RTX 9999"), "known are: GTX 1080 Ti, "),
+        (("estimate", "gpt2", "--batch", "-1"), "--batch"),
+        (("estimate", "gpt2", "--batch", "many"), "--batch"),
+        (("estimate", "gpt2", "--seq", "0"), "--seq"),
+        (("estimate", "gpt2", "--seq", "5000"), "longer than the 1024 positions"),
+        (("estimate", "vit-tiny", "--seq", "10"), "--seq does not apply"),
+        (("estimate", "gpt2", "--budget", "-3"), "memory_budget_gb=-3.0"),
+        (("estimate", "gpt2", "--budget", "nan"), "memory_budget_gb=nan"),
+        (("estimate", "gpt2", "--utilization", "1.5"), "target_gpu_utilization=1.5"),
+        (("estimate", "gpt2", "--mode", "wild"), "'conservative', 'balanced', 'aggressive'"),
+        (("estimate", "gpt2", "--optimizer", "lion"), "one of adamw, adam"),
+        (("estimate", "nowhere.py:build"), "there is no file 'nowhere.py'"),
+        (("estimate", "nowhere.py"), "does not say which factory"),
+        (("estimate",), "MODEL"),
+        (("plan", "gpt2", "--mode", "wild"), "'conservative', 'balanced', 'aggressive'"),
+        (("plan", "gpt2", "--output", "/no/such/directory/plan.json"), "there is no directory /no/such/directory"),
+        (("frobnicate",), "frobnicate"),
+        (("--frobnicate",), "--frobnicate"),
+    ],
+)
+def test_bad_input_is_a_sentence(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
+    assert said in shell.complaint(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "said"),
+    [
+        ("missing", (), "has no function 'missing'"),
+        ("bare", (), "let the factory return (model, sample)"),
+        ("build", ("--batch", "2"), "gives its own sample"),
+        ("wrong_sample", (), "could not be profiled"),
+    ],
+)
+def test_a_bad_factory_is_a_sentence(
+    shell: Shell, model_file: str, factory: str, options: tuple[str, ...], said: str
+) -> None:
+    assert said in shell.complaint("estimate", f"{model_file}:{factory}", "--gpu", "T4", *options)
+
+
+def test_an_output_that_cannot_be_written_is_a_sentence(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
+    sentence = shell.complaint("plan", f"{model_file}:build", "--gpu", "T4", "--output", str(tmp_path))
+    assert "cannot be written: Is a directory" in sentence
+
+
+# ---- the published table, for a card that is not here
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "seq", "published_gib", "expected_gb"),
+    [
+        ("bert-base", 16, 128, 3.14, 3.357),
+        pytest.param("bert-large", 16, 128, 7.60, 8.168, marks=pytest.mark.slow),
+        pytest.param("gpt2-medium", 4, 512, 10.87, 11.656, marks=pytest.mark.slow),
+        pytest.param("gpt2-large", 2, 512, 14.87, 15.678, marks=pytest.mark.slow),
+    ],
+)
+def test_baselines_of_the_published_table(
+    shell: Shell, name: str, batch: int, seq: int, published_gib: float, expected_gb: float
+) -> None:
+    arguments = ("estimate", name, "--batch", str(batch), "--seq", str(seq), "--gpu", "RTX 3090", "--json")
+    result = json.loads(shell(*arguments))["estimate"]
+    assert result["baseline_fits"]
+    assert result["baseline_peak_bytes"] / GIB == pytest.approx(published_gib, rel=0.035)
+    assert result["baseline_peak_bytes"] / 1e9 == pytest.approx(expected_gb, abs=0.001)  # what the docs say
+
+
+@pytest.mark.slow
+def test_gpt2_xl_does_not_fit_as_it_is(shell: Shell) -> None:
+    arguments = ("estimate", "gpt2-xl", "--batch", "1", "--seq", "512", "--gpu", "RTX 3090", "--json")
+    result = json.loads(shell(*arguments))["estimate"]
+    assert not result["baseline_fits"]
+    assert result["baseline_peak_bytes"] > memscale.Hardware.from_name("RTX 3090").total_bytes
