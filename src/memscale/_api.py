@@ -10,20 +10,29 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide import OPTIMIZER_BUCKET_BYTES, decide, explain_misfit, needs_optimizing
+from memscale._decide import OPTIMIZER_BUCKET_BYTES, decide, explain_misfit, full_budget, needs_optimizing
 from memscale._errors import DoesNotFitError, MemScaleError
 from memscale._execute import ExecutionSettings, Executor, executor_of
 from memscale._hardware import Hardware
 from memscale._patching import OwnHook
-from memscale._peak import CostModel, choice_of
-from memscale._plan import Action, Checkpoint, OffloadActivations, Plan, StreamParameters
+from memscale._peak import INSIDE, CostModel, Outcome, choice_of
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    OffloadActivations,
+    Plan,
+    StreamParameters,
+    TileAttention,
+    TileHead,
+    TileMlp,
+)
 from memscale._policy import Strategy, choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
@@ -37,6 +46,7 @@ from memscale._profile.profiler import (
 )
 from memscale._profile.rehearsal import Attach, Rehearsal
 from memscale.report import console
+from memscale.techniques import tiling
 from memscale.techniques.offload.buckets import split_into_buckets
 from memscale.techniques.offload.separable import NotSeparable, check_separable
 
@@ -44,6 +54,9 @@ logger = logging.getLogger("memscale")
 
 Target = TypeVar("Target")
 
+MIN_TILE_ROWS = 128
+"""Fewer rows at once make a tile's products slow."""
+MLP_TILES = 4
 _MAX_REHEARSALS = 4
 
 
@@ -62,10 +75,13 @@ def wrap(
     inputs are derived from a `transformers` config, or the plan is made at the first training forward. A later,
     larger batch is planned again. Returns the same object; `memscale.detach(model)` undoes everything.
     """
-    model = _model_of(target)
     config = _with_async(config or Config(), async_offload, async_config)
+    if _is_trainer(target):
+        from memscale.integrations.huggingface import wrap_trainer
+
+        return cast(Target, wrap_trainer(target, config, _attach_unplanned))
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
-    _attach(model, config, inputs, None)
+    _attach(_model_of(target), config, inputs, None)
     return target
 
 
@@ -177,24 +193,54 @@ def with_variants(
     hardware: Hardware,
 ) -> Profile:
     """The same profile with the step under each eligible technique beside the plain one."""
-    blocks = tuple(find_blocks(rehearsal.model))
-    variants: dict[str, tuple[Action, ...]] = {}
-    if config.enable_checkpointing:
-        variants["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
-        variants["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
-    if config.enable_offloading and has_next_tier(hardware, config):
-        variants["offload"] = tuple(OffloadActivations(fqn) for fqn in blocks)
-        if config.enable_checkpointing and hardware.device_type != "cpu" and rehearsal.device_type != "cpu":
-            variants["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
+    treatments = _eligible_treatments(rehearsal, config, hardware)
+    head, inside = _find_tiles(rehearsal) if config.enable_tiling else (None, ())
+    variants = dict(treatments)
+    if head is not None:
+        variants["tile_head"] = (head,)
+    if inside:
+        variants |= {f"{INSIDE}{name}": (*inside, *actions) for name, actions in {"keep": (), **treatments}.items()}
     traces = {}
     for name, actions in variants.items():
-        trace = try_variant(rehearsal, _attacher(actions, config, rehearsal), name) if actions else None
+        trace = try_variant(rehearsal, _attacher(actions, config, rehearsal), name)
         if trace is not None:
             traces[name] = trace
     rest = None
     if "stream" in traces:
+        blocks = tuple(find_blocks(rehearsal.model))
         rest = optimizer_cost(model, optimizer, hardware.device_type, without=blocks)
-    return dataclasses.replace(profile, variants=traces, rest_optimizer=rest)
+    return dataclasses.replace(profile, variants=traces, head=head, inside=inside, rest_optimizer=rest)
+
+
+def _eligible_treatments(rehearsal: Rehearsal, config: Config, hardware: Hardware) -> dict[str, tuple[Action, ...]]:
+    """By treatment: the actions that give it to every block."""
+    blocks = tuple(find_blocks(rehearsal.model))
+    treatments: dict[str, tuple[Action, ...]] = {}
+    if config.enable_checkpointing:
+        treatments["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
+        treatments["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
+    if config.enable_offloading and has_next_tier(hardware, config):
+        treatments["offload"] = tuple(OffloadActivations(fqn) for fqn in blocks)
+        if config.enable_checkpointing and rehearsal.device_type != "cpu":
+            treatments["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
+    return treatments if blocks else {}
+
+
+def _find_tiles(rehearsal: Rehearsal) -> tuple[TileHead | None, tuple[TileAttention | TileMlp, ...]]:
+    """What could be tiled, found in a recorded forward."""
+    with rehearsal.stage():
+        recording = tiling.record(rehearsal.model, rehearsal.inputs.args, rehearsal.inputs.kwargs)
+        head, attentions, mlps = (
+            find(recording) for find in (tiling.find_head, tiling.find_attentions, tiling.find_mlps)
+        )
+    for found in (head, attentions, mlps):
+        logger.debug("tiling: %s: %s", ", ".join(found.module_fqns) or "nothing", found.reason)
+    action = None
+    if head:
+        rows = max(head.numbers["rows"], min(MIN_TILE_ROWS, head.numbers["num_rows"] // 4))
+        action = TileHead(head.module_fqns[0], rows=rows, weight_fqn=head.weight_fqn)
+    inside = [TileAttention(fqn, rows=MIN_TILE_ROWS) for fqn in attentions.module_fqns]
+    return action, (*inside, *(TileMlp(fqn, num_tiles=MLP_TILES) for fqn in mlps.module_fqns))
 
 
 def has_next_tier(hardware: Hardware, config: Config) -> bool:
@@ -210,9 +256,9 @@ def confirm(plan: Plan, profile: Profile, rehearsal: Rehearsal, hardware: Hardwa
         return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
     trace = rehearsal.run(_attacher(plan.actions, config, rehearsal))
     peak_bytes = CostModel(profile, hardware).peak_of(trace, choice_of(plan.actions))
-    return dataclasses.replace(
-        plan, predicted_peak_bytes=peak_bytes, fits=plan.fits and peak_bytes <= plan.budget_bytes, rehearsed=True
-    )
+    shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
+    fits = full_budget(hardware, config).admits(shown)
+    return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True)
 
 
 def _attacher(actions: tuple[Action, ...], config: Config, rehearsal: Rehearsal) -> Attach:
@@ -253,10 +299,11 @@ class _Planner(OwnHook):
         self.config = config
         self.optimizer = optimizer
         self.planned_elements = 0
+        self._is_planning = False
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (model.training and torch.is_grad_enabled()):
-            return
+        if self._is_planning or not (model.training and torch.is_grad_enabled()):
+            return  # a real rehearsal runs the model, and with it this hook
         inputs = Inputs(args, kwargs)
         if _num_elements(inputs) > self.planned_elements:
             if self.executor.plan is not None:
@@ -265,7 +312,11 @@ class _Planner(OwnHook):
 
     def plan(self, model: nn.Module, inputs: Inputs) -> None:
         # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
-        plan = make_plan(model, inputs, self.config, self.optimizer, before_real=self.executor.suspend)
+        self._is_planning = True
+        try:
+            plan = make_plan(model, inputs, self.config, self.optimizer, before_real=self.executor.suspend)
+        finally:
+            self._is_planning = False
         self.executor.apply(plan)
         self.planned_elements = _num_elements(inputs)
         if self.config.enable_logging:
@@ -276,7 +327,14 @@ def _num_elements(inputs: Inputs) -> int:
     return sum(tensor.numel() for tensor in inputs.tensors())
 
 
-def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: Optimizer | None) -> Executor:
+def _attach_unplanned(model: nn.Module, config: Config, optimizer: Optimizer | None) -> Executor:
+    """Wrap a model whose real batches are to come: the plan is made at its first training forward."""
+    return _attach(model, config, None, optimizer, derive=False)
+
+
+def _attach(
+    model: nn.Module, config: Config, inputs: Inputs | None, optimizer: Optimizer | None, *, derive: bool = True
+) -> Executor:
     """Wrap all or nothing: an error half-way leaves the model as it was."""
     earlier = executor_of(model)
     if earlier is not None:
@@ -289,7 +347,8 @@ def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: 
         if config.enable_logging:
             console.show_hardware(Hardware.detect(device_of(model, config), config.offload_dir))
         planner = _Planner(executor, config, optimizer if optimizer is not None else "adamw")
-        inputs = inputs if inputs is not None else derive_inputs(model)
+        if inputs is None and derive:
+            inputs = derive_inputs(model)
         if inputs is not None:
             planner.plan(model, inputs)
         handle = model.register_forward_pre_hook(planner, prepend=True, with_kwargs=True)
@@ -303,10 +362,14 @@ def _attach(model: nn.Module, config: Config, inputs: Inputs | None, optimizer: 
 def _model_of(target: object) -> nn.Module:
     if isinstance(target, nn.Module):
         return target
-    trainer = sys.modules.get("transformers.trainer")
-    if trainer is not None and isinstance(target, trainer.Trainer):
+    if _is_trainer(target):
         return _model_of(target.model)
     raise TypeError(f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
+
+
+def _is_trainer(target: Any) -> TypeGuard[Any]:
+    trainer = sys.modules.get("transformers.trainer")  # not loaded: then nobody can have made one
+    return trainer is not None and isinstance(target, trainer.Trainer)
 
 
 def _checked_optimizer(optimizer: object) -> Optimizer | None:

@@ -145,14 +145,15 @@ def _candidates(model: CostModel, baseline: Outcome, config: Config) -> Iterator
     yield Candidate(Choice(), baseline)
     can_offload_optimizer = config.enable_offloading and model.profile.optimizer.offloaded_step_bytes is not None
     heads = (False, True) if config.enable_tiling and model.can_tile_head else (False,)
+    insides = (False, True) if config.enable_tiling and model.can_tile_inside else (False,)
     optimizers = (False, True) if can_offload_optimizer else (False,)
     for treatment in model.whole_treatments:
         if _is_allowed(treatment, config):
             whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
             yield Candidate(whole, model.evaluate_whole(treatment))
     for blocks in _block_choices(model, config):
-        for tiles_head, offloads_optimizer in itertools.product(heads, optimizers):
-            choice = Choice(blocks, tiles_head, offloads_optimizer)
+        for tiles_head, tiles_inside, offloads_optimizer in itertools.product(heads, insides, optimizers):
+            choice = Choice(blocks, tiles_head, tiles_inside, offloads_optimizer)
             if choice.num_actions:
                 yield Candidate(choice, model.evaluate(choice))
 
@@ -244,6 +245,8 @@ def _actions(model: CostModel, choice: Choice, outcome: Outcome) -> tuple[Action
     actions: list[Action] = [
         _block_action(fqn, treated[fqn], _reason(model, fqn, treated[fqn])) for fqn in model.blocks if fqn in treated
     ]
+    if choice.tiles_inside:
+        actions += model.profile.inside
     if choice.tiles_head:
         assert model.profile.head is not None
         actions.append(dataclasses.replace(model.profile.head, reason=_head_reason(model)))

@@ -25,7 +25,9 @@ from memscale._plan import (
     OffloadOptimizer,
     Plan,
     StreamParameters,
+    TileAttention,
     TileHead,
+    TileMlp,
 )
 from memscale._recompute import RecomputedForward
 from memscale.techniques import checkpointing, tiling
@@ -111,7 +113,7 @@ class Executor:
             undo.callback(self._recomputed.clear)
             undo.callback(self._transfers.clear)
             self._place(actions, undo)
-            for action in actions:
+            for action in sorted(actions, key=_is_around_blocks):
                 self._attach_one(action, undo)
             self._attach_offloading(actions, undo)
             if any(isinstance(action, Checkpoint | StreamParameters) for action in actions):
@@ -125,6 +127,10 @@ class Executor:
                 self._recomputed.append(checkpointing.attach(action, module, undo, verify=self.settings.verify))
             case TileHead():
                 tiling.attach_head(action, self.model, undo)
+            case TileAttention():
+                tiling.attach_attention(action, self.model, undo)
+            case TileMlp():
+                tiling.attach_mlp(action, self.model, undo)
             case OffloadActivations() | OffloadOptimizer() | StreamParameters():
                 pass  # together, in _attach_offloading: they share tiers and prefetch one another's neighbours
             case _:
@@ -222,6 +228,11 @@ class Executor:
             num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
             transfers={name: user.stats for name, user in self._transfers.items()},
         )
+
+
+def _is_around_blocks(action: Action) -> bool:
+    """What is inside a block is attached before what recomputes or moves the block as a whole."""
+    return not isinstance(action, TileHead | TileAttention | TileMlp)
 
 
 def execute(model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None) -> Executor:

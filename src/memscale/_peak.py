@@ -12,13 +12,25 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from memscale._hardware import Hardware
-from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    OffloadActivations,
+    OffloadOptimizer,
+    StreamParameters,
+    TileAttention,
+    TileHead,
+    TileMlp,
+)
 from memscale._profile import Layer, Profile, Segment, StepTrace
 
 Treatment = Literal["keep", "selective", "offload", "checkpoint", "stream"]
 """What is done to a block: its activations are kept, partly recomputed, sent away or recomputed; or its parameters
 visit the device only while it computes (and its activations are recomputed)."""
 TREATMENTS: tuple[Treatment, ...] = get_args(Treatment)
+
+INSIDE = "inside:"
+"""Marks the traces in which attention and MLPs are tiled."""
 
 _MATMUL_EFFICIENCY = 0.6
 """The share of nominal throughput that dense matrix products reach."""
@@ -31,17 +43,19 @@ class Choice:
     blocks: tuple[tuple[str, Treatment], ...] = ()
     """Blocks that are not simply kept."""
     tiles_head: bool = False
+    tiles_inside: bool = False
+    """Attention and MLPs inside the blocks are tiled."""
     offloads_optimizer: bool = False
 
     @property
     def num_actions(self) -> int:
-        return len(self.blocks) + self.tiles_head + self.offloads_optimizer
+        return len(self.blocks) + self.tiles_head + self.tiles_inside + self.offloads_optimizer
 
 
 def choice_of(actions: Iterable[Action]) -> Choice:
     """The choice behind a plan's actions."""
     blocks: list[tuple[str, Treatment]] = []
-    tiles_head = offloads_optimizer = False
+    tiles_head = tiles_inside = offloads_optimizer = False
     for action in actions:
         match action:
             case Checkpoint():
@@ -52,9 +66,11 @@ def choice_of(actions: Iterable[Action]) -> Choice:
                 blocks.append((action.module_fqn, "stream"))
             case TileHead():
                 tiles_head = True
+            case TileAttention() | TileMlp():
+                tiles_inside = True
             case OffloadOptimizer():
                 offloads_optimizer = True
-    return Choice(tuple(blocks), tiles_head, offloads_optimizer)
+    return Choice(tuple(blocks), tiles_head, tiles_inside, offloads_optimizer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +131,10 @@ class CostModel:
         return tuple(name for name in TREATMENTS if name in self._whole)
 
     @property
+    def can_tile_inside(self) -> bool:
+        return all(f"{INSIDE}{name}" in self._stretches for name in ("keep", *self.treatments))
+
+    @property
     def can_tile_head(self) -> bool:
         return self.profile.head is not None and "tile_head" in self._stretches
 
@@ -128,11 +148,12 @@ class CostModel:
     def evaluate(self, choice: Choice) -> Outcome:
         """The peak, the time and the waiting bytes of a step under this choice."""
         treated = dict(choice.blocks)
-        rest = self._stretches["tile_head" if choice.tiles_head else "keep"]
+        inside = INSIDE if choice.tiles_inside else ""
+        rest = self._stretches["tile_head" if choice.tiles_head else f"{inside}keep"]
         live = peak = self._static_bytes(choice)
         total_ms = 0.0
         for index, owner in enumerate(self._owners):
-            stretch = self._stretches[treated.get(owner, "keep")][index] if owner else rest[index]
+            stretch = self._stretches[inside + treated.get(owner, "keep")][index] if owner else rest[index]
             high = live + stretch.peak_bytes
             if high > peak:
                 peak = high

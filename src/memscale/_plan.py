@@ -109,7 +109,9 @@ class MixedPrecision:
         return "float16" if supports_fp16 and has_fast_16bit else None
 
 
-Action: TypeAlias = Checkpoint | TileHead | OffloadActivations | OffloadOptimizer | StreamParameters
+Action: TypeAlias = (
+    Checkpoint | TileHead | TileAttention | TileMlp | OffloadActivations | OffloadOptimizer | StreamParameters
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

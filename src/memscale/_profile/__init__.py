@@ -12,7 +12,7 @@ import json
 from typing import Literal
 
 from memscale import _json
-from memscale._plan import TileHead
+from memscale._plan import TileAttention, TileHead, TileMlp
 
 Phase = Literal["forward", "backward"]
 
@@ -114,9 +114,12 @@ class Profile:
     """The unmodified model."""
     variants: dict[str, StepTrace] = dataclasses.field(default_factory=dict)
     """The step with every block under one treatment ("selective", "checkpoint", "offload", "stream"), or with the head
-    tiled ("tile_head"); what nobody asked for or did not run is not there."""
+    tiled ("tile_head"); the same with attention and MLPs tiled inside the blocks ("inside:keep", "inside:checkpoint",
+    ...). What nobody asked for or did not run is not there."""
     head: TileHead | None = None
     """How the language-model head would be tiled."""
+    inside: tuple[TileAttention | TileMlp, ...] = ()
+    """How attention and MLPs would be tiled inside the blocks."""
     rest_optimizer: OptimizerCost | None = None
     """The optimizer over what is left when every block is streamed."""
 

@@ -148,7 +148,8 @@ class _Twin:
 def _same_class(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the same class and hyperparameters over other parameters, without state or hooks."""
     twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
+    # A scheduler puts a `step` bound to the user's optimizer on the instance: the twin's is that of the class.
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):
             setattr(twin, name, type(value)())

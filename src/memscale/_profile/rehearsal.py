@@ -62,7 +62,7 @@ class SegmentRecorder(LiveBytes):
         return result
 
     def _add_cost(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        num_bytes = sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
+        num_bytes = sum(_num_bytes(leaf) for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
         formula = _torch_private.flop_formula(func)
         if formula is None:
             self._other_bytes += num_bytes
@@ -154,6 +154,10 @@ class SegmentRecorder(LiveBytes):
         """An input's gradient is complete. Inputs shared with other layers complete later: then it is not our turn."""
         if self._place == ("backward", module_fqn, call):
             self.move_to("backward", "", 0)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def _with_gradient(tree: Any) -> list[torch.Tensor]:
@@ -290,7 +294,7 @@ def _stand_in_loss(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() >= 2 and tensor.shape[-1] >= CLASSIFIER_WIDTH:
         rows = tensor.reshape(-1, tensor.shape[-1])
         return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=tensor.device)).float()
-    return tensor.square().mean().float()
+    return (tensor.abs() if tensor.is_complex() else tensor).square().mean().float()
 
 
 def fake_copy(model: nn.Module, mode: Any, device: torch.device) -> nn.Module:
