@@ -1,4 +1,4 @@
-"""Optimizer state that waits elsewhere: the same training, less on the device, nothing lost and nothing left."""
+"""Optimizer state that waits elsewhere: the same training, in every loop and with every optimizer that can be split."""
 
 from __future__ import annotations
 
@@ -6,206 +6,38 @@ import contextlib
 import copy
 import gc
 import io
-import pathlib
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import optimizer as optimizer_internals
 
-from memscale._errors import OffloadError, PartialStepError, StoreFullError, StoreIOError
-from memscale.techniques.offload import transfers as transfers_module
-from memscale.techniques.offload.buckets import Waiting, peak_state_bytes, rounded, split_into_buckets
-from memscale.techniques.offload.disk import DiskStore
-from memscale.techniques.offload.host import HostStore
-from memscale.techniques.offload.optimizer import Adoption, adopt, adopt_optimizer
+from memscale.techniques.offload.optimizer import adopt, adopt_optimizer
 from memscale.techniques.offload.transfers import Transfers
 from tests.techniques.offload.tiers import WAYS, device_of, on_host, opened, same
+from tests.techniques.offload.training import (
+    BUCKET_BYTES,
+    Make,
+    O,
+    Training,
+    adopted,
+    check_parity,
+    check_races,
+    check_waiting,
+    grouped,
+    muon,
+    no_hooks_left,
+    plain,
+)
 
-O = torch.optim  # noqa: E741
-BUCKET_BYTES = 20_000
 MAIN_WAYS = ("simgpu host async", "cpu disk async")
-Make = Callable[[nn.Module], O.Optimizer]
 
 
 @pytest.fixture(autouse=True)
 def _device(simgpu_device, no_leaks):
     """Registers the device; every test must give its device and pinned bytes back."""
-
-
-class Net(nn.Module):
-    """Parameters of many sizes, one layer that gets no gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False)
-        )
-        self.head = nn.Linear(64, 40)
-        self.unused = nn.Linear(64, 64)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(inputs))
-
-
-def make_net(device: str, dtype: torch.dtype = torch.float32) -> Net:
-    torch.manual_seed(0)
-    return Net().to(device, dtype)
-
-
-def plain(kind: type[O.Optimizer], **options: Any) -> Make:
-    return lambda net: kind(net.parameters(), **options)
-
-
-def grouped(kind: type[O.Optimizer], **options: Any) -> Make:
-    """Two groups: matrices with weight decay, the rest without."""
-
-    def make(net: nn.Module) -> O.Optimizer:
-        matrices = [p for p in net.parameters() if p.ndim == 2]
-        rest = [p for p in net.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "lr": 3e-3, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        return kind(groups, **options)
-
-    return make
-
-
-def muon(net: nn.Module) -> O.Optimizer:
-    return O.Muon([p for p in net.parameters() if p.ndim == 2], lr=1e-2)
-
-
-class Training:
-    """A small training run; `mode` says what the loop does beside forward, backward and step."""
-
-    def __init__(self, device: str, make: Make, mode: str = "", dtype: torch.dtype = torch.float32) -> None:
-        self.net = make_net(device, dtype)
-        self.device, self.mode, self.dtype = device, mode, dtype
-        self.optimizer = make(self.net)
-        self.losses: list[Any] = []
-        self.num_steps = 0
-        self.scheduler = (
-            O.lr_scheduler.OneCycleLR(self.optimizer, 0.01, total_steps=40, cycle_momentum=False)
-            if "schedule" in mode
-            else None
-        )
-        self.scaler = torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2) if "scaler" in mode else None
-
-    def run(self, num_steps: int = 5) -> Training:
-        for _ in range(num_steps):
-            self.step()
-        return self
-
-    def step(self) -> None:
-        generator = torch.Generator().manual_seed(self.num_steps)
-        count = 2 if "accumulate" in self.mode else 1
-        batches = [torch.randn(16, 64, generator=generator).to(self.device, self.dtype) for _ in range(count)]
-
-        def closure() -> float:
-            self.optimizer.zero_grad(set_to_none="keep" not in self.mode)
-            return sum(self.backward(batch) for batch in batches)
-
-        if "closure" in self.mode:
-            step = self.optimizer.step
-            self.losses.append(step(closure) if self.num_steps % 2 else step(closure=closure))
-        else:
-            self.losses.append(closure())
-            self.update()
-        if self.scheduler:
-            self.scheduler.step()
-        self.num_steps += 1
-
-    def backward(self, batch: torch.Tensor) -> float:
-        loss = self.net(batch).float().square().mean()
-        if "overflow" in self.mode and self.num_steps == 2:
-            loss = loss * float("inf")
-        (self.scaler.scale(loss) if self.scaler else loss).backward()
-        return loss.item()
-
-    def update(self) -> None:
-        if self.scaler and "unscale" in self.mode:
-            self.scaler.unscale_(self.optimizer)
-        if "clip" in self.mode:
-            nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-
-    def result(self) -> Any:
-        """Everything that the run decided."""
-        return on_host([self.net.state_dict(), copy.deepcopy(self.optimizer.state_dict()), self.losses])
-
-
-@contextlib.contextmanager
-def adopted(training: Training, transfers: Transfers, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Adoption]:
-    with contextlib.ExitStack() as undo:
-        adoption = adopt(training.net, transfers.store, transfers, bucket_bytes, undo)
-        yield adoption
-
-
-def check_parity(
-    way: str, directory: pathlib.Path, make: Make, mode: str = "", dtype: torch.dtype = torch.float32, steps: int = 5
-) -> None:
-    """Plain and adopted agree bit for bit, while adopted and after; state really waits; it is back afterwards."""
-    device = device_of(way)
-    reference = Training(device, make, mode, dtype).run(steps)
-    with opened(way, directory) as transfers:
-        training = Training(device, make, mode, dtype)
-        with adopted(training, transfers) as adoption:
-            training.run(steps)
-            assert adoption.adopted(training.optimizer)
-            assert same(training.result(), reference.result())
-            check_waiting(training)
-        assert same(training.result(), reference.result())
-        check_given_back(training, reference)
-        training.step()
-        reference.step()
-        assert same(training.result(), reference.result())
-        no_hooks_left(training.optimizer)
-    check_races(device)
-
-
-def check_waiting(training: Training) -> None:
-    """No large state tensor is on the device."""
-    for entry in training.optimizer.state.values():
-        if isinstance(entry, Waiting):
-            assert entry.bucket is not None, "somebody looked"
-            assert all(not isinstance(v, torch.Tensor) or v.nbytes <= 4096 for v in entry.kept.values())
-        elif isinstance(entry, dict):
-            assert all(not isinstance(v, torch.Tensor) or v.nbytes <= 4096 for v in entry.values())
-
-
-def check_given_back(training: Training, reference: Training) -> None:
-    assert type(training.optimizer.state) is type(reference.optimizer.state)
-    pairs = zip(training.net.parameters(), reference.net.parameters(), strict=True)
-    for mine, theirs in pairs:
-        if theirs not in reference.optimizer.state:
-            assert mine not in training.optimizer.state
-            continue
-        entry, expected = training.optimizer.state[mine], reference.optimizer.state[theirs]
-        assert type(entry) is dict
-        for name, value in expected.items():
-            if isinstance(value, torch.Tensor):
-                assert (entry[name].device, entry[name].stride()) == (value.device, value.stride())
-
-
-def no_hooks_left(optimizer: O.Optimizer) -> None:
-    assert not optimizer_internals._global_optimizer_pre_hooks
-    for name in ("step_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
-        assert not getattr(optimizer, f"_optimizer_{name}_hooks")
-
-
-def check_races(device: str) -> None:
-    if device == "simgpu":
-        import simgpu
-
-        torch.accelerator.synchronize()
-        assert simgpu.take_reports() == []
 
 
 # ---------------------------------------------------------------------------------------------------------- parity
@@ -251,3 +83,408 @@ def test_every_separable_torch_optimizer_trains_the_same(way, name, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_trains_the_same(way, tmp_path):
     check_parity(way, tmp_path, grouped(O.AdamW, amsgrad=True), "schedule clip accumulate")
+
+
+LOOPS: dict[str, tuple[Make, str]] = {
+    "groups, schedule": (grouped(O.AdamW, lr=1e-3), "schedule"),
+    "closure": (plain(O.AdamW), "closure"),
+    "clip, accumulate": (plain(O.AdamW), "clip accumulate"),
+    "zero_grad without None": (plain(O.AdamW), "keep"),
+    "scaler": (plain(O.AdamW), "scaler overflow"),
+    "scaler fused": (plain(O.AdamW, fused=True), "scaler overflow"),
+    "scaler fused, unscale, clip": (plain(O.AdamW, fused=True), "scaler unscale clip overflow"),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_every_loop_trains_the_same(way, loop, tmp_path):
+    make, mode = LOOPS[loop]
+    check_parity(way, tmp_path, make, mode)
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_sixteen_bit_parameters(way, tmp_path):
+    check_parity(way, tmp_path, plain(O.AdamW), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 1 << 30])
+def test_any_bucket_size_trains_the_same(bucket_bytes, tmp_path, no_races):
+    reference = Training("simgpu", plain(O.AdamW)).run()
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW))
+        with adopted(training, transfers, bucket_bytes):
+            assert same(training.run().result(), reference.result())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_schedule_of_copies_changes_a_bit(seed, tmp_path, no_races):
+    """simgpu runs deferred copies at other moments for each seed; two buckets to one, so that memory is reused."""
+    import simgpu
+
+    reference = Training("simgpu", plain(O.AdamW, foreach=True), "clip").run()
+    simgpu.set_schedule_seed(seed)
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW, foreach=True), "clip")
+        with adopted(training, transfers):
+            assert same(training.run().result(), reference.result())
+
+
+class Lion(O.Optimizer):
+    """Makes its state anew in every step instead of changing it in place."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["m"] = torch.zeros_like(p)
+                    p.add_((state["m"] * 0.9 + p.grad * 0.1).sign_(), alpha=-group["lr"])
+                    state["m"] = state["m"] * 0.99 + p.grad * 0.01
+        return loss
+
+
+class Counting(Lion):
+    """Counts steps in a group, in an attribute and in the state under a string."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        if "k" not in self.state:
+            self.state["k"] = torch.tensor([0.0])
+        k = self.state["k"].item()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "m" not in state:
+                        state["m"] = torch.zeros_like(p)
+                    state["m"].lerp_(p.grad, 0.1)
+                    p.add_(state["m"], alpha=-group["lr"] * (1 + k / 10) / self.count / group["step"])
+        self.state["k"] += 1
+
+
+class Growing(Lion):
+    """Adds a state tensor in its third step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["n"] = state.get("n", 0) + 1
+                    state.setdefault("m", torch.zeros_like(p)).add_(p.grad)
+                    if state["n"] > 2:
+                        state.setdefault("v", torch.ones_like(p)).add_(p.grad.square())
+                    p.addcdiv_(state["m"], state.get("v", torch.ones_like(p)), value=-1e-3)
+
+
+class Nested(O.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Lion, Counting, Growing, Nested])
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_optimizers_of_others_train_the_same(way, kind, tmp_path):
+    check_parity(way, tmp_path, plain(kind))
+    if kind is Lion:
+        check_parity(way, tmp_path, plain(kind), "closure")
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit", "Lion8bit", "AdamW"])
+def test_bitsandbytes_on_the_cpu_trains_the_same(name, tmp_path):
+    import bitsandbytes
+
+    check_parity("cpu disk async", tmp_path, plain(getattr(bitsandbytes.optim, name), lr=1e-3))
+
+
+def test_users_step_hooks_run_first_and_see_what_they_would(tmp_path):
+    def run(way: str | None) -> tuple[Any, list[int]]:
+        training = Training("simgpu", plain(O.AdamW))
+        seen: list[int] = []
+
+        def halve(optimizer: O.Optimizer, args: Any, kwargs: Any) -> None:
+            for p in training.net.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+        def count(optimizer: O.Optimizer, args: Any, kwargs: Any) -> None:
+            assert optimizer is training.optimizer
+            seen.append(sum(p.grad is not None for g in optimizer.param_groups for p in g["params"]))
+
+        with contextlib.ExitStack() as stack:
+            if way:
+                transfers = stack.enter_context(opened(way, tmp_path))
+                stack.enter_context(adopted(training, transfers))
+            training.step()
+            training.optimizer.register_step_pre_hook(halve)  # after ours
+            training.optimizer.register_step_post_hook(count)
+            training.run(4)
+            return training.result(), seen
+
+    assert same(run(None), run("simgpu host async"))
+
+
+# ----------------------------------------------------------------------------------------------- coming and going
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_adopted_late_given_back_and_adopted_again(way, tmp_path):
+    reference = Training(device_of(way), grouped(O.AdamW, amsgrad=True)).run(9)
+    with opened(way, tmp_path) as transfers:
+        training = Training(device_of(way), grouped(O.AdamW, amsgrad=True)).run(2)
+        with adopted(training, transfers):
+            training.run(3)
+            check_waiting(training)
+        training.run(1)
+        with adopted(training, transfers):
+            training.run(3)
+        assert same(training.result(), reference.result())
+    check_races(device_of(way))
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_an_optimizer_is_adopted_at_once_with_the_state_it_has(way, tmp_path):
+    reference = Training(device_of(way), plain(O.AdamW)).run(5)
+    with opened(way, tmp_path) as transfers:
+        training = Training(device_of(way), plain(O.AdamW)).run(2)
+        with contextlib.ExitStack() as undo:
+            adoption = adopt_optimizer(training.optimizer, transfers.store, transfers, BUCKET_BYTES, undo)
+            assert adoption.adopted(training.optimizer)
+            check_waiting(training)
+            assert sum(leaf.counters.held_bytes for leaf in transfers.store.leaves()) > 100_000
+            assert same(training.run(3).result(), reference.result())
+        no_hooks_left(training.optimizer)
+
+
+def test_only_the_optimizers_of_this_model_are_adopted(tmp_path):
+    with opened("simgpu host async", tmp_path) as transfers:
+        training, foreign = Training("simgpu", plain(O.AdamW)), Training("simgpu", plain(O.AdamW))
+        second = O.SGD(training.net.head.parameters(), lr=0.1, momentum=0.9)
+        with adopted(training, transfers) as adoption:
+            training.step()
+            second.step()
+            foreign.step()
+            assert adoption.adopted(training.optimizer)
+            assert adoption.adopted(second)
+            assert not adoption.adopted(foreign.optimizer)
+            assert foreign.optimizer.state[foreign.net.head.weight]["exp_avg"].device.type == "simgpu"
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_parameters_added_later(way, tmp_path):
+    def run(transfers: Transfers | None) -> Any:
+        training = Training(device_of(way), lambda net: O.AdamW(net.body.parameters()))
+        with adopted(training, transfers) if transfers else contextlib.nullcontext():
+            training.run(2)
+            training.optimizer.add_param_group({"params": list(training.net.head.parameters()), "lr": 1e-2})
+            return training.run(3).result()
+
+    with opened(way, tmp_path) as transfers:
+        assert same(run(transfers), run(None))
+
+
+def test_parameters_that_get_gradients_only_sometimes(tmp_path):
+    def run(transfers: Transfers | None) -> Any:
+        training = Training("simgpu", plain(O.AdamW))
+        with adopted(training, transfers, 1 << 20) if transfers else contextlib.nullcontext():
+            for number in range(6):
+                training.net.head.requires_grad_(number % 3 != 1)
+                training.net.body[0].requires_grad_(number > 1)
+                training.step()
+            return training.result()
+
+    with opened("simgpu host async", tmp_path) as transfers:
+        assert same(run(transfers), run(None))
+
+
+def test_the_optimizer_dies_with_its_last_reference(tmp_path):
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW))
+        with adopted(training, transfers):
+            training.step()
+            reference = weakref.ref(training.optimizer)
+            training.optimizer = plain(O.AdamW)(training.net)
+            gc.collect()
+            assert reference() is None
+            transfers.store.sweep()
+            assert transfers.store.counters.held_bytes == 0
+            training.step()
+
+
+def test_a_model_trained_by_nobody_we_saw_gives_a_warning(tmp_path):
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW))
+        with adopted(training, transfers):
+            pass  # never trained: nothing to say
+        undo = contextlib.ExitStack()
+        adopt(training.net, transfers.store, transfers, BUCKET_BYTES, undo)
+        training.backward(torch.ones(2, 64, device="simgpu"))
+        with torch.no_grad():
+            for p in training.net.parameters():
+                p.sub_(0.1 * (p.grad if p.grad is not None else 0))
+                p.grad = None
+        with pytest.warns(UserWarning, match="no optimizer of this Net was ever seen"):
+            undo.close()
+
+
+# --------------------------------------------------------------------------------------------- left as they are
+
+
+class GlobalNorm(Lion):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm() if gradients else 1.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("m", torch.zeros_like(p)).add_(p.grad / norm)
+                    p.add_(self.state[p]["m"], alpha=-group["lr"])
+
+
+class Wrapper(O.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.inner = O.Adam(self.param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "reason"),
+    [
+        (plain(O.LBFGS, max_iter=3), "closure", "several times"),
+        (plain(GlobalNorm), "", "depends on the others"),
+        (plain(Wrapper), "", "wraps another optimizer"),
+    ],
+)
+def test_what_cannot_be_split_is_left_alone_with_one_warning(make, mode, reason, tmp_path):
+    reference = Training("simgpu", make, mode).run()
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", make, mode)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with adopted(training, transfers):
+                training.run()
+        left = [w for w in caught if type(training.optimizer).__name__ in str(w.message) and "left as it is" in str(w)]
+        assert len(left) == 1
+        assert reason in str(left[0].message)
+        assert same(training.result(), reference.result())
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("name", ["AdamW loop", "AdamW fused", "SGD momentum foreach", "Adafactor", "Muon"])
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_checkpoints_cross_between_plain_and_adopted(way, name, tmp_path):
+    """Written plain or adopted, resumed plain or adopted: four times the same."""
+    make, device = TORCH_OPTIMIZERS[name], device_of(way)
+    reference = Training(device, make, "schedule").run(6).result()
+    for writer in ("plain", "adopted"):
+        with opened(way, tmp_path) as transfers:
+            training = Training(device, make, "schedule")
+            with adopted(training, transfers) if writer == "adopted" else contextlib.nullcontext():
+                training.run(3)
+                file = io.BytesIO()
+                parts = (training.net, training.optimizer, training.scheduler)
+                torch.save([part.state_dict() for part in parts], file)
+        for reader in ("plain", "adopted"):
+            with opened(way, tmp_path) as transfers:
+                resumed = Training(device, make, "schedule")
+                with adopted(resumed, transfers) if reader == "adopted" else contextlib.nullcontext():
+                    if reader == "adopted":
+                        resumed.step()  # adopted before it loads
+                    file.seek(0)
+                    loaded = torch.load(file, map_location="cpu", weights_only=True)
+                    resumed.net.load_state_dict(loaded[0])
+                    resumed.optimizer.load_state_dict(loaded[1])
+                    resumed.scheduler.load_state_dict(loaded[2])
+                    resumed.num_steps, resumed.losses = 3, training.losses[:3]
+                    assert same(resumed.run(3).result(), reference), (writer, reader)
+    check_races(device)
+
+
+def test_loading_puts_no_more_than_a_bucket_on_the_device(tmp_path):
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW)).run(1)
+        state_dict = on_host(training.optimizer.state_dict())
+        training.optimizer = plain(O.AdamW)(training.net)
+        with adopted(training, transfers) as adoption:
+            training.step()
+            torch.accelerator.synchronize()
+            before = torch.accelerator.memory_allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            training.optimizer.load_state_dict(state_dict)
+            peak = torch.accelerator.max_memory_allocated() - before
+            assert 0 < peak <= adoption.stats.largest_bucket_bytes
+            assert same(on_host(training.optimizer.state_dict())["state"], state_dict["state"])
+
+
+def test_a_load_hook_of_the_users_sees_the_state(tmp_path):
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW)).run(2)
+        saved = copy.deepcopy(on_host(training.optimizer.state_dict()))
+        with adopted(training, transfers):
+            training.step()
+            seen: list[int] = []
+            training.optimizer.register_load_state_dict_pre_hook(lambda o, sd: seen.append(len(sd["state"])))
+            training.optimizer.load_state_dict(saved)
+            assert seen == [len(saved["state"])]
+            check_waiting(training)
+            assert same(on_host(training.optimizer.state_dict()), saved)
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_looking_at_the_state_and_changing_it(way, tmp_path):
+    """What a user changes in optimizer.state counts, as it does in a plain optimizer."""
+
+    def run(transfers: Transfers | None) -> Any:
+        training = Training(device_of(way), plain(O.AdamW))
+        with adopted(training, transfers) if transfers else contextlib.nullcontext():
+            training.run(2)
+            weight, bias = training.net.head.weight, training.net.head.bias
+            entry = training.optimizer.state[weight]
+            assert sorted(entry) == ["exp_avg", "exp_avg_sq", "step"]
+            entry["exp_avg"].mul_(0.5)
+            entry["exp_avg_sq"] = entry["exp_avg_sq"] * 2
+            training.optimizer.state[bias] = {}
+            del training.optimizer.state[training.net.body[0].weight]
+            training.run(2)
+            if transfers:
+                check_waiting(training)
+                assert training.optimizer.state[weight] is entry
+            entry["exp_avg"].zero_()
+            training.run(1)
+            return training.result()
+
+    with opened(way, tmp_path) as transfers:
+        assert same(run(transfers), run(None))
+
+
+def test_copies_and_pickles_are_plain(tmp_path):
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW)).run(1)
+        expected = on_host(training.optimizer.state[training.net.head.weight])
+        training.optimizer.zero_grad()
+        with contextlib.ExitStack() as undo:
+            adopt_optimizer(training.optimizer, transfers.store, transfers, BUCKET_BYTES, undo)
+            entry = training.optimizer.state[training.net.head.weight]
+            for copied in (copy.deepcopy(entry), pickle.loads(pickle.dumps(entry)), entry.copy(), copy.copy(entry)):
+                assert type(copied) is dict
+                assert same(copied, expected)
+            check_waiting(training)

@@ -64,9 +64,9 @@ def make_store(way: str, directory: pathlib.Path) -> Store:
 
 
 def on_host(tree: Any) -> Any:
-    """Tensors of nested containers on the CPU, for comparing."""
+    """Copies of the tensors of nested containers on the CPU, for comparing."""
     if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu()
+        return tree.detach().cpu().clone()
     if isinstance(tree, dict):
         return {key: on_host(value) for key, value in tree.items()}
     return [on_host(value) for value in tree] if isinstance(tree, list | tuple) else tree

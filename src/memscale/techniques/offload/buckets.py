@@ -174,10 +174,11 @@ class Waiting(dict[Any, Any]):
         dict.update(self, {name: tensors.get(name, value) for name, value in self.kept.items()})
 
     def snapshot(self, memory: torch.Tensor) -> dict[Any, Any]:
-        """The content as an ordinary dict, out of the bucket's bytes."""
+        """A copy of the content as an ordinary dict, out of the bucket's bytes."""
         assert self.bucket is not None
         tensors = self.bucket.tensors_of(self.index, memory)
-        return {name: tensors.get(name, value) for name, value in self.kept.items()}
+        kept = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in self.kept.items()}
+        return {**kept, **tensors}
 
     def _look(self) -> None:
         if self.bucket is not None:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from memscale import _torch_private
 from memscale._errors import OffloadError, PartialStepError
@@ -151,7 +152,7 @@ class AdoptedOptimizer:
         self.bucket_bytes = bucket_bytes
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._broken: PartialStepError | None = None
+        self._broken: str | None = None
         self._loading: dict[str, Any] | None = None
         self._hooks = contextlib.ExitStack()
         self._step_hook: Any = None
@@ -280,13 +281,13 @@ class AdoptedOptimizer:
         """See NOTE [a step that fails]."""
         if not progress.has_begun:
             return
-        self._broken = PartialStepError(
+        self._broken = (
             f"the step of {type(optimizer).__name__} failed after {progress.num_done} of {progress.num_buckets} "
             f"buckets ({type(error).__name__}: {error}). The parameters of those are updated, the others are not: load "
             f"a checkpoint of the model and of the optimizer before going on"
         )
         if isinstance(error, Exception):
-            raise self._broken from error
+            raise PartialStepError(self._broken) from error
 
     def _raise_failures(self, what_is_well: str) -> None:
         if self.visits.failures:
@@ -299,20 +300,22 @@ class AdoptedOptimizer:
     # ----------------------------------------------------------------------------------------------- checkpoints
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Ordinary tensors on the host in the place of what waits; one bucket is read at a time."""
+        """Ordinary tensors on the host in the place of what waits; one bucket is read at a time.
+
+        What does not wait is copied too: a snapshot must be of one moment.
+        """
         last: tuple[Bucket, torch.Tensor] | None = None
+        state = {}
         for key, entry in state_dict["state"].items():
-            if not isinstance(entry, Waiting):
-                continue
-            bucket = entry.bucket
+            bucket = entry.bucket if isinstance(entry, Waiting) else None
             if bucket is None:
-                state_dict["state"][key] = dict(entry)
+                state[key] = tree_map_only(torch.Tensor, torch.clone, dict(entry) if isinstance(entry, dict) else entry)
                 continue
             if last is None or last[0] is not bucket:
-                last = None
+                last = None  # no two of them at once
                 last = (bucket, bucket.read())
-            state_dict["state"][key] = entry.snapshot(last[1])
-        return state_dict
+            state[key] = entry.snapshot(last[1])
+        return {**state_dict, "state": state}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Hold the state back: loading would put all of it on the device at once.

@@ -74,15 +74,13 @@ class Layout:
         return self.num_elements * self.dtype.itemsize
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes that travel, as one line of uint8. Shares the tensor's memory unless it has gaps."""
+        """The bytes that travel, as one line of uint8. Shares the tensor's memory unless it has gaps or lazy signs."""
         tensor = tensor.detach()
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
         if self.has_gaps:
             line = tensor.as_strided(_collapsed(self.shape, self.stride), self.stride).contiguous().view(-1)
         else:
             line = tensor.as_strided((self.span,), (1,))
-        return line.view(torch.uint8)
+        return line.resolve_conj().resolve_neg().view(torch.uint8)
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
         """Memory for the bytes that travel, as one line of this dtype."""

@@ -360,11 +360,10 @@ class Transfers:
             try:
                 return self.staging.reserve(layout)
             except StoreFullError:
-                if not self._write_jobs:
+                pending = next((job for job in self._write_jobs if not job.done()), None)
+                if pending is None:
                     return None
-                self._blocking(concurrent.futures.wait, [self._write_jobs[0]])
-                self._write_jobs[0].result()
-                self._write_jobs.popleft()
+                self._blocking(concurrent.futures.wait, [pending])
 
     def _submit(self, ticket: Ticket, needed: Job | None, function: Callable[..., None], *args: Any) -> Job:
         """Run in a thread, after the earlier jobs on the same spot. First in, first out: they cannot wait for us."""
@@ -428,9 +427,7 @@ class Arrival:
 
     def is_here(self) -> bool:
         """Whether waiting would take no time."""
-        if self.job is not None and not self.job.done():
-            return False
-        return self.staged is None and (self.event is None or self.event.query())
+        return (self.job is None or self.job.done()) and (self.event is None or self.event.query())
 
     def wait(self) -> torch.Tensor:
         """The tensor, for the current stream. Raises what its read raised."""

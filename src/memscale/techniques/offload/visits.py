@@ -205,7 +205,7 @@ class Visits:
         if bucket.ticket is not None:
             self.transfers.wait_sent(bucket.ticket)
             self.transfers.free(bucket.ticket)
-        bucket.ticket, bucket.slots, bucket.num_bytes = None, (), 0
+        bucket.ticket = None  # its slots still say which tensors belong on the device
 
 
 def _at_home(bucket: Bucket, index: int, entry: dict[Any, Any]) -> dict[Any, Any]:
