@@ -107,7 +107,7 @@ class _Watch(TorchDispatchMode):
             return  # asks for metadata
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _Unsure(f"{func} draws random numbers")
-        elif func in _PRODUCTS:
+        if func in _PRODUCTS:
             self.num_products += 1
             if id(args[_PRODUCTS[func]]) in self._activations:
                 raise _Unsure(f"{func} multiplies activations with one another")
