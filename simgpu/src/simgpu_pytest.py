@@ -14,8 +14,9 @@ import pytest
 @pytest.fixture
 def simgpu_device() -> Iterator[Any]:
     """The device `simgpu:0`, with capacity, schedule, faults, clock and reports at their defaults."""
-    import simgpu
     import torch
+
+    import simgpu
 
     gc.collect()  # what an earlier test left in cycles must not be charged to this one
     simgpu.reset()
@@ -50,8 +51,9 @@ class NoRaces:
             self.check()
 
     def check(self) -> None:
-        import simgpu
         import torch
+
+        import simgpu
 
         for index in range(torch.accelerator.device_count()):
             torch.accelerator.synchronize(index)
@@ -71,8 +73,9 @@ def no_races(simgpu_device: Any) -> Iterator[NoRaces]:
 @pytest.fixture
 def no_leaks(simgpu_device: Any) -> Iterator[None]:
     """Opt-in: fails the test if it leaves device or pinned bytes behind."""
-    import simgpu
     import torch
+
+    import simgpu
 
     def in_use() -> tuple[int, ...]:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Attention: a fused path that saves what a card's memory-efficient kernel saves, and computes what the CPU computes."""
+"""Attention: a fused path that saves what a card's memory-efficient kernel saves, and computes as the CPU does."""
 
 import pytest
 import torch

@@ -20,7 +20,11 @@ def library(directory: Path) -> Path:
 def import_simgpu(**environment: str) -> subprocess.CompletedProcess[str]:
     code = "import torch, simgpu; print((torch.ones(2, device='simgpu') + 1).tolist())"
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, timeout=500
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=500,
     )
 
 

@@ -59,7 +59,10 @@ def test_a_lookup_costs_the_rows_it_takes():
 
 def test_copies_cost_their_bytes_over_the_link():
     simgpu.set_card(instant_card())
-    pinned, pageable = torch.zeros(10_000_000, dtype=torch.uint8).pin_memory(), torch.zeros(10_000_000, dtype=torch.uint8)
+    pinned, pageable = (
+        torch.zeros(10_000_000, dtype=torch.uint8).pin_memory(),
+        torch.zeros(10_000_000, dtype=torch.uint8),
+    )
     x = torch.zeros(10_000_000, dtype=torch.uint8, device="simgpu")
     assert elapsed(lambda: x.copy_(pinned, non_blocking=True)) == pytest.approx(1.0)
     assert elapsed(lambda: pinned.copy_(x, non_blocking=True)) == pytest.approx(1.0)

@@ -28,7 +28,7 @@ def test_each_has_its_own_books():
 def test_each_has_its_own_cap(cap):
     cap(1 << 20, device=1)
     torch.zeros(1 << 20, device="simgpu:0")
-    with pytest.raises(torch.OutOfMemoryError, match="simgpu:1 has a total capacity of 1024.00 KiB"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"simgpu:1 has a total capacity of 1024.00 KiB"):
         torch.zeros(1 << 20, device="simgpu:1")
     assert simgpu.get_cap(1) == 1 << 20
     assert simgpu.get_cap(0) == 1 << 40

@@ -63,7 +63,13 @@ class Attention(nn.Module):
         if self.mask == "float":
             mask = torch.zeros(batch, 1, length, length, device=x.device)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=mask is None, enable_gqa=self.kv_heads != 4
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            is_causal=mask is None,
+            enable_gqa=self.kv_heads != 4,
         )
 
 
@@ -73,7 +79,9 @@ def encoder():
 
 
 def cnn():
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(288, 4))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(288, 4)
+    )
     return net, torch.randn(2, 3, 8, 8)
 
 
@@ -104,7 +112,8 @@ def run(make, fake):
     """Tracked peak of the second of two training steps, and the device's own count of it."""
     with FakeTensorMode() if fake else contextlib.nullcontext(), torch.device("simgpu"):
         model, x = make()
-        optimizer = torch.optim.AdamW(model.parameters())
+        # Said out loud: torch picks foreach by itself for real parameters on this device, but never for fake ones.
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         with LiveBytes() as tracked:
             for tensor in [x, *model.parameters(), *model.buffers()]:
                 tracked.see(tensor)

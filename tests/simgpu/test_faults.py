@@ -73,7 +73,6 @@ def test_the_nth_copy_fails(direction):
         copy()
     assert fault.fired
     A.synchronize()
-    del x, host, other
 
 
 def test_copies_within_a_device_are_not_counted():

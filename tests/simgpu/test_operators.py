@@ -35,7 +35,9 @@ def test_the_device_is_the_accelerator():
 
 def test_the_device_module_has_the_usual_names():
     module = torch.simgpu
-    assert module.is_available() and module.is_initialized() and module._initialized
+    assert module.is_available()
+    assert module.is_initialized()
+    assert module._initialized
     assert module.device_count() == 2
     assert module.current_device() == 0
     assert module.get_device_name().startswith("simgpu")
@@ -78,7 +80,7 @@ def test_mixed_devices_are_refused():
         lambda: F.cross_entropy(x.unsqueeze(0), torch.tensor([0])),
         lambda: x.add_(host),
     ):
-        with pytest.raises((RuntimeError, ValueError), match="same device|different device|indices should be"):
+        with pytest.raises((RuntimeError, ValueError), match=r"same device|different device|indices should be"):
             operation()
 
 
@@ -94,7 +96,11 @@ def test_scalars_and_indices_on_the_cpu_are_allowed_as_on_a_card():
 def test_convolution_network_equals_the_cpus():
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(4, 8, 3, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.ConvTranspose2d(8, 4, 2, stride=2)
+        nn.Conv2d(4, 8, 3, groups=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.ConvTranspose2d(8, 4, 2, stride=2),
     )
     x = torch.randn(2, 4, 8, 8)
     twin = copy.deepcopy(net).to("simgpu")
@@ -452,5 +458,5 @@ def test_inference_mode():
 
 
 def test_sparse_tensors_are_refused_with_a_reason():
-    with pytest.raises((NotImplementedError, RuntimeError), match="simgpu|sparse|Sparse"):
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"simgpu|sparse|Sparse"):
         torch.eye(3, device="simgpu").to_sparse()

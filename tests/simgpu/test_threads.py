@@ -11,7 +11,9 @@ def in_time(run_python):
     """Runs code that used to hang with a broken lock order; its own watchdog gives a traceback of every thread."""
 
     def run(code: str) -> str:
-        return run_python("import faulthandler; faulthandler.dump_traceback_later(200, exit=True)\n" + code, timeout=230)
+        return run_python(
+            "import faulthandler; faulthandler.dump_traceback_later(200, exit=True)\n" + code, timeout=230
+        )
 
     return run
 

@@ -161,7 +161,10 @@ def vit():
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.0,
     )
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([1, 3])}
+    return ViTForImageClassification(config), {
+        "pixel_values": torch.randn(2, 3, 16, 16),
+        "labels": torch.tensor([1, 3]),
+    }
 
 
 def token_batch(vocabulary, masked=False):
@@ -201,7 +204,11 @@ def train(make, device, mode="plain", dtype=None, optimizer=torch.optim.AdamW, s
     torch.manual_seed(7)
     losses = []
     for _ in range(steps):
-        saving = torch.autograd.graph.save_on_cpu(pin_memory=device != "cpu") if mode == "save_on_cpu" else contextlib.nullcontext()
+        saving = (
+            torch.autograd.graph.save_on_cpu(pin_memory=device != "cpu")
+            if mode == "save_on_cpu"
+            else contextlib.nullcontext()
+        )
         casting = torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
         with saving, casting:
             loss = loss_of(model, batch)
@@ -234,7 +241,9 @@ def test_every_implementation_of_the_optimizers(optimizer, options):
     assert train(mlp, "simgpu", optimizer=chosen) == train(mlp, "cpu", optimizer=chosen)
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"])
+@pytest.mark.parametrize(
+    "optimizer", ["Adam", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+)
 def test_the_other_optimizers(optimizer):
     chosen = getattr(torch.optim, optimizer)
     assert train(mlp, "simgpu", optimizer=functools.partial(chosen, foreach=True)) == train(

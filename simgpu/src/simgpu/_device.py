@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend
 
 from simgpu import _control
 from simgpu._native import native
@@ -253,7 +254,7 @@ def register() -> None:
         setattr(module, member.__name__, member)
     module._initialized = True  # type: ignore[attr-defined]  # See NOTE [_initialized].
     module._lazy_init = init  # type: ignore[attr-defined]
-    torch._register_device_module("simgpu", module)
-    torch.utils.generate_methods_for_privateuse1_backend(
+    torch._register_device_module("simgpu", module)  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 from simgpu._build import load_native
 
-torch.utils.rename_privateuse1_backend("simgpu")  # before the library, whose registrations use the name
+rename_privateuse1_backend("simgpu")  # before the library, whose registrations use the name
 native: Any = load_native()

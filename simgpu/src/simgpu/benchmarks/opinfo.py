@@ -89,7 +89,9 @@ def _compare(op: Any, sample: Any, expected: Any) -> None:
         _compare_gradients(sample.input, device_input, expected_tensors, actual_tensors)
 
 
-def _compare_gradients(host: Any, device: Any, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> None:
+def _compare_gradients(
+    host: Any, device: Any, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
+) -> None:
     host_leaf, device_leaf = _differentiable(_tensors(host)), _differentiable(_tensors(device))
     host_results, device_results = _differentiable(expected), _differentiable(actual)
     if not (host_leaf and device_leaf and host_results):

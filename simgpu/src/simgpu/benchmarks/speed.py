@@ -48,6 +48,8 @@ def measure_ratio(rounds: int = _ROUNDS) -> tuple[float, float, float]:
 def main() -> int:
     torch.set_num_threads(1)
     cpu_ms, simgpu_ms, ratio = measure_ratio()
-    print(f"training step, 4 layers, width 256, one thread: cpu {cpu_ms:.1f} ms, simgpu {simgpu_ms:.1f} ms, {ratio:.3f}x")
+    print(
+        f"training step, 4 layers, width 256, one thread: cpu {cpu_ms:.1f} ms, simgpu {simgpu_ms:.1f} ms, {ratio:.3f}x"
+    )
     print(f"bar {BAR}x: {'met' if ratio <= BAR else 'MISSED'}")
     return int(ratio > BAR)
