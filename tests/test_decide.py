@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -151,7 +152,7 @@ models = st.lists(blocks, min_size=1, max_size=6).map(lambda found: {f"b.{i}": b
 def test_a_larger_budget_never_gives_a_slower_plan(found: dict[str, Block], budgets: list[int]) -> None:
     profile = profile_of(found)
     plans = [decide(profile, HARDWARE, with_budget(budget * MB), raise_if_unfit=False) for budget in sorted(budgets)]
-    for tighter, looser in zip(plans, plans[1:], strict=False):
+    for tighter, looser in itertools.pairwise(plans):
         assert looser.fits >= tighter.fits
         if tighter.fits:
             assert looser.predicted_slowdown <= tighter.predicted_slowdown

@@ -92,11 +92,13 @@ class LiveBytes(TorchDispatchMode):
             return
         if _torch_private.device_type_of(tensor) != self.device_type:
             return
-        if hasattr(tensor, "__tensor_flatten__") and not _has_own_storage(tensor):
+        if hasattr(tensor, "__tensor_flatten__"):
+            # A wrapper subclass shows a storage of its nominal size; its bytes are in the tensors that it holds.
             names = tensor.__tensor_flatten__()[0]
             self.see_all([getattr(tensor, name) for name in names], kind)
             return
         if tensor.layout is not torch.strided:
+            self.see_all(_parts_of_sparse(tensor), kind)
             return
         storage = tensor.untyped_storage()
         with self._lock:
@@ -143,9 +145,13 @@ class LiveBytes(TorchDispatchMode):
             self.peak_bytes, self.peak_by_kind = self.total_bytes, dict(self.by_kind)
 
 
-def _has_own_storage(tensor: torch.Tensor) -> bool:
-    """Wrapper subclasses show an empty storage; their bytes are in the tensors that they hold."""
-    return tensor.untyped_storage().nbytes() > 0
+def _parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a sparse tensor consists of; other layouts hide their storages."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout is torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,7 +229,8 @@ class _Timeline(LiveBytes):
         super().__init__(device_type, rounding_bytes)
         self.measurement = Measurement(device_type)
         self._start = time.perf_counter()
-        self._known_parameters: set[int] = set()
+        # With their weak references, because ids come back.
+        self._known_parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._undo = contextlib.ExitStack()
 
     def _count(self, kind: Kind, num_bytes: int) -> None:
@@ -252,9 +259,10 @@ class _Timeline(LiveBytes):
 
     def _see_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            if id(parameter) in self._known_parameters:
+            known = self._known_parameters.get(id(parameter))
+            if known is not None and known() is parameter:
                 continue
-            self._known_parameters.add(id(parameter))
+            self._known_parameters[id(parameter)] = weakref.ref(parameter)
             self.see(parameter, "parameters")
             if parameter.grad is not None:
                 self.see(parameter.grad, "gradients")
@@ -264,9 +272,12 @@ class _Timeline(LiveBytes):
 
     def _see_stranger(self, tensor: torch.Tensor) -> None:
         """A tensor from before the context: "other", unless its storage is known already."""
-        if _torch_private.is_fake(tensor) or tensor.layout is not torch.strided:
+        if _torch_private.is_fake(tensor):
             return
-        if _torch_private.storage_key(tensor.untyped_storage()) not in self._entries:
+        if tensor.layout is not torch.strided:
+            for part in _parts_of_sparse(tensor):
+                self._see_stranger(part)
+        elif _torch_private.storage_key(tensor.untyped_storage()) not in self._entries:
             self.see(tensor, "other")
 
     def _see_gradient(self, parameter: torch.Tensor) -> None:
