@@ -127,3 +127,23 @@ def cast_optimizer_value(
     """A loaded state tensor as the optimizer's `load_state_dict` would cast and move it."""
     cast: torch.Tensor = optimizer._process_value_according_to_param_policy(parameter, value, key, groups, name)
     return cast
+
+
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor over this storage that is no view of another tensor."""
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    if not is_fake(tensor):
+        return tensor.set_(storage, offset, shape, stride)
+    mode = fake_mode_of(tensor)  # its cache would keep the storage
+    cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        return tensor.set_(storage, offset, shape, stride)
+    finally:
+        mode.cache_enabled = cached

@@ -38,9 +38,8 @@ from memscale import _torch_private
 from memscale._errors import PlanError
 from memscale._patching import ForwardOverride
 from memscale._plan import OffloadActivations
-from memscale.techniques.offload.homes import alias
 from memscale.techniques.offload.stores import Layout, Ticket, can_store
-from memscale.techniques.offload.transfers import Arrival, Transfers
+from memscale.techniques.offload.transfers import Arrival, Transfers, TransferStats
 
 MIN_TENSOR_BYTES = 1024 * 1024
 PREFETCH_BYTES = 64 * 1024 * 1024
@@ -83,7 +82,7 @@ class Handle:
     def over(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """The tensor, over a storage that begins at that byte of the original one."""
         offset = self.offset - start // self.dtype.itemsize
-        return alias(storage, self.dtype, self.device, offset, self.shape, self.stride)
+        return _torch_private.tensor_over(storage, self.dtype, self.device, offset, self.shape, self.stride)
 
     def refuse_changed(self) -> None:
         """See NOTE [changed in place]."""
@@ -147,6 +146,9 @@ class Pass:
 
 @dataclasses.dataclass(slots=True)
 class ActivationStats:
+    """What was offloaded so far."""
+
+    transfers: TransferStats
     num_saved: int = 0
     """Tensors that the planned layers saved and that wait in the store."""
     num_sent: int = 0
@@ -166,7 +168,7 @@ class Offloader:
         self.transfers = transfers
         self.min_tensor_bytes = min_tensor_bytes
         self.prefetch_bytes = prefetch_bytes if transfers.asynchronous else 0
-        self.stats = ActivationStats()
+        self.stats = ActivationStats(transfers.stats)
         self._known: dict[Key, weakref.ref[Stretch]] = {}
         self._sent: list[tuple[int, weakref.ref[Stretch]]] = []
         self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
@@ -203,7 +205,7 @@ class Offloader:
         stretch = known() if known is not None else None
         if stretch is not None and stretch.storage() is storage:
             return stretch
-        line = alias(storage, torch.uint8, tensor.device, start, (end - start,), (1,))
+        line = _torch_private.tensor_over(storage, torch.uint8, tensor.device, start, (end - start,), (1,))
         ticket = self.transfers.send(line)
         if not self.transfers.asynchronous:
             self.transfers.wait_sent(ticket)
@@ -222,7 +224,7 @@ class Offloader:
             tensor: torch.Tensor = packed
             return tensor
         packed.refuse_changed()
-        with self._lock:
+        with self._lock, torch.no_grad():
             current = self._pass()
             storage = packed.stretch.storage()
             start = 0

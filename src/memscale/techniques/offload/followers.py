@@ -64,7 +64,7 @@ class Followers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter) if self._is_ours(parameter) else None
-                for name, value in [*state.items()] if isinstance(state, dict) else ():
+                for name, value in [*state.items()] if type(state) is dict else ():
                     if isinstance(value, torch.Tensor) and not _is_in_place(name, value, parameter, group):
                         optimizer.state[parameter][name] = value.to(parameter.device)
 

@@ -221,28 +221,16 @@ def _tensor_over(memory: torch.Tensor, ticket: Ticket, layout: Layout) -> torch.
     buffer = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
     weakref.finalize(buffer, _let_go, memory, ticket).atexit = False
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    return alias(storage, layout.dtype, CPU, 0, layout.shape, layout.stride)
+    return _torch_private.tensor_over(storage, layout.dtype, CPU, 0, layout.shape, layout.stride)
 
 
 def _let_go(memory: torch.Tensor, ticket: Ticket) -> None:
     """Dropping the references is all: a ticket that dies unfreed is swept by its store."""
 
 
-def alias(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    device: torch.device,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> torch.Tensor:
-    """A tensor over this storage that is no view of another tensor."""
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
-
-
 def unviewed(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that is no view: what a custom autograd function may return as its own."""
-    return alias(
+    return _torch_private.tensor_over(
         tensor.untyped_storage(),
         tensor.dtype,
         tensor.device,
@@ -270,12 +258,14 @@ def _relocate_shared(group: list[torch.Tensor], device: torch.device) -> None:
     starts = [int(tensor.storage_offset()) * tensor.dtype.itemsize for tensor in group]
     ends = [s + Layout.of(t).span * t.dtype.itemsize for s, t in zip(starts, group, strict=True)]
     first, num_bytes = min(starts), max(ends) - min(starts)
-    source = alias(group[0].untyped_storage(), torch.uint8, group[0].device, first, (num_bytes,), (1,))
+    source = _torch_private.tensor_over(
+        group[0].untyped_storage(), torch.uint8, group[0].device, first, (num_bytes,), (1,)
+    )
     line = torch.empty(num_bytes, dtype=torch.uint8, device=device).copy_(source)
     for tensor, start in zip(group, starts, strict=True):
         offset = (start - first) // tensor.dtype.itemsize
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        _put(tensor, alias(line.untyped_storage(), tensor.dtype, device, offset, shape, stride))
+        _put(tensor, _torch_private.tensor_over(line.untyped_storage(), tensor.dtype, device, offset, shape, stride))
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -52,8 +52,8 @@ from memscale.techniques.offload.homes import (
     unviewed,
 )
 from memscale.techniques.offload.host import HostStore
-from memscale.techniques.offload.stores import Layout, ShapeStore, Store, Ticket
-from memscale.techniques.offload.transfers import Arrival, Transfers, order
+from memscale.techniques.offload.stores import Layout, ShapeStore, Store, StoreCounters, Ticket
+from memscale.techniques.offload.transfers import Arrival, Transfers, TransferStats, order
 
 GRADIENT_WINDOW_BYTES = 32 * 1024 * 1024
 """Gradients on their way home that may still occupy the device."""
@@ -311,6 +311,11 @@ class Expectation:
 
 @dataclasses.dataclass(slots=True)
 class StreamStats:
+    """What was streamed so far."""
+
+    transfers: TransferStats
+    pinned: StoreCounters
+    """Homes and gradients on their way; 0 without overlap, when both are in plain memory."""
     num_visits: int = 0
     num_hits: int = 0
     """Visits that had been fetched ahead or kept."""
@@ -326,7 +331,7 @@ class Streamer:
         self.overlaps = overlaps
         self.prefetch_depth = prefetch_depth if overlaps else 0
         self.homes = Homes(device, self.store if overlaps or not self.store.keeps_bytes else None)
-        self.stats = StreamStats()
+        self.stats = StreamStats(transfers.stats, self.store.counters)
         # Makes checkpoint save this device's random state, whatever the layer's arguments are.
         self.anchor = torch.empty(0, device=device)
         self.layers: list[weakref.ref[StreamedForward]] = []
@@ -506,6 +511,7 @@ def attach(
 ) -> Streamer:
     """Stream the parameters of these layers until undone. Everything else of the model is placed on `device`."""
     modules = _find(actions, model)
+    device = torch.empty(0, device=device).device  # with its index, as tensors show it
     is_fake = any(_torch_private.is_fake(parameter) for parameter in model.parameters())
     if device.type == "cpu" and not is_fake:
         raise PlanError("parameters are streamed between the host and an accelerator; this plan computes on the CPU")
