@@ -8,6 +8,7 @@ end of forward, every backward position with its recompute, and the optimizer st
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Literal, get_args
 
@@ -102,16 +103,20 @@ class CostModel:
         self.hardware = hardware
         self.overlaps = overlaps
         self.blocks: dict[str, Layer] = {layer.module_fqn: layer for layer in profile.layers if layer.is_block}
-        traces = {"keep": profile.plain, **profile.variants}
-        shape = _shape(profile.plain)
-        self._whole = {name: trace for name, trace in traces.items() if _shape(trace) != shape}
-        owners, spans = _spans([self._owner(segment) for segment in profile.plain.segments])
-        self._owners = owners
-        self._stretches = {
-            name: [self._merge(trace.segments[start:end]) for start, end in spans]
-            for name, trace in traces.items()
-            if name not in self._whole
-        }
+        self._owners = self._runs(profile.plain)[0]
+        self._whole: dict[str, StepTrace] = {}
+        self._stretches: dict[str, list[_Stretch]] = {}
+        for name, trace in {"keep": profile.plain, **profile.variants}.items():
+            owners, stretches = self._runs(trace)
+            if owners == self._owners:
+                self._stretches[name] = stretches
+            else:
+                self._whole[name] = trace
+
+    def _runs(self, trace: StepTrace) -> tuple[list[str], list[_Stretch]]:
+        """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
+        runs = [(owner, tuple(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
+        return [owner for owner, _ in runs], [self._merge(segments) for _, segments in runs]
 
     def _owner(self, segment: Segment) -> str:
         return segment.module_fqn if segment.module_fqn in self.blocks else ""
@@ -267,14 +272,3 @@ class CostModel:
     def _segments(self, module_fqn: str, treatment: Treatment, phase: str | None) -> list[Segment]:
         trace = self.profile.plain if treatment == "keep" else self.profile.variants[treatment]
         return [s for s in trace.segments if s.module_fqn == module_fqn and phase in (None, s.phase)]
-
-
-def _shape(trace: StepTrace) -> list[tuple[str, str]]:
-    return [(segment.phase, segment.module_fqn) for segment in trace.segments]
-
-
-def _spans(owners: list[str]) -> tuple[list[str], list[tuple[int, int]]]:
-    """Runs of equal owners: who, and from where to where."""
-    starts = [index for index, owner in enumerate(owners) if index == 0 or owner != owners[index - 1]]
-    ends = [*starts[1:], len(owners)]
-    return [owners[start] for start in starts], list(zip(starts, ends, strict=True))
