@@ -11,7 +11,8 @@ import memscale
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 torch.manual_seed(0)
 
-model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=512, n_positions=128)).to(device)
+config = GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=512, n_positions=128, bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(config).to(device)
 tokens = torch.randint(512, (4, 128), device=device)  # stands for your data
 batch = {"input_ids": tokens, "labels": tokens}
 

@@ -249,7 +249,7 @@ def _progress(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Others' chatter is not ours to print: `transformers`' advice, and torch's traceback of a shape that does not fit."""
+    """Others' chatter is not ours to print: advice of `transformers`, torch's traceback of shapes that do not fit."""
     from memscale import zoo
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
