@@ -26,15 +26,16 @@ class Attached:
     """Tiling on a model, as the executor would put it there; for rehearsals, and as a context."""
 
     def __init__(self, model: nn.Module, *actions: Any) -> None:
-        self.undo = contextlib.ExitStack()
-        for action in actions:
-            match action:
-                case TileHead():
-                    attach_head(action, model, self.undo)
-                case TileMlp():
-                    attach_mlp(action, model, self.undo)
-                case TileAttention():
-                    attach_attention(action, model, self.undo)
+        with contextlib.ExitStack() as undo:
+            for action in actions:
+                match action:
+                    case TileHead():
+                        attach_head(action, model, undo)
+                    case TileMlp():
+                        attach_mlp(action, model, undo)
+                    case TileAttention():
+                        attach_attention(action, model, undo)
+            self.undo = undo.pop_all()
 
     def detach(self) -> None:
         self.undo.close()
