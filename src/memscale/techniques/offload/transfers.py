@@ -118,6 +118,7 @@ class Transfers:
         self._in_flight: collections.deque[_Sent] = collections.deque()
         self._in_flight_bytes = 0
         self._write_jobs: collections.deque[Job] = collections.deque()
+        self._read_jobs: set[Job] = set()
         self._lock = threading.RLock()
         self._orders = itertools.count()
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
@@ -274,12 +275,12 @@ class Transfers:
                 store.counters.bytes_out += ticket.num_bytes
             else:
                 arrival.staged = staged
-                arrival.job = self._submit(ticket, ticket.write_job, self._read_staged, ticket, staged)
+                arrival.job = self._submit_read(ticket, self._read_staged, ticket, staged)
                 staged.jobs.append(arrival.job)
         elif store.in_memory:
             self._fetch_now(ticket, target)
         else:
-            arrival.job = self._submit(ticket, ticket.write_job, store.read, ticket, [target])
+            arrival.job = self._submit_read(ticket, store.read, ticket, [target])
 
     def _copy_in(self, spot: Ticket, arrival: Arrival) -> None:
         """From the spot's host memory to the device, on the in stream."""
@@ -327,11 +328,11 @@ class Transfers:
             self._write_jobs.remove(ticket.write_job)  # type: ignore[arg-type]
 
     def settle(self) -> None:
-        """All that was sent is in the store, and no source is held any more. Raises what a thread's write raised."""
+        """All that was sent is in the store, no source is held, no thread is busy. Raises what a write raised."""
         with self._lock:
             self._trim(0)
             jobs, self._write_jobs = [*self._write_jobs], collections.deque()
-            self._blocking(concurrent.futures.wait, jobs)
+            self._blocking(concurrent.futures.wait, [*jobs, *self._read_jobs])
             self.store.sweep()
         for job in jobs:
             job.result()
@@ -371,6 +372,12 @@ class Transfers:
         ticket.jobs = [job for job in ticket.jobs if not job.done()]
         job = self._threads.submit(_run_after, [*ticket.jobs], needed, function, *args)
         ticket.jobs.append(job)
+        return job
+
+    def _submit_read(self, ticket: Ticket, function: Callable[..., None], *args: Any) -> Job:
+        job = self._submit(ticket, ticket.write_job, function, *args)
+        self._read_jobs.add(job)
+        job.add_done_callback(self._read_jobs.discard)
         return job
 
     def _note_write(self, ticket: Ticket, job: Job) -> None:
