@@ -272,14 +272,13 @@ def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, 
     return executor
 
 
-def execution_settings(config: Config, device: torch.device) -> ExecutionSettings:
-    host = config.max_cpu_offload_gb
+def execution_settings(config: Config, device: torch.device, hardware: Hardware | None = None) -> ExecutionSettings:
     return ExecutionSettings(
         device=device,
         verify=config.verify_correctness,
         asynchronous=config.async_offload,
         async_config=config.async_config or AsyncOffloadConfig(),
-        host_budget_bytes=None if host is None else int(host * 1e9),
+        host_budget_bytes=None if hardware is None else full_budget(hardware, config).host_bytes,
         offload_dir=config.offload_dir,
     )
 
@@ -340,12 +339,14 @@ def _attach(
     if earlier is not None:
         logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
         earlier.detach()
-    executor = Executor(model, execution_settings(config, device_of(model, config)), optimizer)
+    device = device_of(model, config)
+    hardware = Hardware.detect(device, config.offload_dir)
+    executor = Executor(model, execution_settings(config, device, hardware), optimizer)
     try:
         executor.adopt()
         console.open_log(config, executor.on_detach)
         if config.enable_logging:
-            console.show_hardware(Hardware.detect(device_of(model, config), config.offload_dir))
+            console.show_hardware(hardware)
         planner = _Planner(executor, config, optimizer if optimizer is not None else "adamw")
         if inputs is None and derive:
             inputs = derive_inputs(model)

@@ -17,6 +17,7 @@ from typing_extensions import assert_never
 from memscale import _torch_private
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import PlanError
+from memscale._malloc import return_freed_memory
 from memscale._patching import EXECUTOR_ATTRIBUTE, keep_copies_clean, set_attribute
 from memscale._plan import (
     Action,
@@ -112,6 +113,8 @@ class Executor:
         with contextlib.ExitStack() as undo:
             undo.callback(self._recomputed.clear)
             undo.callback(self._transfers.clear)
+            if actions and self._device().type == "cpu" and not self._is_fake():
+                return_freed_memory(undo)
             self._place(actions, undo)
             for action in sorted(actions, key=_is_around_blocks):
                 self._attach_one(action, undo)
