@@ -8,7 +8,8 @@ trainer does already is recognised: under `gradient_checkpointing` nothing is ch
 the trainer's autocast and scaler stay in charge. Peak memory, reduction and samples per second appear in its logs.
 
 On an accelerator the peak is the allocator's. A CPU keeps no such counter, so one step is measured: the second, when
-optimizer state exists (the first, if there is only one).
+optimizer state exists. It counts the model, its gradients and optimizer state, and
+all that the step computes; tensors of others in the same process are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
-from memscale._memory import measure
+from memscale._memory import LiveBytes
 from memscale._patching import OwnHook
 
 logger = logging.getLogger("memscale")
@@ -107,7 +108,7 @@ class _Session:
         callbacks, callback = self.trainer.callback_handler.callbacks, _Callback(self)
         callbacks.insert(0, callback)
         self._undo.callback(_remove, callbacks, callback)
-        replacement = _Train(self, vars(self.trainer).get("train"))
+        replacement = _Train(self, self.trainer)
         vars(self.trainer)["train"] = replacement
         self._undo.callback(_restore_train, self._trainer, replacement)
 
@@ -132,7 +133,7 @@ class _Session:
         if self.executor is None or inner is not self.optimizer or model is not self._wrapped_model():
             self.attach_to(model, inner)
         self._load_state()
-        self.meter.begin(next((p.device.type for p in model.parameters()), "cpu"))
+        self.meter.begin(model, inner)
 
     def _wrapped_model(self) -> nn.Module | None:
         return getattr(self.executor, "model", None)
@@ -159,8 +160,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         self.session.begin(kwargs["model"], kwargs.get("optimizer"))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        is_second = self.session.meter.num_steps == 1 or state.max_steps - state.global_step == 1
-        self.session.meter.step_begins(is_measured=is_second)
+        self.session.meter.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.session.meter.step_ends()
@@ -185,6 +185,8 @@ class _Meter:
     """Samples, seconds and bytes of training, as they really were."""
 
     def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._optimizer: Optimizer | None = None
         self.device_type = "cpu"
         self.num_steps = 0
         self.num_samples = 0
@@ -192,28 +194,40 @@ class _Meter:
         self._seconds = 0.0
         self._mark = 0.0
         self._measuring = contextlib.ExitStack()
-        self._measured: Any = None
+        self._books: LiveBytes | None = None
 
-    def begin(self, device_type: str) -> None:
+    def begin(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self.stop()
         self.__init__()  # type: ignore[misc]  # every training starts from nothing
-        self.device_type = device_type
+        self._model, self._optimizer = weakref.ref(model), optimizer
+        self.device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._mark = time.perf_counter()
-        if device_type != "cpu":
+        if self.device_type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
 
-    def step_begins(self, *, is_measured: bool) -> None:
-        if is_measured and self.device_type == "cpu" and self.peak_bytes is None:
-            self._measured = self._measuring.enter_context(measure("cpu"))
-            self._mark = time.perf_counter()  # finding what lives is not training
+    def step_begins(self) -> None:
+        if self.num_steps == 1 and self.device_type == "cpu":
+            self._books = LiveBytes("cpu", 1)
+            self._books.see_all(self._resident(), "other")
+            self._measuring.enter_context(self._books)
+
+    def _resident(self) -> list[Any]:
+        model = self._model() if self._model is not None else None
+        parameters = list(model.parameters()) if model is not None else []
+        return [
+            parameters,
+            [parameter.grad for parameter in parameters],
+            list(model.buffers()) if model is not None else [],
+            list(self._optimizer.state.values()) if self._optimizer is not None else [],
+        ]
 
     def step_ends(self) -> None:
         self.num_steps += 1
         now = time.perf_counter()
         self._seconds, self._mark = self._seconds + now - self._mark, now
-        if self._measured is not None:
+        if self._books is not None:
             self._measuring.close()
-            self.peak_bytes, self._measured = self._measured.peak_bytes, None
+            self.peak_bytes, self._books = self._books.peak_bytes, None
 
     def pause_ends(self) -> None:
         """An evaluation or a save is over; it was no training."""
@@ -222,7 +236,7 @@ class _Meter:
     def stop(self) -> None:
         """Leave no measurement open, whatever happened."""
         self._measuring.close()
-        self._measured = None
+        self._books = None
 
     def figures(self, executor: Attached | None) -> dict[str, float]:
         """What goes into the trainer's logs."""
@@ -255,12 +269,13 @@ class _Feeder(OwnHook):
 class _Train:
     """Stands in for `trainer.train`: knows from where it resumes, and leaves no measurement open if it fails."""
 
-    def __init__(self, session: _Session, replaced: Any) -> None:
+    def __init__(self, session: _Session, trainer: Trainer) -> None:
         self.session = session
-        self.replaced = replaced
+        self.trainer = trainer  # like a bound method: `wrap(Trainer(...)).train()` has no other reference
+        self.replaced = vars(trainer).get("train")
 
     def __call__(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        trainer = self.session.trainer
+        trainer = self.trainer
         if resume_from_checkpoint is True:
             self.session.resume_from = get_last_checkpoint(trainer.args.output_dir)
         elif resume_from_checkpoint:

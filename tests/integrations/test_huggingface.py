@@ -1,0 +1,390 @@
+"""The real Trainer, plain and wrapped: the same training, checkpoints that resume, and a trainer left as it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import memscale
+from memscale import _api
+from memscale._execute import executor_of
+from memscale._plan import Checkpoint
+from memscale.integrations.huggingface import STATE_FILE, _Callback, wrap_trainer
+
+VOCABULARY, LENGTH = 64, 16
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress bar of `save_pretrained` would start a thread that stays."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+
+
+def attach_later(model: nn.Module, config: memscale.Config, optimizer: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_api, "derive_inputs", lambda model: None)
+        return _api._attach(model, config, None, optimizer)
+
+
+def wrap(trainer: Trainer, **fields: Any) -> Trainer:
+    options = {"mode": "conservative", "force_optimize": True, "enable_logging": False, **fields}
+    return wrap_trainer(trainer, memscale.Config(**options), attach_later)
+
+
+def samples(count: int, length: int = LENGTH, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(VOCABULARY, (count, length), generator=generator)
+    return [{"input_ids": row, "labels": row.clone()} for row in rows]
+
+
+def build() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def make_trainer(directory: pathlib.Path, data: Any = None, *, model: Any = None, **options: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "learning_rate": 1e-2,
+    }
+    callbacks = options.pop("callbacks", None)
+    model_init = options.pop("model_init", None)
+    return Trainer(
+        model=None if model_init is not None else (model if model is not None else build()),
+        args=TrainingArguments(**{**arguments, **options}),
+        train_dataset=data if data is not None else samples(32),
+        eval_dataset=samples(6, seed=9),
+        callbacks=callbacks,
+        model_init=model_init,
+    )
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_same_training(ours: Trainer, theirs: Trainer) -> None:
+    assert losses(ours) == losses(theirs)
+    assert losses(ours)
+    norms = [[entry["grad_norm"] for entry in t.state.log_history if "loss" in entry] for t in (ours, theirs)]
+    assert norms[0] == norms[1]
+    for (name, a), (_, b) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def checkpointed_blocks(trainer: Trainer) -> list[str]:
+    plan = executor_of(trainer.model).plan
+    return [action.module_fqn for action in plan.actions if isinstance(action, Checkpoint)]
+
+
+# ---- the same training
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_same_training(tmp_path, accumulation):
+    options = {"gradient_accumulation_steps": accumulation, "warmup_steps": 2, "weight_decay": 0.1}
+    plain = make_trainer(tmp_path, **options)
+    plain.train()
+    ours = wrap(make_trainer(tmp_path, **options))
+    ours.train()
+    assert_same_training(ours, plain)
+    assert checkpointed_blocks(ours)
+    assert executor_of(ours.model).stats().num_recomputes > 0
+
+
+def test_evaluate_and_predict(tmp_path):
+    plain = make_trainer(tmp_path)
+    plain.train()
+    ours = wrap(make_trainer(tmp_path))
+    ours.train()
+    assert ours.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert (ours.predict(samples(6)).predictions == plain.predict(samples(6)).predictions).all()
+
+
+def test_it_returns_the_trainer(tmp_path):
+    trainer = make_trainer(tmp_path)
+    model = trainer.model
+    assert wrap(trainer) is trainer
+    assert trainer.model is model
+
+
+# ---- planned from the real batch
+
+
+def test_the_plan_is_for_the_real_batch_and_optimizer(tmp_path):
+    trainer = wrap(make_trainer(tmp_path, optim="sgd", max_steps=1))
+    assert executor_of(trainer.model).plan is None
+    trainer.train()
+    plan = executor_of(trainer.model).plan
+    assert any(f"({4}, {LENGTH})" in text or f"{4}x{LENGTH}" in text or "[4, 16]" in text for text in plan.inputs)
+    assert "sgd" in plan.optimizer_name.lower()
+
+
+def test_a_longer_batch_is_planned_again(tmp_path):
+    data = samples(4) + samples(4, length=32)
+    trainer = wrap(make_trainer(tmp_path, data, max_steps=2, train_sampling_strategy="sequential"))
+    trainer.train()
+    assert any("32" in text for text in executor_of(trainer.model).plan.inputs)
+
+
+class Endless(IterableDataset):
+    """Can be read only once; reading ahead would change the training."""
+
+    def __init__(self) -> None:
+        self.rows = iter(samples(64))
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+
+def test_a_stream_of_data_is_not_read_ahead(tmp_path):
+    plain = make_trainer(tmp_path, Endless())
+    plain.train()
+    ours = wrap(make_trainer(tmp_path, Endless()))
+    ours.train()
+    assert_same_training(ours, plain)
+
+
+def test_a_model_made_by_the_trainer(tmp_path):
+    plain = make_trainer(tmp_path, model_init=build)
+    plain.train()
+    ours = wrap(make_trainer(tmp_path, model_init=build))
+    ours.train()
+    assert_same_training(ours, plain)
+    assert checkpointed_blocks(ours)
+
+
+# ---- what the trainer does already
+
+
+def test_the_trainers_checkpointing_is_not_doubled(tmp_path, caplog):
+    plain = make_trainer(tmp_path, gradient_checkpointing=True)
+    plain.train()
+    with caplog.at_level(logging.INFO, logger="memscale"):
+        ours = wrap(make_trainer(tmp_path, gradient_checkpointing=True))
+    ours.train()
+    assert_same_training(ours, plain)
+    assert not checkpointed_blocks(ours)
+    assert "does not checkpoint again" in caplog.text
+
+
+def test_the_trainers_bf16_is_not_doubled(tmp_path, caplog):
+    plain = make_trainer(tmp_path, bf16=True, max_steps=2)
+    plain.train()
+    with caplog.at_level(logging.INFO, logger="memscale"):
+        ours = wrap(make_trainer(tmp_path, bf16=True, max_steps=2), use_mixed_precision=True)
+    ours.train()
+    assert_same_training(ours, plain)
+    assert "bf16: its autocast stays in charge" in caplog.text
+    assert not any(type(action).__name__ == "MixedPrecision" for action in executor_of(ours.model).plan.actions)
+
+
+class CacheWatcher(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def watch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.seen.append((module.training, kwargs.get("use_cache")))
+
+
+def test_no_key_value_cache_in_training(tmp_path):
+    trainer, watcher = make_trainer(tmp_path, max_steps=1, use_cache=True), CacheWatcher()
+    handle = trainer.model.transformer.register_forward_pre_hook(watcher.watch, with_kwargs=True)
+    wrap(trainer, mode="conservative", force_optimize=False)  # nothing to do: only the cache is left out
+    trainer.train()
+    trainer.evaluate()
+    handle.remove()
+    assert (True, False) in watcher.seen
+    assert all(use_cache is not False for training, use_cache in watcher.seen if not training)
+    assert trainer.model.config.use_cache is True
+
+
+# ---- logs
+
+
+class Reporter(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+def test_figures_in_the_trainers_logs(tmp_path):
+    reporter = Reporter()
+    trainer = wrap(make_trainer(tmp_path, callbacks=[reporter], eval_strategy="steps", eval_steps=2))
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    baseline = executor_of(trainer.model).plan.baseline_peak_bytes
+    assert "memscale_peak_gb" not in steps[0], "the first step is not the one that is measured"
+    for entry in steps[1:]:
+        assert entry["memscale_samples_per_second"] > 0
+        assert entry["memscale_reduction"] == 1 - entry["memscale_peak_gb"] * 1e9 / baseline
+    assert [entry for entry in reporter.seen if "memscale_peak_gb" in entry and "loss" in entry]
+    assert "memscale_peak_gb" in trainer.state.log_history[-1], "the summary has it, too"
+    assert not any("memscale_peak_gb" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
+
+
+def test_the_logged_peak_is_measured_and_as_predicted(tmp_path):
+    options = {"max_steps": 3, "per_device_train_batch_size": 16}
+    trainer = wrap(make_trainer(tmp_path, samples(64, length=64), **options))
+    trainer.train()
+    plan = executor_of(trainer.model).plan
+    logged = trainer.state.log_history[-1]["memscale_peak_gb"] * 1e9
+    memscale.detach(trainer)
+    with memscale.measure("cpu") as measured:
+        trainer.train()
+    others = measured.timeline[0].total_bytes - sum(p.nbytes for p in trainer.model.parameters())
+    assert logged == pytest.approx(plan.predicted_peak_bytes, rel=0.02)
+    assert logged < measured.peak_bytes - others - 500_000
+
+
+def test_real_samples_are_counted(tmp_path):
+    """A last batch that is smaller counts as what it is."""
+    trainer = wrap(make_trainer(tmp_path, samples(10), max_steps=-1, num_train_epochs=2))
+    trainer.train()
+    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, _Callback)]
+    assert callback.session.meter.num_samples == 20
+    assert callback.session.meter.num_steps == 6
+
+
+# ---- save and resume
+
+
+@pytest.mark.parametrize("wrapped_before", [True, False])
+@pytest.mark.parametrize("wrapped_after", [True, False])
+def test_a_run_resumes_bit_for_bit(tmp_path, wrapped_before, wrapped_after):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(tmp_path / "whole", **options)
+    whole.train()
+    first = make_trainer(tmp_path / "parts", **options)
+    if wrapped_before:
+        wrap(first)
+    first.add_callback(StopAt(3))
+    first.train()
+    second = make_trainer(tmp_path / "parts", model=build(), **options)
+    if wrapped_after:
+        wrap(second)
+    second.train(resume_from_checkpoint=True)
+    assert losses(second)[3:] == losses(whole)[3:]
+    assert len(losses(second)) == 6
+    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if state.global_step == self.step:
+            control.should_training_stop = True
+        return control
+
+
+def test_what_the_executor_keeps_is_in_the_checkpoint(tmp_path):
+    """The scale of fp16, say: written by every save, read when the run resumes from it."""
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+
+    def attach(model: nn.Module, config: memscale.Config, optimizer: Any) -> Any:
+        executor = attach_later(model, config, optimizer)
+        executor.state_dict = lambda: {"scale": 128.0}
+        executor.load_state_dict = loaded.append
+        return executor
+
+    loaded: list[Any] = []
+    config = memscale.Config(mode="conservative", enable_logging=False)
+    wrap_trainer(make_trainer(tmp_path, **options), config, attach).train()
+    assert json.loads((tmp_path / "checkpoint-1" / STATE_FILE).read_text()) == {"scale": 128.0}
+    assert loaded == []
+    wrap_trainer(make_trainer(tmp_path, **options), config, attach).train(str(tmp_path / "checkpoint-1"))
+    assert loaded == [{"scale": 128.0}]
+
+
+# ---- everything is undone
+
+
+def trace_of(trainer: Trainer) -> Any:
+    hooks = [(name, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in trainer.model.named_modules()]
+    return (
+        list(trainer.callback_handler.callbacks),
+        sorted(vars(trainer)),
+        sorted(vars(trainer.model)),
+        hooks,
+        trainer.model.config.to_dict(),
+    )
+
+
+@pytest.mark.parametrize("by_model", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_detach_leaves_the_trainer_as_it_was(tmp_path, by_model, trained):
+    plain, trainer = make_trainer(tmp_path), make_trainer(tmp_path)
+    before = [type(callback) for callback in trainer.callback_handler.callbacks]
+    wrap(trainer)
+    if trained:
+        plain.train()
+        trainer.train()
+    memscale.detach(trainer.model if by_model else trainer)
+    assert [type(callback) for callback in trainer.callback_handler.callbacks] == before
+    ours, theirs = trace_of(trainer), trace_of(plain)
+    assert ours[1:4] == theirs[1:4]
+    trainer.train()
+    assert "memscale_peak_gb" not in trainer.state.log_history[-1]
+
+
+def test_wrapping_twice_is_wrapping_once(tmp_path):
+    trainer = wrap(wrap(make_trainer(tmp_path)))
+    assert sum(isinstance(callback, _Callback) for callback in trainer.callback_handler.callbacks) == 1
+    trainer.train()
+    memscale.detach(trainer)
+    assert not any(isinstance(callback, _Callback) for callback in trainer.callback_handler.callbacks)
+    assert "train" not in vars(trainer)
+
+
+class FailAt(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            raise ZeroDivisionError
+
+
+def test_a_training_that_fails_in_its_measured_step_leaves_nothing_open(tmp_path):
+    trainer = wrap(make_trainer(tmp_path, callbacks=[FailAt()]))
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.remove_callback(FailAt)
+    trainer.train()
+    assert "memscale_peak_gb" in trainer.state.log_history[-1]
+
+
+def test_a_trainer_of_ones_own_keeps_its_train(tmp_path):
+    calls = []
+    trainer = make_trainer(tmp_path, max_steps=1)
+    own = lambda *args, **kwargs: calls.append(args) or Trainer.train(trainer, *args, **kwargs)  # noqa: E731
+    trainer.train = own
+    wrap(trainer)
+    trainer.train()
+    assert len(calls) == 1
+    memscale.detach(trainer)
+    assert trainer.train is own
+    del trainer.train
