@@ -94,7 +94,8 @@ def test_odd_models_wrapped(entry: Case) -> None:
 @odd_by_name
 def test_odd_models_planned_at_the_first_forward(entry: Case) -> None:
     _, model = assert_same_training(entry, lambda model: memscale.wrap(model, QUIET))
-    assert model._memscale_executor.plan is not None
+    planned = model._memscale_executor.plan is not None
+    assert planned or entry.name == "empty batch", "nothing can be learned from a batch of nothing"
 
 
 def test_data_dependent_model_planned_at_the_first_forward() -> None:

@@ -31,23 +31,6 @@ class PassThrough(ForwardOverride):
         return self.inner()(*args, **kwargs)
 
 
-class Slotted(TwoLinears):
-    """State outside the instance's dict."""
-
-    __slots__ = ("factor",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 3.0
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state[0])
-        self.factor = state[1]["factor"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.factor
-
-
 class OwnState(TwoLinears):
     """Pickles as it likes: a tuple, without one of its attributes."""
 
@@ -129,7 +112,7 @@ def test_copies_are_plain_and_train_the_same(name: str, way: str) -> None:
 
 
 @by_way
-@pytest.mark.parametrize("block", [Slotted, OwnState, OwnDeepcopy, OwnReduce])
+@pytest.mark.parametrize("block", [OwnState, OwnDeepcopy, OwnReduce])
 def test_modules_that_copy_themselves(block: Any, way: str) -> None:
     entry = Case("own", lambda: Chain(*(block() for _ in range(2))), odd("keywords only").batch, square_loss)
     seed(1)
@@ -171,10 +154,9 @@ def test_symbolically_traced_models_copy_cleanly() -> None:
     inner = torch.fx.symbolic_trace(Chain(*(TwoLinears() for _ in range(2))))
     twin = copy.deepcopy(inner)
     memscale.wrap(inner, QUIET, sample_input=entry.batch(0)["x"])
-    for way in (copy.deepcopy, by_pickle):
-        copied = way(inner)
-        assert_plain(copied)
-        assert_same(train(copied, entry), train(copy.deepcopy(twin), entry))
+    copied = copy.deepcopy(inner)
+    assert_plain(copied)
+    assert_same(train(copied, entry), train(twin, entry))
 
 
 def test_deepcopy_of_a_part() -> None:
@@ -335,7 +317,9 @@ def test_attribute_is_restored_only_if_still_ours() -> None:
 def test_a_wrapped_model_dies_with_its_last_reference(build: Any) -> None:
     """No cycle through us: freed at once, not when the garbage collector happens to run."""
     model = build()
-    batch = torch.randn(4, 3, 8, 8) if isinstance(model, ResNet) else torch.randn(4, 64 if isinstance(model, Mlp) else 16)
+    batch = (
+        torch.randn(4, 3, 8, 8) if isinstance(model, ResNet) else torch.randn(4, 64 if isinstance(model, Mlp) else 16)
+    )
     checkpoint_all(model)
     square_loss(model(batch)).backward()
     reference = weakref.ref(model)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
@@ -66,6 +67,17 @@ def optimizer_cost(
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
+class _AnyValue(TorchFunctionMode):
+    """Reads any fake number as a half: Adafactor and others scale by norms, and bytes do not depend on them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.item, torch.Tensor.__float__) and _torch_private.is_fake(args[0]):
+            return 0.5
+        return func(*args, **(kwargs or {}))
+
+
 class _Twin:
     """The same optimizer over fake parameters, choosing its implementation as the real device would."""
 
@@ -111,7 +123,7 @@ class _Twin:
                 parameter.grad = torch.empty_like(parameter)
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
-            with books:
+            with books, _AnyValue():
                 self.optimizer.step()
                 state_bytes = books.total_bytes - before
                 books.reset_peak()
@@ -129,7 +141,7 @@ class _Twin:
         groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
         bucket = _same_class(self.optimizer, groups)
         books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
-        with self.mode, books:
+        with self.mode, books, _AnyValue():
             bucket.step()
             state_bytes = books.total_bytes
             books.reset_peak()

@@ -27,22 +27,34 @@ def open_log(config: Config, on_detach: Callable[..., Any]) -> None:
     if config.log_file is None:
         return
     try:
-        handler = logging.FileHandler(config.log_file)
+        handler = _LogFile(config.log_file)
     except OSError as error:
         raise ConfigError(f"log_file={config.log_file!r} cannot be written: {error}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.setLevel(logging.INFO)
-    level = logger.level
+    on_detach(_close_log, handler)
+    handler.level_before = next((other.level_before for other in _log_files()), logger.level)
     logger.addHandler(handler)
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
-    on_detach(_close_log, handler, level)
 
 
-def _close_log(handler: logging.Handler, level: int) -> None:
+class _LogFile(logging.FileHandler):
+    """Our own file; several models may write one each, and be detached in any order."""
+
+    level_before = logging.NOTSET
+    """The logger's level before the first of them."""
+
+
+def _log_files() -> list[_LogFile]:
+    return [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
+
+
+def _close_log(handler: _LogFile) -> None:
     logger.removeHandler(handler)
-    logger.setLevel(level)
     handler.close()
+    if not _log_files():
+        logger.setLevel(handler.level_before)
 
 
 def show_hardware(hardware: Hardware) -> None:
@@ -64,10 +76,10 @@ def _emit(text: str, plan: Plan | None) -> None:
 
 
 def _application_listens() -> bool:
-    """Whether somebody other than our own log file receives the records."""
+    """Whether somebody other than our own log files receives the records."""
     current: logging.Logger | None = logger
     while current is not None:
-        if any(not isinstance(handler, logging.FileHandler) for handler in current.handlers):
+        if any(not isinstance(handler, _LogFile) for handler in current.handlers):
             return True
         current = current.parent if current.propagate else None
     return False

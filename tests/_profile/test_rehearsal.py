@@ -1,0 +1,221 @@
+"""A rehearsal leaves no trace, allocates nothing when fake, and tells segments apart."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config, Hardware, _torch_private
+from memscale._api import make_plan
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks
+from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal, fake_copy, loss_of
+from tests.models import Chain, Mlp, ResNet, TwoLinears, case, odd
+from tests.parity import checkpoint_all
+
+FORCED = Config(force_optimize=True, enable_logging=False)
+
+
+class Marked(nn.Module):
+    """Changes everything about itself that a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ResNet()
+        self.calls, self.last = 0, None
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.total += 1
+        self.total.data.add_(1)
+        result = self.inner(x) * random.random() * numpy.random.randn() * torch.rand(())
+        self.last = result
+        self.new_attribute = 3
+        return result
+
+
+def world(model: nn.Module) -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()],
+        "buffers": {n: (id(b), b._version, b.tolist()) for n, b in model.named_buffers()},
+        "parameters": {n: (id(p), p._version, p.tolist(), id(p.grad)) for n, p in model.named_parameters()},
+        "training": [module.training for module in model.modules()],
+        "hooks": [
+            {name: list(table) for name, table in vars(module).items() if name.endswith("_hooks") and table is not None}
+            for module in model.modules()
+        ],
+        "attributes": [{name: id(value) for name, value in vars(module).items()} for module in model.modules()],
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "empirical"])
+@pytest.mark.parametrize("training", [True, False])
+def test_profiling_leaves_no_trace(static: bool, training: bool) -> None:
+    model = Marked()
+    model.train(training)
+    model.inner.stage1[1].eval()
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    random.random(), numpy.random.randn(), torch.rand(1)
+    before = world(model)
+    hardware = Hardware.detect("cpu")
+    config = FORCED.replace(use_static_profiling=static)
+    plan = make_plan(model, Inputs((torch.randn(4, 3, 8, 8, generator=torch.Generator()),)), config, hardware=hardware)
+    after = world(model)
+    assert plan.profile_source == ("static" if static else "empirical")
+    assert before == after
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "empirical"])
+def test_a_failed_profile_leaves_no_trace(static: bool) -> None:
+    model = Marked()
+    before = world(model)
+    with pytest.raises(memscale.ProfileError):
+        make_plan(model, Inputs((torch.ones(4, 5, 8, 8),)), FORCED.replace(use_static_profiling=static))
+    assert before == world(model)
+
+
+def test_the_planned_inputs_are_not_changed() -> None:
+    x = torch.randn(4, 16, requires_grad=True)
+    version = x._version
+    make_plan(odd("in-place on kept outputs").build(), Inputs((x,)), FORCED.replace(use_static_profiling=False))
+    assert x.grad is None
+    assert x._version == version
+
+
+def test_profiling_under_no_grad() -> None:
+    with torch.no_grad():
+        plan = make_plan(Mlp(depth=2), Inputs((torch.randn(4, 64),)), FORCED)
+    assert plan.baseline_peak_bytes > 0
+
+
+def test_a_model_without_weights_takes_no_memory() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=6))
+    weights = sum(p.nbytes for p in model.parameters())
+    assert weights > 300e6
+    inputs = Inputs(kwargs={"input_ids": torch.zeros(4, 512, dtype=torch.long, device="meta")})
+    before = psutil.Process().memory_info().rss
+    rehearsal = FakeRehearsal(model, inputs, "cpu")
+    with memscale.measure("cpu") as measured:
+        trace = rehearsal.run()
+    grown = psutil.Process().memory_info().rss - before
+    assert trace.peak_bytes > 2e9, "the step would need gigabytes"
+    assert grown < 100e6
+    assert measured.peak_bytes < 10e6
+
+
+def test_a_fake_copy_keeps_sharing_and_takes_no_memory() -> None:
+    model: Any = case("gpt2").build()
+    mode = _torch_private.fake_tensor_mode()
+    fake: Any = fake_copy(model, mode, torch.device("cpu"))
+    assert fake.lm_head.weight is fake.transformer.wte.weight
+    assert all(_torch_private.is_fake(tensor) for tensor in [*fake.parameters(), *fake.buffers()])
+    assert [n for n, _ in fake.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert [p.requires_grad for p in fake.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert not any(_torch_private.is_fake(tensor) for tensor in model.parameters())
+
+
+def test_a_fake_copy_of_a_model_that_holds_results() -> None:
+    """Non-leaf tensors cannot be deep-copied; as attributes they are replaced like all others."""
+    model = Marked()
+    model(torch.randn(2, 3, 8, 8))
+    assert model.last is not None
+    fake: Any = fake_copy(model, _torch_private.fake_tensor_mode(), torch.device("cpu"))
+    assert _torch_private.is_fake(fake.last)
+
+
+# ---- what a rehearsal shows
+
+
+def test_segments_cover_the_step() -> None:
+    model = case("gpt2").build()
+    rehearsal = FakeRehearsal(model, Inputs.from_sample(case("gpt2").batch(0)), "cpu")
+    trace = rehearsal.run()
+    for fqn in find_blocks(model):
+        phases = [s.phase for s in trace.segments if s.module_fqn == fqn]
+        assert phases == ["forward", "backward"]
+    unique = {id(p): p for p in model.parameters()}.values()
+    assert trace.end_bytes == sum(p.nbytes for p in unique), "what a step leaves behind is the gradients"
+    assert trace.peak_bytes >= trace.end_bytes
+    assert all(s.peak_bytes >= max(0, s.net_bytes) for s in trace.segments)
+    assert rehearsal.num_calls["transformer.h.0"] == 1
+
+
+def test_a_layer_called_many_times_is_counted_as_often() -> None:
+    rehearsal = FakeRehearsal(case("albert").build(), Inputs.from_sample(case("albert").batch(0)), "cpu")
+    rehearsal.run()
+    assert 6 in rehearsal.num_calls.values()
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "llama", "nested"])
+def test_fake_and_real_rehearsals_agree_to_the_byte(name: str) -> None:
+    entry = case(name)
+    inputs = Inputs.from_sample(entry.batch(0))
+    fake = FakeRehearsal(entry.build(), inputs, "cpu").run()
+    real = RealRehearsal(entry.build(), inputs, torch.device("cpu"), 1).run()
+    assert fake.peak_bytes == real.peak_bytes
+    assert fake.end_bytes == real.end_bytes
+    assert [dataclasses.astuple(s)[:4] for s in fake.segments] == [dataclasses.astuple(s)[:4] for s in real.segments]
+
+
+def test_a_rehearsal_takes_off_what_it_attached() -> None:
+    model = Chain(TwoLinears(), TwoLinears())
+    rehearsal = FakeRehearsal(model, Inputs((torch.ones(8, 16),)), "cpu")
+    plain = rehearsal.run()
+    treated = rehearsal.run(checkpoint_all)
+    assert treated != plain
+    assert rehearsal.run() == plain
+
+
+def test_a_wrapped_model_is_rehearsed_plain() -> None:
+    model = Chain(TwoLinears(), TwoLinears())
+    inputs = Inputs((torch.ones(8, 16),))
+    plain = FakeRehearsal(copy.deepcopy(model), inputs, "cpu").run()
+    checkpoint_all(model)
+    assert FakeRehearsal(model, inputs, "cpu").run() == plain
+
+
+# ---- the loss
+
+
+def test_a_models_own_loss_is_used() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    assert loss_of({"loss": loss, "logits": torch.ones(3)}) is loss
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.ones(2, 3, requires_grad=True),
+        (torch.ones(2, 1000, requires_grad=True), None, "x"),
+        {"a": [torch.ones((), requires_grad=True)]},
+        torch.ones(2, dtype=torch.complex64, requires_grad=True),
+        torch.ones(2, dtype=torch.float64, requires_grad=True),
+        [torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True), torch.ones(3, requires_grad=True)],
+    ],
+)
+def test_any_output_gets_a_stand_in(output: Any) -> None:
+    loss = loss_of(output)
+    assert loss.dim() == 0
+    loss.backward()
+
+
+def test_an_output_without_gradients_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="does not depend"):
+        loss_of(torch.ones(3))
