@@ -29,7 +29,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memscale import _torch_private
 from memscale._patching import ForwardOverride
 from memscale._plan import TileAttention
-from memscale.techniques.tiling.common import TilingError, at_least_one, autocast_now, names, submodule
+from memscale.techniques.tiling.common import (
+    TilingError,
+    at_least_one,
+    autocast_now,
+    draw_noise,
+    dropout_call,
+    dropped,
+    names,
+    submodule,
+)
 
 _MATMULS = frozenset({"matmul", "__matmul__", "bmm"})
 _SOFTMAX = frozenset({"softmax", "_softmax"})
@@ -89,6 +98,9 @@ class ScoreCatcher(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.note_fused()
+        if any(issubclass(kind, LazyScores) for kind in types):
+            # Here, not in the tensor's own method: modes around this one see the operators that come of it.
+            return LazyScores.handle(func, args, kwargs)
         if _name(func) in _MATMULS and self._look_like_scores(args, kwargs):
             return LazyScores.of(self, Steps.of(args[0], args[1]))
         return func(*args, **kwargs)
@@ -262,7 +274,11 @@ class LazyScores(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return cls.handle(func, args, kwargs or {})
+
+    @classmethod
+    def handle(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Metadata are there, steps are noted, everything else is done with the built scores."""
         name = _name(func)
         if name in _METADATA or (name == "__get__" and _shows_metadata(func)):
             with _torch_private.without_torch_function():
@@ -305,8 +321,11 @@ def _follow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if len(places) > 1 or any(isinstance(leaf, LazyScores) for leaf in tree_leaves(kwargs)):
         return None
     rest = (*args[:position], *args[position + 1 :])
-    if func is F.dropout:
-        return _dropped(scores, *rest, **kwargs)
+    dropout = dropout_call(func, args, kwargs)
+    if dropout is not None:
+        return _dropped(func, *dropout)
+    if name == "dropout":
+        return scores  # in evaluation, or with p = 0
     if name in _IN_PLACE and position == 0:
         return _written(scores, name, rest, kwargs)
     if name in _SOFTMAX and not _is_over_keys(scores, rest, kwargs):
@@ -336,20 +355,19 @@ def _written(scores: LazyScores, name: str, rest: Any, kwargs: Any) -> LazyScore
     if not _are_sliceable(scores, rest, kwargs):
         return None
     stepped = _stepped(scores, plain_name, getattr(torch.Tensor, plain_name), rest, kwargs, 0)
-    if stepped is None or stepped.dtype != scores.dtype:
+    if stepped is not None and stepped.dtype != scores.dtype:
+        stepped = _stepped(stepped, "to", torch.Tensor.to, (scores.dtype,), {}, 0)
+    if stepped is None:
         return None
     scores.steps = stepped.steps
     return scores
 
 
-def _dropped(scores: LazyScores, p: float = 0.5, training: bool = True, inplace: bool = False) -> LazyScores | None:
-    if not training or p == 0.0:
-        return scores
+def _dropped(func: Any, scores: Any, p: float, inplace: bool) -> Any:
     if inplace or p == 1.0:
         return None
-    with torch.no_grad():
-        kept = F.dropout(torch.ones(scores.shape, dtype=scores.dtype, device=scores.device), p, True) != 0
-    return LazyScores.of(scores.catcher, scores.steps.drop(kept, p), scores.dtype)
+    kept = draw_noise(scores, scores.shape, p) != 0
+    return dropped(func, LazyScores.of(scores.catcher, scores.steps.drop(kept, p), scores.dtype))
 
 
 def _is_over_keys(scores: LazyScores, rest: Any, kwargs: Any) -> bool:

@@ -122,8 +122,11 @@ def _run(recording: Recording, watcher: _Watcher | None) -> Any:
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """A forward may leave fake tensors in attributes, and draw from Python's random numbers."""
     attributes = [(module, dict(vars(module))) for module in model.modules()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     state = random.getstate()
+    for module, before in attributes:
+        # Stand-ins: an in-place operator on a small real tensor is really done, also among fake ones.
+        buffers = {name: None if b is None else b.clone() for name, b in before["_buffers"].items()}
+        object.__setattr__(module, "_buffers", type(before["_buffers"])(buffers))
     try:
         yield
     finally:
@@ -131,8 +134,6 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
         for module, before in attributes:
             vars(module).clear()
             vars(module).update(before)
-        for module, named in buffers:
-            module._buffers.update(named)
 
 
 class _Watcher(ScoreCatcher):

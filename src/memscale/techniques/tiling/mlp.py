@@ -20,20 +20,28 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from memscale._patching import ForwardOverride
 from memscale._plan import TileMlp
-from memscale.techniques.tiling.common import TilingError, at_least_one, autocast_now, names, submodule
+from memscale.techniques.tiling.common import (
+    TilingError,
+    at_least_one,
+    autocast_now,
+    draw_noise,
+    dropout_call,
+    dropped,
+    names,
+    submodule,
+)
 
 _SEQUENCE_DIM = -2
 
 _RANDOM_FUNCTIONS = names(
     "alpha_dropout feature_alpha_dropout feature_dropout dropout1d dropout2d dropout3d dropout_ alpha_dropout_ "
-    "native_dropout rrelu rrelu_ rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ "
+    "rrelu rrelu_ rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ "
     "multinomial normal normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ poisson "
     "gumbel_softmax"
 )
@@ -126,15 +134,14 @@ class _SlicedDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
+        dropout = dropout_call(func, args, kwargs)
+        if dropout is not None:
+            return dropped(func, self._dropout(*dropout))
         if getattr(func, "__name__", "") in _RANDOM_FUNCTIONS and not _is_off(args, kwargs):
             raise self._refusal(f"{func.__name__} draws random numbers")
         return func(*args, **kwargs)
 
-    def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if not training or p == 0.0:
-            return F.dropout(input, p, training, inplace)
+    def _dropout(self, input: torch.Tensor, p: float, inplace: bool) -> torch.Tensor:
         index, self._calls = self._calls, self._calls + 1
         if index == len(self.noises):
             self.noises.append(self._draw(input, p))
@@ -147,8 +154,7 @@ class _SlicedDropout(TorchFunctionMode):
             raise self._refusal(f"its dropout acts on {tuple(input.shape)}, which is wider than its output")
         whole = list(input.shape)
         whole[_SEQUENCE_DIM] = self.length
-        with torch.no_grad():
-            return F.dropout(torch.ones(whole, dtype=input.dtype, device=input.device), p, True, True)
+        return draw_noise(input, whole, p)
 
     def _refusal(self, reason: str) -> TilingError:
         return TilingError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from memscale.techniques.tiling.common import dropout_call, dropped
 
 aten = torch.ops.aten
 
@@ -70,14 +71,12 @@ class _Dropouts(TorchFunctionMode):
         self.width = width
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.dropout:
+        dropout = dropout_call(func, args, kwargs or {})
+        if dropout is None:
             return func(*args, **(kwargs or {}))
-        return self._dropout(*args, **(kwargs or {}))
-
-    def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if training and p > 0 and input.shape[-1] > self.width:
+        if dropout[0].shape[-1] > self.width:
             raise _Unsure("dropout acts on its wide inside: the noise would be as large as what tiling saves")
-        return input
+        return dropped(func, dropout[0])
 
 
 class _Watch(TorchDispatchMode):
