@@ -38,7 +38,7 @@ ALLOWED = {
 }
 """Whom each of the pure modules may import, at most."""
 
-MEETING_PLACES = {"_api", "_estimate"}
+MEETING_PLACES = {"_api", "_pipeline", "_estimate"}
 
 
 def name_of(path: pathlib.Path) -> str:

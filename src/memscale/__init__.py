@@ -2,7 +2,7 @@
 
     model = memscale.wrap(model)      # and the training loop stays as it was
 
-    wrap / optimize                                      _api.py
+    wrap / optimize                                      _api.py       the verbs; _pipeline.py: these stages in order
        |
        v
     profile_model(model, sample)   -> Profile            _profile/     what each layer costs

@@ -9,12 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale import _json
-from memscale._api import decide_and_rehearse, device_of, profile_step, with_variants
 from memscale._config import Config, OptimizationMode
 from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._peak import Choice, CostModel
+from memscale._pipeline import decide_and_rehearse, device_of, profile_step, with_variants
 from memscale._plan import Plan
 from memscale._policy import choose_strategy
 from memscale._profile import Profile

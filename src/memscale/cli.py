@@ -151,7 +151,7 @@ def plan(
     if output is not None and not output.absolute().parent.is_dir():
         raise PlanError(f"--output {output}: there is no directory {output.parent}")
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
-    from memscale._api import make_plan
+    from memscale._pipeline import make_plan
 
     with _progress(f"planning {model} on fake tensors"), _quiet():
         made = make_plan(subject.model, subject.inputs, config, optimizer, subject.hardware)
