@@ -20,6 +20,7 @@ import torch
 from memscale._errors import ChecksumError, MemScaleError, StoreFullError, StoreIOError
 from memscale.techniques.offload import disk as disk_module
 from memscale.techniques.offload.disk import BLOCK_BYTES, CHUNK_BYTES, DiskStore, sweep_stale
+from memscale.techniques.offload.stores import Layout
 
 MIB = 1 << 20
 
@@ -163,9 +164,13 @@ def test_errors_of_the_disk_are_ours_and_leave_no_room_taken(function, error, ex
 
 def test_a_disk_without_space_is_refused_before_anything_is_written(store):
     free = os.statvfs(store.directory).f_bavail * os.statvfs(store.directory).f_frsize
+    with pytest.raises(StoreFullError, match=r"\d+ bytes are to wait .* disk store has room for \d+; .*offload_dir"):
+        store.require_room(free)
+    line = Layout.of(torch.empty(free, dtype=torch.uint8, device="meta"))
     with pytest.raises(StoreFullError, match=r"bytes free; offloading needs \d+ .*offload_dir"):
-        store.require_free(free)
+        store.reserve(line)
     assert os.fstat(store._file.fd).st_size == 0
+    store.require_room(1000)
 
 
 def test_a_budget(tmp_path):
@@ -174,7 +179,9 @@ def test_a_budget(tmp_path):
     with pytest.raises(StoreFullError, match="budget of 40960 bytes is spent"):
         store.put(torch.ones(BLOCK_BYTES + 1, dtype=torch.uint8))
     assert os.fstat(store._file.fd).st_size <= 10 * BLOCK_BYTES
+    assert store.room_bytes() == BLOCK_BYTES
     store.free(ticket)
+    assert store.room_bytes() == 10 * BLOCK_BYTES
     store.close()
 
 

@@ -488,3 +488,19 @@ def test_copies_and_pickles_are_plain(tmp_path):
                 assert type(copied) is dict
                 assert same(copied, expected)
             check_waiting(training)
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_a_default_device_does_not_mislead_us(way, tmp_path):
+    """`torch.set_default_device` is for the user's tensors; our host memory stays on the host."""
+    device = device_of(way)
+    with torch.device("simgpu"):
+        reference = Training(device, plain(Lion)).run(3)
+        with opened(way, tmp_path) as transfers:
+            training = Training(device, plain(Lion))
+            with adopted(training, transfers) as adoption:
+                training.run(2)
+                training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+                training.run(1)
+                assert adoption.adopted(training.optimizer)
+                assert same(training.result(), reference.result())

@@ -207,6 +207,10 @@ def test_a_ticket_that_dies_is_freed():
 def test_tiers_fill_one_after_the_other(tmp_path):
     host, disk = HostStore(MIB), DiskStore(tmp_path, budget_bytes=2 * MIB)
     store = TieredStore(host, disk)
+    assert (store.room_bytes(), TieredStore(HostStore(), disk).room_bytes()) == (3 * MIB, None)
+    store.require_room(3 * MIB)
+    with pytest.raises(StoreFullError, match="room for 3145728"):
+        store.require_room(3 * MIB + 1)
     tickets = [store.put(torch.full((MIB // 2,), n, dtype=torch.uint8)) for n in range(6)]
     assert [ticket.store.name for ticket in tickets] == ["host"] * 2 + ["disk"] * 4
     with pytest.raises(StoreFullError, match=r"host store's budget.*disk store's budget"):

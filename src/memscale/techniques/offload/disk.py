@@ -137,19 +137,22 @@ class DiskStore(Store):
                 f"the disk store's budget of {self.budget_bytes} bytes is spent ({size} in use) and {num_bytes} more "
                 f"are needed"
             )
-        self.require_free(num_bytes)
-        self._file.reserve(size, num_bytes)
-        self._extents.grow(num_bytes)
-        self.counters.allocate(num_bytes, num_bytes)
-
-    def require_free(self, num_bytes: int) -> None:
-        """Raise unless the disk has this much to spare: to be asked before a run, not in the middle of it."""
         free = shutil.disk_usage(self.directory).free
         if num_bytes + RESERVE_BYTES > free:
             raise StoreFullError(
                 f"{self.directory} has {free} bytes free; offloading needs {num_bytes} and leaves {RESERVE_BYTES} to "
                 f"the rest of the machine. Free some space or set offload_dir to another disk"
             )
+        self._file.reserve(size, num_bytes)
+        self._extents.grow(num_bytes)
+        self.counters.allocate(num_bytes, num_bytes)
+
+    def room_bytes(self) -> int:
+        reserved = self._extents.free_bytes
+        free = max(0, shutil.disk_usage(self.directory).free - RESERVE_BYTES)
+        if self.budget_bytes is not None:
+            free = min(free, self.budget_bytes - self._extents.num_bytes)
+        return reserved + free
 
     def _release(self, spot: int, num_bytes: int) -> None:
         if num_bytes:

@@ -115,7 +115,7 @@ class HostStore(Store):
 
     def _add_segment(self, num_bytes: int) -> None:
         try:
-            segment = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+            segment = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.pinned)
         except RuntimeError as error:
             kind = "pinned " if self.pinned else ""
             raise StoreFullError(

@@ -408,7 +408,7 @@ def _cast_value(
     if not isinstance(value, torch.Tensor):
         return value
     cast = _torch_private.cast_optimizer_value(
-        optimizer, torch.empty(0, dtype=parameter.dtype), value, key, groups, name
+        optimizer, torch.empty(0, dtype=parameter.dtype, device="cpu"), value, key, groups, name
     )
     if not can_move(cast):
         cast = _torch_private.cast_optimizer_value(optimizer, parameter, value, key, groups, name)

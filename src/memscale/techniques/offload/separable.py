@@ -97,7 +97,7 @@ class SplitStep:
         self._optimizer = optimizer
         self._step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without its hooks
         self._changes: list[dict[tuple[str, int, Any], Any]] = []
-        self._placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        self._placeholder = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
 
     def run(
         self, parameters: Iterable[torch.Tensor], state: State, args: Iterable[Any] = (), kwargs: Mapping[str, Any] = {}
@@ -236,7 +236,9 @@ def _stand_ins(optimizer: Optimizer) -> tuple[list[dict[str, Any]], State]:
         stand_ins: list[torch.Tensor] = []
         for parameter in [p for p in group["params"] if p.requires_grad][:2]:
             small = torch.nn.Parameter(_cut(parameter))
-            small.grad = torch.randn(small.shape, generator=generator).to(small) * 10 ** (1 + len(stand_ins))
+            small.grad = torch.randn(small.shape, generator=generator, device="cpu").to(small) * 10 ** (
+                1 + len(stand_ins)
+            )
             stand_ins.append(small)
             known = optimizer.state.get(parameter)
             if known and all(_can_cut(value, parameter) for value in known.values()):

@@ -294,6 +294,19 @@ class Store:
     def _release(self, spot: Any, num_bytes: int) -> None:
         raise NotImplementedError
 
+    def room_bytes(self) -> int | None:
+        """What it could still take; None: no limit is known."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.counters.held_bytes
+
+    def require_room(self, num_bytes: int) -> None:
+        """Raise unless there is room for this much: to be asked before a run, not in the middle of it."""
+        room = self.room_bytes()
+        if room is not None and num_bytes > room:
+            raise StoreFullError(
+                f"{num_bytes} bytes are to wait outside the device and the {self.name} store has room for {room}; "
+                f"raise max_cpu_offload_gb, or set offload_dir to a disk with more space"
+            )
+
     def leaves(self) -> tuple[Store, ...]:
         """The tiers that hold bytes, first to last."""
         return (self,)
@@ -326,6 +339,10 @@ class TieredStore(Store):
     def sweep(self) -> None:
         for tier in self.tiers:
             tier.sweep()
+
+    def room_bytes(self) -> int | None:
+        rooms = [tier.room_bytes() for tier in self.tiers]
+        return None if None in rooms else sum(room for room in rooms if room is not None)
 
     def leaves(self) -> tuple[Store, ...]:
         return tuple(leaf for tier in self.tiers for leaf in tier.leaves())

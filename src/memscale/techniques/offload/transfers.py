@@ -413,7 +413,7 @@ def _host_parts(target: torch.Tensor) -> Iterator[torch.Tensor]:
         if chunk.device.type == "cpu":
             yield chunk
         else:
-            host = torch.empty(chunk.numel(), dtype=torch.uint8)
+            host = torch.empty(chunk.numel(), dtype=torch.uint8, device="cpu")
             yield host
             chunk.copy_(host)
 
@@ -454,7 +454,7 @@ class Arrival:
         """Raise what the read raised; its traceback keeps this arrival, which must not keep any memory then."""
         assert self.job is not None
         if self.job.exception() is not None:
-            staged, self.staged, self.line = self.staged, None, torch.empty(0)
+            staged, self.staged, self.line = self.staged, None, torch.empty(0, device="cpu")
             if staged is not None:
                 self._transfers.staging.free(staged)
         self.job.result()

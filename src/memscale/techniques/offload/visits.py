@@ -12,7 +12,7 @@ import torch
 from memscale._errors import OffloadError
 from memscale.techniques.offload.buckets import Bucket, Slot, Waiting, own_copy, rounded
 from memscale.techniques.offload.separable import State
-from memscale.techniques.offload.stores import Layout, Store, TieredStore
+from memscale.techniques.offload.stores import PART_BYTES, Layout, Store, TieredStore
 from memscale.techniques.offload.transfers import Arrival, Transfers
 
 Entries = MutableMapping[Any, Any]
@@ -75,7 +75,7 @@ class Visits:
             return None
         assert bucket.ticket is not None
         self.stats.bytes_from_store += bucket.num_bytes
-        return self.transfers.fetch(bucket.ticket)
+        return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.parameters[0].device))
 
     def bring(self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None) -> Visit:
         """The bucket's state on its device: what waits unpacked, everything else as it is."""
@@ -129,7 +129,7 @@ class Visits:
         bucket.slots, bucket.num_bytes = slots, num_bytes
         self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
         device = bucket.parameters[0].device
-        visit.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if slots else None
+        visit.memory = _empty(num_bytes, device) if slots else None
         visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
 
     def _send(self, bucket: Bucket, memory: torch.Tensor) -> None:
@@ -206,6 +206,14 @@ class Visits:
             self.transfers.wait_sent(bucket.ticket)
             self.transfers.free(bucket.ticket)
         bucket.ticket = None  # its slots still say which tensors belong on the device
+
+
+def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for a bucket. On the CPU it is block-aligned, so that the disk moves it without a copy in between."""
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = torch.empty(num_bytes + PART_BYTES, dtype=torch.uint8, device="cpu")
+    return memory.narrow(0, -memory.data_ptr() % PART_BYTES, num_bytes)
 
 
 def _at_home(bucket: Bucket, index: int, entry: dict[Any, Any]) -> dict[Any, Any]:
