@@ -145,19 +145,19 @@ class _CleanCopies:
 
     def _plain_dict(self, real: dict[str, Any]) -> dict[str, Any]:
         plain = {name: value for name, value in real.items() if name not in (*self.answers, EXECUTOR_ATTRIBUTE)}
-        _drop_override(plain)
+        _drop_overrides(plain)
         _drop_hooks(plain)
         return plain
 
 
-def _drop_override(state: dict[str, Any]) -> None:
-    forward = state.get("forward")
-    while isinstance(forward, ForwardOverride):
-        forward = forward._replaced
-    if forward is None:
-        state.pop("forward", None)
-    else:
-        state["forward"] = forward
+def _drop_overrides(state: dict[str, Any]) -> None:
+    for name, value in [*state.items()]:
+        if isinstance(value, MethodOverride):
+            while isinstance(value, MethodOverride):
+                value = value._replaced
+            state[name] = value
+            if value is None:
+                del state[name]
 
 
 def _drop_hooks(state: dict[str, Any]) -> None:

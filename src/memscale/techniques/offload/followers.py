@@ -3,7 +3,8 @@
 NOTE [scale on the host]: `torch.amp.GradScaler` copies its scale to the devices of the gradients without blocking and
 uses the copy at once. To the host that is a race, which real devices lose rarely and silently. While gradients live on
 the host, such copies block: in the scaler's replicator, and for fused optimizers, which copy the scale themselves, by
-handing them a copy on the host.
+handing them a copy on the host. Fused optimizers skip a step if `found_inf` is 1, but the scaler hands them the sum
+over devices, which is 2 if two of them overflowed: they get 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from memscale import _torch_private
 
 _HOST_SCALARS = ("step", "mu_product")
-"""Counters that optimizers keep on the host, unless they are capturable or fused."""
+"""Counters that most optimizers keep on the host, unless they are capturable or fused."""
 
 
 class Followers:
@@ -31,6 +32,8 @@ class Followers:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._moved_scalars: set[tuple[int, str]] = set()
+        """Counters that some optimizers keep beside the parameter, by the parameter's id and their name."""
 
     def follow_all(self) -> None:
         """Move the state of the model's optimizers to where the parameters are now."""
@@ -64,23 +67,33 @@ class Followers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter) if self._is_ours(parameter) else None
-                for name, value in [*state.items()] if type(state) is dict else ():
-                    if isinstance(value, torch.Tensor) and not _is_in_place(name, value, parameter, group):
-                        optimizer.state[parameter][name] = value.to(parameter.device)
+                if type(state) is dict:  # anything else is somebody's who looks after it
+                    self._move_state(state, parameter, group)
+
+    def _move_state(self, state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        for name, value in [*state.items()]:
+            if not isinstance(value, torch.Tensor) or value.device == parameter.device:
+                continue
+            key = (id(parameter), name)
+            if value.dim() == 0 and value.device.type != "cpu":
+                self._moved_scalars.add(key)
+            elif _stays_on_host(name, value, group) and key not in self._moved_scalars:
+                continue
+            state[name] = value.to(parameter.device)
 
 
-def _is_in_place(name: str, value: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-    is_host_scalar = name in _HOST_SCALARS and value.dim() == 0 and value.device.type == "cpu"
-    follows_anyway = group.get("capturable") or group.get("fused")
-    return value.device == parameter.device or (is_host_scalar and not follows_anyway)
+def _stays_on_host(name: str, value: torch.Tensor, group: dict[str, Any]) -> bool:
+    is_counter = name in _HOST_SCALARS and value.dim() == 0
+    return is_counter and not (group.get("capturable") or group.get("fused"))
 
 
 def _scale_on_host(optimizer: Any) -> None:
     """See NOTE [scale on the host]."""
-    for name in ("grad_scale", "found_inf"):
-        value = getattr(optimizer, name, None)
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            setattr(optimizer, name, value.cpu())
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if isinstance(scale, torch.Tensor):
+        optimizer.grad_scale = scale.cpu()
+    if isinstance(found_inf, torch.Tensor):
+        optimizer.found_inf = (found_inf.cpu() != 0).to(found_inf.dtype)
 
 
 class _BlockingReplicas:
