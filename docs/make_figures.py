@@ -1,4 +1,4 @@
-"""Draw `docs/demo.svg`, the memory of a training step with and without MemScale, from measured data.
+"""Draw `docs/demo.svg` and write README's table: the memory of a training step with and without MemScale, measured.
 
     python docs/make_figures.py              draw from docs/demo.json
     python docs/make_figures.py --measure    run examples/demo.py first, keep its numbers in docs/demo.json, then draw
@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 DOCS = pathlib.Path(__file__).parent
-DATA, FIGURE = DOCS / "demo.json", DOCS / "demo.svg"
+DATA, FIGURE, README = DOCS / "demo.json", DOCS / "demo.svg", DOCS.parent / "README.md"
 NUM_BINS = 120
+_TABLE_START, _TABLE_END = "<!-- written by docs/make_figures.py -->", "<!-- end -->"
 
 COLORS = {
     "parameters": "#4c566a",
@@ -58,7 +59,7 @@ def measure() -> None:
         data = json.loads(raw.read_text())
     for side in ("plain", "wrapped"):
         data[side]["timeline"] = reduce_timeline(data["kinds"], data[side]["timeline"])
-    DATA.write_text(json.dumps(data, indent=1) + "\n")
+    DATA.write_text(json.dumps(data) + "\n")
 
 
 def draw(data: dict[str, Any]) -> str:
@@ -85,6 +86,36 @@ def draw(data: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def table(data: dict[str, Any]) -> str:
+    """README's table, in Markdown."""
+
+    def row(name: str, plain: str, wrapped: str, change: str) -> str:
+        return f"| {name} | {plain} | {wrapped} | {change} |"
+
+    def in_mb(name: str, plain_bytes: int, wrapped_bytes: int) -> str:
+        change = f"{wrapped_bytes / plain_bytes - 1:+.1%}" if plain_bytes > 1e5 else ""
+        return row(name, f"{plain_bytes / 1e6:.1f} MB", f"{wrapped_bytes / 1e6:.1f} MB", change)
+
+    plain, wrapped = data["plain"], data["wrapped"]
+    same = {True: "identical, bit for bit", False: "different"}
+    return "\n".join(
+        [
+            row("at the peak", "plain", "`memscale.wrap(model)`", "change"),
+            row("---", "---:", "---:", "---:"),
+            *(in_mb(kind, plain["by_kind"][kind], wrapped["by_kind"][kind]) for kind in COLORS if kind != "other"),
+            in_mb("**peak**", plain["peak_bytes"], wrapped["peak_bytes"]),
+            row("time of a step", "1.00 x", f"{data['wrapped_s'] / data['plain_s']:.2f} x", ""),
+            row("losses and weights", "", "", same[data["losses_identical"] and data["weights_identical"]]),
+        ]
+    )
+
+
+def write_table(data: dict[str, Any]) -> None:
+    before, _, rest = README.read_text().partition(_TABLE_START)
+    _, _, after = rest.partition(_TABLE_END)
+    README.write_text(f"{before}{_TABLE_START}\n{table(data)}\n{_TABLE_END}{after}")
 
 
 def text(x: float, y: float, content: str, *, size: int = 12, anchor: str = "start", color: str = "#2e3440") -> str:
@@ -146,7 +177,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--measure", action="store_true", help="measure again before drawing")
     if parser.parse_args(argv).measure:
         measure()
-    FIGURE.write_text(draw(json.loads(DATA.read_text())))
+    data = json.loads(DATA.read_text())
+    FIGURE.write_text(draw(data))
+    write_table(data)
 
 
 if __name__ == "__main__":

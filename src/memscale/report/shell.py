@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,14 @@ def _mode_cells(mode: OptimizationMode, entry: ModeEstimate) -> tuple[str, ...]:
 def what_is_done(plan: Plan) -> str:
     """The plan in a few words: "checkpoint: 20 layers"."""
     counts = collections.Counter(" + ".join(row.techniques) for row in plan.rows if row.techniques)
-    return ", ".join(f"{name}: {count} layers" for name, count in counts.items()) or "nothing"
+    parts = [f"{name}: {count} layer{'s' if count > 1 else ''}" for name, count in counts.items()]
+    parts += [_spaced(type(action).__name__) for action in plan.actions if not hasattr(action, "module_fqn")]
+    return ", ".join(parts) or "nothing"
+
+
+def _spaced(name: str) -> str:
+    """ "OffloadOptimizer" is not about one layer; in words: "offload optimizer"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
 def _recommendation(result: Estimate) -> str:

@@ -1,0 +1,110 @@
+"""The documents say what happens: their code runs, their commands print what they show, their links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import re
+import sys
+import types
+from typing import Any
+
+import pytest
+import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
+
+import memscale
+from memscale._config import OptimizationMode
+from memscale._hardware import KNOWN_CARDS
+from memscale.cli import app
+from memscale.zoo import MODELS
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def _load(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+blocks: Any = _load("blocks")
+make_figures: Any = _load("make_figures")
+DOCUMENTS = blocks.documents()
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks.python_blocks(p)], ids=lambda path: path.name)
+def test_python_blocks_run_in_sequence(
+    path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks.python_blocks(path):
+        exec(compile(block.text, str(block), "exec"), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", blocks.console_blocks(), ids=str)
+def test_commands_print_what_the_document_shows(block: Any) -> None:
+    printed = blocks.run_command(block.command)
+    assert blocks.agree(block.printed, printed), f"run `python docs/blocks.py`; {block.command} now prints:\n{printed}"
+
+
+def test_a_document_that_says_something_else_is_found() -> None:
+    assert blocks.agree("memscale 1\n...\nend\n", "memscale 1\nmore\nend\n")
+    assert not blocks.agree("memscale 1\n", "memscale 2\n")
+
+
+def test_commands_are_quoted_with_their_output() -> None:
+    assert len(blocks.console_blocks()) >= 4
+    assert all(block.printed.strip() for block in blocks.console_blocks())
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: pathlib.Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", path.read_text())
+    for target in (first or second for first, second in targets):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_figure_and_the_table_are_those_of_the_measured_data() -> None:
+    data = json.loads(make_figures.DATA.read_text())
+    assert make_figures.draw(data) == make_figures.FIGURE.read_text(), "run `python docs/make_figures.py`"
+    assert make_figures.table(data) in (ROOT / "README.md").read_text(), "run `python docs/make_figures.py`"
+    assert data["losses_identical"]
+    assert data["weights_identical"]
+
+
+def test_every_field_of_the_config_is_documented() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for field in memscale.Config.__dataclass_fields__:
+        if not field.startswith("_"):
+            assert f"| `{field}` |" in text
+    for field in memscale.AsyncOffloadConfig.__dataclass_fields__:
+        assert f"| `{field}` |" in text
+
+
+def test_the_modes_are_documented_as_they_are() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    techniques = ("enable_checkpointing", "enable_offloading", "enable_tiling", "use_8bit_optimizer")
+    for technique in techniques:
+        values = [getattr(memscale.Config(mode=mode), technique) for mode in OptimizationMode]
+        assert f"| `{technique}` | {' | '.join(map(str, values))} |" in text
+
+
+def test_every_option_model_and_card_is_documented() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert f"`memscale {command.callback.__name__}" in text
+    for name in (*MODELS, *(card.name for card in KNOWN_CARDS)):
+        assert name in text
+    for option in ("--batch", "--seq", "--gpu", "--optimizer", "--budget", "--utilization", "--mode", "--force"):
+        assert f"`{option}" in text
+    for option in ("--with-weights", "--json", "--output", "--explain", "--version"):
+        assert f"`{option}" in text
