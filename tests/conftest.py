@@ -67,7 +67,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_survives(request: pytest.FixtureRequest) -> Iterator[None]:
+def _nothing_survives(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No hook, thread, open file, patched function, logger handler or object of ours outlives a test."""
     before = _world()
     gradients_on = torch.is_grad_enabled()
@@ -75,6 +75,7 @@ def _nothing_survives(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.stash.get(_FAILED, False):
         _BORN.clear()  # the traceback holds everything alive
         return
+    caplog.get_records("call").clear()  # a record may hold an error, and the error its frames
     survivors = _survivors()
     assert not survivors, f"still alive after the test: {survivors}"
     after = _world()

@@ -43,7 +43,7 @@ def wrap(
     inputs are derived from a `transformers` config, or the plan is made at the first training forward. A later,
     larger batch is planned again. Returns the same object; `memscale.detach(model)` undoes everything.
     """
-    config = _with_async(config or Config(), async_offload, async_config)
+    config = _with_async(_checked_config(config), async_offload, async_config)
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
@@ -62,7 +62,7 @@ def optimize(
 ) -> Iterator[Executor]:
     """`wrap` for the length of a `with` block; knows the optimizer, so the plan counts its state exactly."""
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
-    executor = _attach(_model_of(model), config or Config(), inputs, _checked_optimizer(optimizer))
+    executor = _attach(_model_of(model), _checked_config(config), inputs, _checked_optimizer(optimizer))
     try:
         yield executor
     finally:
@@ -82,7 +82,7 @@ def apply_all_optimizations(
     model: nn.Module, optimizer: Optimizer, config: Config | None = None, sample_input: Any = None
 ) -> tuple[nn.Module, Optimizer]:
     """Everything that the mode AGGRESSIVE allows, in one call. Returns the model and the optimizer to train with."""
-    config = config or Config(mode="aggressive")  # type: ignore[arg-type]
+    config = Config(mode="aggressive") if config is None else _checked_config(config)  # type: ignore[arg-type]
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
     _attach(_model_of(model), config, inputs, _checked_optimizer(optimizer))
     return model, optimizer
@@ -169,6 +169,14 @@ def _model_of(target: object) -> nn.Module:
 def _is_trainer(target: Any) -> TypeGuard[Any]:
     trainer = sys.modules.get("transformers.trainer")  # not loaded: then nobody can have made one
     return trainer is not None and isinstance(target, trainer.Trainer)
+
+
+def _checked_config(config: object) -> Config:
+    if config is None:
+        return Config()
+    if isinstance(config, Config):
+        return config
+    raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
 
 
 def _checked_optimizer(optimizer: object) -> Optimizer | None:

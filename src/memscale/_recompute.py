@@ -12,7 +12,7 @@ autocast), the recompute sees the module as the forward saw it:
 Known limits: state that a forward changes elsewhere (a global, an object that an attribute holds), or not at its
 first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on parts of the module run
 again in the recompute. A module that changes its input tensors in place is refused. A module that is given a key-value
-cache is not recomputed for that call.
+cache is not recomputed for that call, nor is any inside `torch.func` transforms.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
+from memscale import _torch_private
 from memscale._errors import VerificationError
 from memscale._host_rng import HostRng
 from memscale._module_state import Memory, ModuleState
@@ -51,7 +52,9 @@ class RecomputedForward(ForwardOverride):
         self._warned = False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._holds_cache(args, kwargs):
+        if not torch.is_grad_enabled() or _torch_private.inside_functional_transform():
+            return self.compute(args, kwargs, None)
+        if self._holds_cache(args, kwargs):
             return self.compute(args, kwargs, None)
         leaves, spec = tree_flatten((args, kwargs))
         region = Region(self, args, kwargs, spec)

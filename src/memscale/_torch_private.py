@@ -147,3 +147,8 @@ def tensor_over(
         return tensor.set_(storage, offset, shape, stride)
     finally:
         mode.cache_enabled = cached
+
+
+def inside_functional_transform() -> bool:
+    """Whether `torch.func.grad`, `vmap` or the like is at work: they do not bear saved-tensor hooks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -15,7 +15,7 @@ from torch import nn
 
 import memscale
 from memscale import Config, Hardware, _torch_private
-from memscale._api import make_plan
+from memscale._pipeline import make_plan
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal, fake_copy, loss_of

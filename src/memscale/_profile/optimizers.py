@@ -93,6 +93,7 @@ class _Twin:
             class_name, options = OPTIMIZERS[optimizer]
             groups = [{"params": self._fake_all(model.parameters())}]
             self.optimizer: Optimizer = getattr(torch.optim, class_name)(groups, **options)
+            self.optimizer.state.clear()  # Adagrad makes its state at once; made at the first step it is counted
         else:
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = _same_class(optimizer, groups)

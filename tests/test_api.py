@@ -1,0 +1,281 @@
+"""The public verbs: what they return, refuse, replace and undo."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config, ConfigError, DoesNotFitError, ProfileError
+from memscale._execute import executor_of
+from tests.models import Chain, Mlp, TwoLinears, case, square_loss
+from tests.parity import assert_same, seed, train
+from tests.test_patching import snapshot
+
+QUIET = Config(force_optimize=True, enable_logging=False)
+SAMPLE = torch.ones(64, 16)
+
+
+def small() -> Chain:
+    return Chain(*(TwoLinears() for _ in range(4)))
+
+
+def plan_of(model: nn.Module) -> Any:
+    executor = executor_of(model)
+    assert executor is not None
+    return executor.plan
+
+
+# ---- wrap
+
+
+def test_wrap_returns_the_same_object() -> None:
+    model = small()
+    assert memscale.wrap(model, QUIET, SAMPLE) is model
+    assert model._memscale_executor is executor_of(model)
+    assert plan_of(model).actions
+    assert plan_of(model).rehearsed
+    assert plan_of(model).fits
+
+
+@pytest.mark.parametrize(
+    "sample", [SAMPLE, (SAMPLE,), {"x": SAMPLE}, SAMPLE.to("meta")], ids=["tensor", "tuple", "dict", "meta"]
+)
+def test_samples_of_every_kind_give_the_same_plan(sample: Any) -> None:
+    plans = {plan_of(memscale.wrap(small(), QUIET, given)).predicted_peak_bytes for given in (sample, SAMPLE)}
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("target", [None, 3, "model", torch.ones(3), Mlp, [Mlp()]], ids=lambda t: type(t).__name__)
+def test_anything_but_a_model_is_named(target: Any) -> None:
+    for verb in (memscale.wrap, memscale.detach):
+        with pytest.raises(TypeError, match=type(target).__name__):
+            verb(target)
+
+
+def test_other_wrong_arguments_are_named() -> None:
+    model = small()
+    before = snapshot(model)
+    with pytest.raises(TypeError, match="list"):
+        memscale.wrap(model, QUIET, [SAMPLE])
+    with pytest.raises(TypeError, match="str"), memscale.optimize(model, "adamw", QUIET):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(TypeError, match="config"):
+        memscale.wrap(model, "aggressive")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config"):
+        memscale.wrap(model, {"mode": "aggressive"})  # type: ignore[arg-type]
+    assert snapshot(model) == before
+
+
+def test_a_model_that_fits_is_left_alone() -> None:
+    model = memscale.wrap(small(), Config(enable_logging=False), SAMPLE)
+    assert plan_of(model).actions == ()
+    assert all("forward" not in vars(module) for module in model.modules())
+    square_loss(model(SAMPLE)).backward()
+    memscale.detach(model)
+
+
+def test_wrapping_twice_replaces_the_plan_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    model = small()
+    before = snapshot(model)
+    first = executor_of(memscale.wrap(model, QUIET, SAMPLE))
+    with caplog.at_level(logging.INFO, "memscale"):
+        memscale.wrap(model, QUIET.replace(enable_checkpointing=False, enable_offloading=False), SAMPLE)
+    assert len([r for r in caplog.records if "replaced" in r.getMessage()]) == 1
+    assert executor_of(model) is not first
+    assert first is not None
+    assert first.detached
+    assert plan_of(model).actions == ()
+    memscale.detach(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "sample", "error"),
+    [
+        (QUIET, torch.ones(3, 5), ProfileError),
+        (QUIET, {"y": SAMPLE}, ProfileError),
+        (QUIET.replace(memory_budget_gb=1e-6, force_optimize=False), SAMPLE, DoesNotFitError),
+        (QUIET.replace(log_file="/nonexistent/x.log"), SAMPLE, ConfigError),
+        (QUIET.replace(device="mps"), SAMPLE, ConfigError),
+    ],
+    ids=["wrong shape", "wrong name", "too big", "no log", "no device"],
+)
+def test_an_error_half_way_leaves_no_trace(config: Config, sample: Any, error: type[Exception]) -> None:
+    model = small()
+    before = snapshot(model)
+    with pytest.raises(error):
+        memscale.wrap(model, config, sample)
+    assert snapshot(model) == before
+    square_loss(model(SAMPLE)).backward()
+
+
+# ---- when the plan is made
+
+
+def test_without_a_sample_the_plan_is_made_at_the_first_training_forward() -> None:
+    model = memscale.wrap(small(), QUIET)
+    assert plan_of(model) is None
+    with torch.no_grad():
+        model(SAMPLE)
+    model.eval()
+    model(SAMPLE)
+    assert plan_of(model) is None
+    model.train()
+    model(SAMPLE)
+    assert plan_of(model).actions
+    assert plan_of(model).inputs == ("0: 64x16 float32",)
+
+
+def test_a_transformers_config_is_enough() -> None:
+    model = memscale.wrap(case("gpt2").build(), QUIET)
+    assert plan_of(model) is not None
+
+
+def test_a_larger_batch_is_planned_again_a_smaller_is_not() -> None:
+    model = memscale.wrap(small(), QUIET, SAMPLE)
+    planned = plan_of(model)
+    model(torch.ones(8, 16))
+    assert plan_of(model) is planned
+    model(torch.ones(64, 16))
+    assert plan_of(model) is planned
+    model(torch.ones(128, 16))
+    assert plan_of(model) is not planned
+    assert plan_of(model).predicted_peak_bytes > planned.predicted_peak_bytes
+
+
+def test_a_batch_that_does_not_fit_leaves_the_plan_for_those_that_do() -> None:
+    model = small()
+    estimate = memscale.estimate(model, SAMPLE, config=QUIET)
+    budget = estimate.baseline_peak_bytes - 1000
+    memscale.wrap(model, Config(memory_budget_gb=budget / 1e9, enable_logging=False), SAMPLE)
+    planned = plan_of(model)
+    assert planned.actions
+    with pytest.raises(DoesNotFitError):
+        model(torch.ones(20_000, 16))
+    assert plan_of(model) == planned, "the smaller batches still need it"
+    square_loss(model(SAMPLE)).backward()
+    assert executor_of(model).stats().num_recomputes == len(planned.actions)
+
+
+def test_planning_at_the_first_forward_changes_nothing_about_it() -> None:
+    entry = case("resnet")
+    seed(1)
+    model = entry.build()
+    twin = copy.deepcopy(model)
+    memscale.wrap(model, QUIET)
+    assert_same(train(model, entry), train(twin, entry))
+
+
+# ---- detach
+
+
+def test_detach_is_idempotent_and_warns_where_there_is_nothing() -> None:
+    model = small()
+    before = snapshot(model)
+    memscale.wrap(model, QUIET, SAMPLE)
+    memscale.detach(model)
+    assert snapshot(model) == before
+    with pytest.warns(UserWarning, match="Chain is not wrapped"):
+        memscale.detach(model)
+    assert snapshot(model) == before
+
+
+def test_the_warning_is_shown_once() -> None:
+    model = small()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            memscale.detach(model)
+    assert len(caught) == 1
+
+
+def test_a_part_of_a_wrapped_model_is_not_wrapped_itself() -> None:
+    model = memscale.wrap(small(), QUIET, SAMPLE)
+    with pytest.warns(UserWarning, match="not wrapped"):
+        memscale.detach(model.blocks[0])
+    assert plan_of(model).actions
+
+
+# ---- optimize and apply_all_optimizations
+
+
+def test_optimize_is_wrap_for_a_while() -> None:
+    model = small()
+    before = snapshot(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with memscale.optimize(model, optimizer, QUIET, SAMPLE) as executor:
+        assert executor_of(model) is executor
+        assert executor.plan is not None
+        assert executor.plan.optimizer_name == "SGD"
+        square_loss(model(SAMPLE)).backward()
+        optimizer.step()
+    assert executor.detached
+    assert snapshot(model) == before
+
+
+def test_optimize_undoes_after_an_exception() -> None:
+    model = small()
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError), memscale.optimize(model, None, QUIET, SAMPLE):
+        _ = 1 / 0
+    assert snapshot(model) == before
+
+
+def test_optimize_survives_a_detach_inside() -> None:
+    model = small()
+    with memscale.optimize(model, None, QUIET, SAMPLE):
+        memscale.detach(model)
+    assert executor_of(model) is None
+
+
+# ---- the environment
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", " on "])
+def test_async_offload_by_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", text)
+    assert executor_of(memscale.wrap(small(), QUIET)).settings.asynchronous is True
+    assert executor_of(memscale.wrap(small(), QUIET, async_offload=False)).settings.asynchronous is False
+
+
+@pytest.mark.parametrize("text", ["0", "false", "No", "off", ""])
+def test_no_async_offload_by_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", text)
+    config = QUIET.replace(async_offload=True)
+    assert executor_of(memscale.wrap(small(), config)).settings.asynchronous is False
+    assert executor_of(memscale.wrap(small(), config, async_offload=True)).settings.asynchronous is True
+
+
+def test_async_offload_by_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMSCALE_ASYNC_OFFLOAD", raising=False)
+    config = QUIET.replace(async_offload=True)
+    assert executor_of(memscale.wrap(small(), config)).settings.asynchronous is True
+
+
+def test_nonsense_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "maybe")
+    model = small()
+    before = snapshot(model)
+    with pytest.raises(memscale.MemScaleError, match="MEMSCALE_ASYNC_OFFLOAD='maybe'"):
+        memscale.wrap(model, QUIET)
+    assert snapshot(model) == before
+
+
+# ---- saving while wrapped
+
+
+def test_checkpoints_are_exchanged_with_plain_models(tmp_path: pathlib.Path) -> None:
+    model = memscale.wrap(small(), QUIET, SAMPLE)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    plain = small()
+    plain.load_state_dict(torch.load(tmp_path / "w.pt"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    model.load_state_dict(plain.state_dict())

@@ -1,0 +1,113 @@
+"""Plans made by hand, attached and taken off; all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memscale
+from memscale import Plan, PlanError
+from memscale._execute import ExecutionSettings, execute, executor_of, find_module
+from memscale._plan import Checkpoint
+from tests.models import Mlp, case, square_loss
+from tests.parity import checkpoint_all, plan_of
+from tests.test_patching import snapshot
+
+
+def test_a_saved_plan_is_executed() -> None:
+    model = Mlp()
+    plan = Plan.from_json(plan_of([Checkpoint("blocks.1"), Checkpoint("blocks.4", keep=("matmul",))]).to_json())
+    executor = execute(model, plan)
+    assert executor.plan == plan
+    assert executor_of(model) is executor
+    assert executor.model is model
+    square_loss(model(torch.randn(4, 64))).backward()
+    assert executor.stats().num_recomputes == 2
+    executor.detach()
+    assert executor_of(model) is None
+
+
+def test_a_plan_for_another_model_leaves_no_trace() -> None:
+    model = Mlp()
+    before = snapshot(model)
+    with pytest.raises(PlanError, match=r"blocks\.9.*Mlp"):
+        execute(model, plan_of([Checkpoint("blocks.0"), Checkpoint("blocks.9")]))
+    assert snapshot(model) == before
+
+
+def test_apply_replaces_the_plan_before() -> None:
+    model = Mlp()
+    executor = execute(model, plan_of([Checkpoint("blocks.0")]))
+    executor.apply(plan_of([Checkpoint("blocks.1")]))
+    assert "forward" not in vars(model.blocks[0])
+    assert "forward" in vars(model.blocks[1])
+    executor.suspend()
+    assert executor.plan is None
+    assert "forward" not in vars(model.blocks[1])
+    assert executor_of(model) is executor
+
+
+def test_detach_twice_does_nothing() -> None:
+    model = Mlp()
+    executor = checkpoint_all(model)
+    executor.detach()
+    other = checkpoint_all(model)
+    executor.detach()
+    assert executor_of(model) is other
+
+
+def test_stats_of_a_cpu() -> None:
+    stats = checkpoint_all(Mlp()).stats()
+    assert stats.device_type == "cpu"
+    assert stats.peak_bytes is None
+    assert stats.num_recomputes == 0
+
+
+def test_find_module() -> None:
+    model = Mlp()
+    assert find_module(model, "blocks.2.up") is model.blocks[2].up
+    assert find_module(model, "") is model
+    for name in ("blocks.9", "nothing", "blocks.2.up.weight"):
+        with pytest.raises(PlanError, match=name):
+            find_module(model, name)
+
+
+def test_the_whole_model_may_be_one_checkpoint() -> None:
+    model = Mlp()
+    executor = execute(model, plan_of([Checkpoint("")]))
+    square_loss(model(torch.randn(4, 64))).backward()
+    assert executor.stats().num_recomputes == 1
+
+
+def test_verify_finds_state_that_changes_elsewhere() -> None:
+    """A counter in an object that an attribute holds: beyond what is reproduced, so verification must see it."""
+
+    class Box:
+        value = 1.0
+
+    class Sly(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.box = torch.nn.Linear(64, 64), Box()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.box.value += 1
+            return torch.tanh(self.linear(x)) * self.box.value
+
+    model = Mlp()
+    model.blocks[0] = Sly()
+    executor = execute(model, plan_of([Checkpoint("blocks.0")]), ExecutionSettings(verify=True))
+    loss = square_loss(model(torch.randn(4, 64)))
+    with pytest.raises(memscale.VerificationError, match=r"blocks\.0"):
+        loss.backward()
+    executor.detach()
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "bert", "nested", "albert"])
+def test_verify_is_content_with_what_is_right(name: str) -> None:
+    entry = case(name)
+    model = entry.build()
+    executor = checkpoint_all(model, verify=True)
+    for step in range(2):
+        entry.loss(model(**entry.batch(step))).backward()
+    assert executor.stats().num_recomputes > 0
