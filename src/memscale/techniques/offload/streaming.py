@@ -9,13 +9,15 @@ the user's own `Parameter`. `_Visiting.backward` starts the copy to the host; `_
 the thread that called `backward()`, waits for it. The device's thread meanwhile goes on.
 
 NOTE [visits]: with overlap, the layer that came next the last time is fetched while the current one computes, and the
-last layer stays for the backward that follows. What is fetched ahead belongs to whoever will need it: in forward to the
-graph of the layer before, in backward to the running backward pass. If that dies (an exception, a loss thrown away),
-so do the copies. A visit is used only in the place of the sequence that it was fetched for and only if every parameter
+last layer stays for the backward that follows. What is fetched ahead belongs to what will need it: the model's forward,
+the graph (the last layer), the backward pass. When that ends, also by an exception, or dies (a loss thrown away), so do
+the copies. A visit is used only in the place of the sequence that it was fetched for and only if every parameter
 is still the same object with the same version; else it is fetched again.
 
-NOTE [homes are written to only after they were read]: the optimizer may write to a home as soon as the layer is done,
-so the host waits, after it has launched a layer's compute, for the copies that this compute began with.
+NOTE [homes are written to only after they were read]: the optimizer, or anyone, may write to a home once the layer is
+done, so the host waits, after it has launched a layer's compute, for the copies that this compute began with; and
+for those that were fetched for nothing. Nothing is fetched ahead outside of the model's own forward and backward, where
+nobody could tell when that would be.
 
 Known limits: a parameter that is used outside of its layer, other than by being registered there too, is found on the
 host. Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. The optimizer's update of a
@@ -39,6 +41,7 @@ from torch import nn
 
 from memscale import _torch_private
 from memscale._errors import PlanError, StoreFullError
+from memscale._patching import OwnHook, keep_copies_clean
 from memscale._plan import StreamParameters
 from memscale._recompute import RecomputedForward, Region
 from memscale.techniques.offload import followers
@@ -236,17 +239,18 @@ class StreamedForward(RecomputedForward):
         return list({id(p): p for slot in self.slots if (p := slot.get()) is not None}.values())
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
-        if region is None:
-            visit = self.streamer.fetch_for_inference(self.index)
-        else:
-            region.notes = Expectation(Stamp.of(self.parameters()))
-            visit = self.streamer.fetch_forward(self.index, region.notes)
+        notes = None if region is None else Expectation(Stamp.of(self.parameters()))
+        if region is not None:
+            region.notes = notes
+        visit = self.streamer.fetch_forward(self.index, notes)
         try:
             with self._weights(visit):
                 del visit
                 return self.inner()(*args, **kwargs)
         except BaseException:
             self.streamer.drop_ahead()
+            if notes is not None:
+                notes.kept = None  # a traceback may hold the graph
             raise
 
     def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
@@ -300,13 +304,11 @@ def _refresh_flat_weights(real: list[tuple[Slot, Any]]) -> None:
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class Expectation:
-    """What one forward leaves for its backward, and for the layer after it. Lives with the graph."""
+    """What one forward leaves for its backward. Lives with the graph."""
 
     stamps: tuple[Stamp, ...]
     kept: Visit | None = None
     """This layer's own copies, kept for a backward that follows at once."""
-    ahead: dict[int, Visit] = dataclasses.field(default_factory=dict)
-    """Copies for the layers that come next in forward."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -338,9 +340,11 @@ class Streamer:
         self._fetches = 0
         self._last: Stop | None = None
         self._next: dict[Stop, Stop] = {}
-        self._expectation: weakref.ref[Expectation] | None = None
         self._pending: list[weakref.WeakSet[Expectation]] = []
-        self._inference: dict[int, Visit] = {}
+        self.is_in_forward = False
+        """Of the model, as opposed to that of a single layer."""
+        self._ahead: dict[int, Visit] = {}
+        """For the layers that come next in forward."""
         self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
 
     def add(self, layer: StreamedForward) -> None:
@@ -404,19 +408,18 @@ class Streamer:
                 visit = self._load(stop[0], place + distance)
             after[stop[0]] = visit
 
-    def fetch_forward(self, index: int, notes: Expectation) -> Visit:
-        stop = (index, Direction.FORWARD)
+    def fetch_forward(self, index: int, notes: Expectation | None) -> Visit:
+        """Without notes there will be no backward."""
+        stop = (index, Direction.INFERENCE if notes is None else Direction.FORWARD)
         place = self._arrive(stop)
-        before = self._expectation() if self._expectation is not None else None
-        ahead = before.ahead if before is not None else {}
-        visit = self._take(ahead, index, place)
-        if self._next.get(stop) == (index, Direction.BACKWARD) and self.overlaps:
-            notes.kept = Visit(visit.parameters, visit.arrivals, place)
-        else:
-            self._look_ahead(stop, place, ahead, notes.ahead)
-        ahead.clear()
-        self._expectation = weakref.ref(notes)
-        self._pending[index].add(notes)
+        before, self._ahead = self._ahead, {}
+        visit = self._take(before, index, place)
+        if notes is not None:
+            self._pending[index].add(notes)
+            if self.overlaps and self._next.get(stop) == (index, Direction.BACKWARD):
+                notes.kept = Visit(visit.parameters, visit.arrivals, place)
+        if self.is_in_forward:
+            self._look_ahead(stop, place, before, self._ahead)
         return visit
 
     def fetch_backward(self, index: int, notes: Expectation) -> Visit:
@@ -433,21 +436,9 @@ class Streamer:
         self._look_ahead(stop, place, before, flight.ahead)
         return visit
 
-    def fetch_for_inference(self, index: int) -> Visit:
-        stop = (index, Direction.INFERENCE)
-        place = self._arrive(stop)
-        before, self._inference = self._inference, {}
-        visit = self._take(before, index, place)
-        self._look_ahead(stop, place, before, self._inference)
-        return visit
-
     def drop_ahead(self) -> None:
         """Nobody will use what was fetched ahead."""
-        self._inference = {}
-        notes = self._expectation() if self._expectation is not None else None
-        if notes is not None:
-            notes.ahead.clear()
-            notes.kept = None
+        self._ahead = {}
 
     # -------------------------------------------------------------------------------------------------------- home
 
@@ -478,9 +469,6 @@ class Streamer:
     def _overlaps_for(self, gradient: torch.Tensor) -> bool:
         # Anomaly detection looks into every gradient at once, before it could arrive.
         return self.overlaps and gradient.layout is torch.strided and not torch.is_anomaly_enabled()
-
-    def close(self) -> None:
-        self._inference = {}
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -523,11 +511,33 @@ def attach(
         layer.attach(undo)
         streamer.add(layer)
         _guard(layer, streamer.homes, undo)
+    undo.callback(model.register_forward_pre_hook(_ForwardStart(streamer)).remove)
+    undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
+    keep_copies_clean(model, undo)
     following = followers.attach(model, undo)  # undone after the homes: state follows its parameters both ways
     undo.callback(streamer.homes.restore)
     streamer.homes.move_in(model, streamed)
     following.follow_all()
     return streamer
+
+
+class _ForwardStart(OwnHook):
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        self._streamer.is_in_forward = True
+
+
+class _ForwardEnd(OwnHook):
+    """The model's forward has ended, or failed."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._streamer.is_in_forward = False
+        self._streamer.drop_ahead()
 
 
 def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn.Module]:
@@ -582,7 +592,7 @@ def _open(
     transfers = Transfers(device, store, asynchronous=asynchronous, window_bytes=gradient_window_bytes)
     undo.callback(transfers.close)
     streamer = Streamer(device, transfers, overlaps=asynchronous, prefetch_depth=prefetch_depth)
-    undo.callback(streamer.close)
+    undo.callback(streamer.drop_ahead)
     return streamer
 
 
