@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
+from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, MemScaleError
+from memscale._execute import ExecutionSettings, Executor
 from memscale._memory import LiveBytes
-from memscale._plan import Checkpoint, MixedPrecision
+from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
@@ -133,6 +135,46 @@ def test_recompute_sees_the_same_autocast(device, dtype, keep, simgpu_device):
             losses[-1].backward()
     assert torch.equal(*losses)
     assert_equal(gradients_of(model), gradients_of(twin))
+
+
+BLOCKS = tuple(f"transformer.h.{index}" for index in range(4))
+BESIDE = {
+    "streamed parameters": tuple(StreamParameters(fqn) for fqn in BLOCKS),
+    "offloaded activations": tuple(OffloadActivations(fqn) for fqn in BLOCKS),
+    "offloaded optimizer state": (OffloadOptimizer(bucket_bytes=2**16),),
+}
+
+
+def train_beside(actions: tuple[Any, ...], dtype: str) -> tuple[dict[str, torch.Tensor], LossScale]:
+    """Four steps on simgpu; the third overflows in fp16."""
+    entry, scale = case("gpt2"), LossScale()
+    torch.manual_seed(3)
+    model = entry.build().to("simgpu")
+    model.config.use_cache = False
+    settings = ExecutionSettings(
+        device=torch.device("simgpu"), async_config=AsyncOffloadConfig(min_tensor_bytes=0), asynchronous=True
+    )
+    executor = Executor(model, settings)
+    executor.attach(actions)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with in_16_bits(model, dtype, "simgpu", scale):
+        torch.manual_seed(5)
+        for step in range(4):
+            loss = entry.loss(model(**to("simgpu", entry.batch(step))))
+            (loss * (1e30 if step == 2 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    executor.detach()
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}, scale
+
+
+@both
+@pytest.mark.parametrize("beside", list(BESIDE))
+def test_beside_techniques_that_move_tensors(beside, dtype, simgpu_device, no_races):
+    ours, scale = train_beside(BESIDE[beside], dtype)
+    theirs, _ = train_beside((), dtype)
+    assert_equal(ours, theirs)
+    assert scale.num_skipped_steps == (1 if dtype == "float16" else 0)
 
 
 @both
@@ -403,6 +445,17 @@ def test_attached_in_the_first_moment_of_a_forward():
     handle.remove()
     watch.remove()
     assert seen == [torch.bfloat16] * 3
+
+
+def test_taken_off_in_the_first_moment_of_a_forward():
+    """A new plan without 16 bits: the hook that is gone is still called once, and must not enter."""
+    model, undo = simple(), contextlib.ExitStack()
+    precision.attach(MixedPrecision("bfloat16"), model, "cpu", undo)
+    handle = model.register_forward_pre_hook(lambda module, args: undo.close(), prepend=True)
+    expected = simple()(features(0))
+    assert torch.equal(model(features(0)), expected)
+    assert not torch.is_autocast_enabled("cpu")
+    handle.remove()
 
 
 # ---- fp16: where the scale enters and leaves
@@ -719,6 +772,26 @@ def test_another_models_optimizer_is_none_of_our_business():
     assert scale.num_skipped_steps == 0
 
 
+def test_an_overflow_on_another_rank_is_found_in_the_reduced_gradients():
+    """One process plays the rank that did not overflow itself."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, scale = simple(), LossScale()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.head.weight.detach().clone()
+        with in_16_bits(model, "float16", scale=scale):
+            for bad in (True, False):
+                square_loss(model(features(0))).backward()
+                if bad:
+                    model.blocks[0].up.bias.grad[0] = float("inf")
+                optimizer.step()
+                optimizer.zero_grad()
+                assert torch.equal(model.head.weight, before) == bad
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (scale.num_skipped_steps, scale.good_steps) == (1, 1)
+
+
 def test_a_loss_that_is_nan_is_reported():
     model, scale = simple(), LossScale()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -875,8 +948,9 @@ def test_a_rehearsal_on_fake_tensors_shows_the_same_bytes(name, device, dtype, s
 # ---- quality: loss curves
 
 
-LOSS_BOUND = {"bfloat16": 0.02, "float16": 0.005}
-"""The mean distance from the fp32 curve over 200 steps, as a share of the loss. Stated in docs/precision.md."""
+MEAN_BOUND = {"bfloat16": 0.002, "float16": 0.0005}
+LARGEST_BOUND = {"bfloat16": 0.01, "float16": 0.002}
+"""Distances from the fp32 curve over 200 steps, as a share of the loss. Stated in docs/precision.md."""
 
 
 def curve(entry: Case, device: str, dtype: str | None, steps: int = 200) -> list[float]:
@@ -902,5 +976,6 @@ def test_loss_curves_stay_close_to_fp32(name, dtype):
     entry = case(name)
     exact, ours = curve(entry, "cpu", None), curve(entry, "cpu", dtype)
     assert exact[-1] < 0.5 * exact[0], "the models must learn for this test to mean something"
-    distance = sum(abs(a - b) / a for a, b in zip(exact, ours, strict=True)) / len(exact)
-    assert distance < LOSS_BOUND[dtype]
+    distances = [abs(a - b) / a for a, b in zip(exact, ours, strict=True)]
+    assert sum(distances) / len(distances) < MEAN_BOUND[dtype]
+    assert max(distances) < LARGEST_BOUND[dtype]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,15 +181,24 @@ def hand_out_attributes(model: nn.Module, change: MapTensor) -> None:
     """Tensors that a forward left on its modules (an auxiliary loss, a state for the next call) are handed out, too."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if name in _MODULE_INTERNALS or type(value) not in (torch.Tensor, list, tuple, dict):
-                continue
-            new = map_outputs(value, functools.partial(_only_computed, change))
-            if new is not None:
-                vars(module)[name] = new
+            if name not in _MODULE_INTERNALS and any(_is_computed(part) for part in _parts(value)):
+                new = map_outputs(value, functools.partial(_change_computed, change))
+                if new is not None:
+                    vars(module)[name] = new
 
 
-def _only_computed(change: MapTensor, tensor: torch.Tensor) -> torch.Tensor:
-    return change(tensor) if tensor.grad_fn is not None else tensor
+def _parts(value: Any) -> Iterable[Any]:
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) in (list, tuple) else (value,)
+
+
+def _change_computed(change: MapTensor, tensor: torch.Tensor) -> torch.Tensor:
+    return change(tensor) if _is_computed(tensor) else tensor
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def has_foreign_hooks(model: nn.Module) -> str | None:

@@ -50,6 +50,7 @@ class LossScale:
         self._is_finite = True
         """What that look showed."""
         self._marks: dict[torch.device, torch.Tensor] = {}
+        """The largest gradient since then, on each device."""
         self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
 
@@ -84,10 +85,9 @@ class LossScale:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             if values.numel() == 0:
                 return
-            # Zero if all are finite, else NaN: infinity times zero is NaN, and NaN stays what it is.
-            mark = torch.linalg.vector_norm(values, math.inf).float() * 0.0
-            before = self._marks.get(mark.device)
-            self._marks[mark.device] = mark if before is None else before + mark
+            largest = torch.linalg.vector_norm(values, math.inf)  # infinite or NaN if any is
+            before = self._marks.get(largest.device)
+            self._marks[largest.device] = largest if before is None else torch.maximum(before, largest)
         self._has_news = True
 
     # ---- at the step
@@ -107,7 +107,10 @@ class LossScale:
         """The gradients of a step are complete: learn from them, and hide them if they must not be used."""
         if self._has_news:
             self._has_news = False
-            self._is_finite = not any(math.isnan(mark.item()) for mark in self._marks.values())
+            self._is_finite = all(math.isfinite(mark.item()) for mark in self._marks.values())
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                # NOTE [ranks agree]: another rank's overflow is in the reduced gradients only.
+                self._is_finite = self._is_finite and _has_finite_gradients(optimizer)
             self._marks.clear()
             self._learn()
         if not self._is_finite:  # also for a second optimizer that shares the backward
@@ -191,6 +194,11 @@ def _with_closure(
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_finite_gradients(optimizer: Optimizer) -> bool:
+    gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
+    return math.isfinite(nn.utils.get_total_norm(gradients, math.inf).item())
 
 
 def _lives_a_scaler() -> bool:
