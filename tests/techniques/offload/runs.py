@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from memscale._plan import StreamParameters
 from memscale._profile.layers import find_blocks
 from memscale.techniques.offload import streaming
-from memscale.techniques.offload.streaming import Streamer
+from memscale.techniques.offload.streamer import Streamer
 from tests.models import Case
 from tests.parity import equal, seed
 

@@ -15,7 +15,7 @@ from memscale._errors import MemScaleError, StoreFullError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
-from memscale.techniques.offload import homes, streaming, transfers
+from memscale.techniques.offload import homes, streamer, streaming, transfers
 from memscale.techniques.offload.host import HostStore
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
@@ -140,14 +140,14 @@ def _highest(trace: Any) -> int:
 
 def test_layers_are_fetched_ahead_and_the_last_one_once():
     _, model = pair(lambda: Gpt(6))
-    with streamed(model, prefetch_depth=1) as streamer:
+    with streamed(model, prefetch_depth=1) as stream:
         backward(model)
-        before = streamer.stats.transfers.bytes_fetched
-        visits, hits = streamer.stats.num_visits, streamer.stats.num_hits
+        before = stream.stats.transfers.bytes_fetched
+        visits, hits = stream.stats.num_visits, stream.stats.num_hits
         backward(model, 1)
-        assert streamer.stats.num_visits - visits == 12
-        assert streamer.stats.num_hits - hits == 11, "all but the first"
-        moved = streamer.stats.transfers.bytes_fetched - before
+        assert stream.stats.num_visits - visits == 12
+        assert stream.stats.num_hits - hits == 11, "all but the first"
+        moved = stream.stats.transfers.bytes_fetched - before
     layers = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
     assert moved == 2 * sum(layers) - layers[-1]
 
@@ -156,11 +156,11 @@ def test_a_frozen_layer_is_not_fetched_for_backward():
     model = Gpt(4)
     for parameter in (*model.embed.parameters(), *model.blocks[:2].parameters()):
         parameter.requires_grad_(False)
-    with streamed(model, prefetch_depth=2) as streamer:
+    with streamed(model, prefetch_depth=2) as stream:
         backward(model)
-        before = streamer.stats.transfers.bytes_fetched
+        before = stream.stats.transfers.bytes_fetched
         backward(model, 1)
-        moved = streamer.stats.transfers.bytes_fetched - before
+        moved = stream.stats.transfers.bytes_fetched - before
     layers = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
     assert moved == sum(layers) + layers[2]
 
@@ -190,9 +190,9 @@ def test_the_host_budget_is_kept():
     with pytest.raises(StoreFullError, match="budget"), streamed(model, host_budget_bytes=needed // 2):
         pass
     assert all(p.device.type == "cpu" and not p.is_pinned() for p in model.parameters())
-    with streamed(model, host_budget_bytes=2 * needed) as streamer:
+    with streamed(model, host_budget_bytes=2 * needed) as stream:
         backward(model)
-        assert streamer.stats.pinned.peak_allocated_bytes <= 2 * needed
+        assert stream.stats.pinned.peak_allocated_bytes <= 2 * needed
 
 
 # --------------------------------------------------------------------------------------------------------- mutations
@@ -241,7 +241,7 @@ def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
         if reason != why:
             real(waiter, event, reason)
 
-    for module in (transfers, streaming):
+    for module in (transfers, streamer):
         monkeypatch.setattr(module, "order", order)
     run, num_races = _run_with_tight_bounds()
     is_same = run.losses == theirs.losses and all(map(same, run.gradients, theirs.gradients))
@@ -368,7 +368,7 @@ def test_what_does_not_fit_back_stays_home_and_is_told(cap: Any):
 def test_five_hundred_steps_use_no_more_than_ten(asynchronous: bool, no_races: Any):
     torch.manual_seed(0)
     model = Gpt(2)
-    with streamed(model, asynchronous, gradient_window_bytes=1 << 14) as streamer:
+    with streamed(model, asynchronous, gradient_window_bytes=1 << 14) as stream:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         used = []
         for step in range(500):
@@ -376,5 +376,5 @@ def test_five_hundred_steps_use_no_more_than_ten(asynchronous: bool, no_races: A
             optimizer.step()
             optimizer.zero_grad()
             if step % 50 == 9:
-                used.append((settle(), simgpu.pinned_stats().requested_bytes, streamer.stats.pinned.held_bytes))
+                used.append((settle(), simgpu.pinned_stats().requested_bytes, stream.stats.pinned.held_bytes))
         assert len(set(used)) == 1, used
