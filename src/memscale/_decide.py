@@ -145,13 +145,13 @@ def _candidates(model: CostModel, baseline: Outcome, config: Config) -> Iterator
     yield Candidate(Choice(), baseline)
     can_offload_optimizer = config.enable_offloading and model.profile.optimizer.offloaded_step_bytes is not None
     heads = (False, True) if config.enable_tiling and model.can_tile_head else (False,)
-    insides = (False, True) if config.enable_tiling and model.can_tile_inside else (False,)
     optimizers = (False, True) if can_offload_optimizer else (False,)
     for treatment in model.whole_treatments:
         if _is_allowed(treatment, config):
             whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
             yield Candidate(whole, model.evaluate_whole(treatment))
     for blocks in _block_choices(model, config):
+        insides = (False, True) if config.enable_tiling and model.can_tile_inside(blocks) else (False,)
         for tiles_head, tiles_inside, offloads_optimizer in itertools.product(heads, insides, optimizers):
             choice = Choice(blocks, tiles_head, tiles_inside, offloads_optimizer)
             if choice.num_actions:

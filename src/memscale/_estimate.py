@@ -14,7 +14,7 @@ from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._peak import Choice, CostModel
-from memscale._pipeline import decide_and_rehearse, device_of, profile_step, with_variants
+from memscale._pipeline import Study, device_of
 from memscale._plan import Plan
 from memscale._policy import choose_strategy
 from memscale._profile import Profile
@@ -71,14 +71,12 @@ def estimate(
     if inputs is None:
         raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
     hardware = hardware or Hardware.detect(_real_device(model, config), config.offload_dir)
-    rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware)
-    most = config.replace(mode=OptimizationMode.AGGRESSIVE)
-    profile = with_variants(profile, rehearsal, model, most, optimizer, hardware)
+    study = Study(model, inputs, config, optimizer, hardware)
     by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
-        strategy = choose_strategy(config.replace(mode=mode))
-        plan = decide_and_rehearse(profile, rehearsal, hardware, strategy)
+        plan = study.plan(choose_strategy(config.replace(mode=mode)))
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
+    profile = study.profile
     baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())
     budget = budget_bytes(hardware, config)
     return Estimate(

@@ -132,12 +132,12 @@ class Hardware:
 
     @classmethod
     def from_name(cls, name: str) -> Hardware:
-        """A known card, idle, with this machine's host beside it."""
+        """A known card with this machine's host beside it, both idle."""
         card = find_card(name)
         if card is None:
             known = ", ".join(card.name for card in KNOWN_CARDS)
             raise ConfigError(f"no card called {name!r} is known; known are: {known}")
-        host_total, host_available = host_memory()
+        host_total, _ = host_memory()
         return cls(
             device_type="cuda",
             device_name=card.name,
@@ -150,7 +150,7 @@ class Hardware:
             has_fast_16bit=card.half_flops > card.fp32_flops,
             unified_memory=card.unified,
             host_total_bytes=host_total,
-            host_available_bytes=host_available,
+            host_available_bytes=host_total,
             disk_free_bytes=None,
             fp32_flops=card.fp32_flops,
             half_flops=card.half_flops,

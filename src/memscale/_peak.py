@@ -33,6 +33,8 @@ TREATMENTS: tuple[Treatment, ...] = get_args(Treatment)
 INSIDE = "inside:"
 """Marks the traces in which attention and MLPs are tiled."""
 
+_TILED_HEAD_SLOWDOWN = 1.02
+"""Tiles cost more launches than the counts show; and what is bit-exact comes first."""
 _MATMUL_EFFICIENCY = 0.6
 """The share of nominal throughput that dense matrix products reach."""
 
@@ -135,9 +137,10 @@ class CostModel:
         """Treatments that only all blocks together can be given: their step runs in another order."""
         return tuple(name for name in TREATMENTS if name in self._whole)
 
-    @property
-    def can_tile_inside(self) -> bool:
-        return all(f"{INSIDE}{name}" in self._stretches for name in ("keep", *self.treatments))
+    def can_tile_inside(self, blocks: tuple[tuple[str, Treatment], ...]) -> bool:
+        """Whether attention and MLPs can be tiled inside blocks that are treated so."""
+        used = {treatment for _, treatment in blocks} | ({"keep"} if len(blocks) < len(self.blocks) else set())
+        return bool(self.profile.inside) and all(f"{INSIDE}{treatment}" in self._stretches for treatment in used)
 
     @property
     def can_tile_head(self) -> bool:
@@ -154,7 +157,7 @@ class CostModel:
         """The peak, the time and the waiting bytes of a step under this choice."""
         treated = dict(choice.blocks)
         inside = INSIDE if choice.tiles_inside else ""
-        rest = self._stretches["tile_head" if choice.tiles_head else f"{inside}keep"]
+        rest = self._stretches["tile_head" if choice.tiles_head else "keep"]
         live = peak = self._static_bytes(choice)
         total_ms = 0.0
         for index, owner in enumerate(self._owners):
@@ -165,6 +168,8 @@ class CostModel:
             live += stretch.net_bytes
             total_ms += stretch.ms
         peak = max(peak, live + self._step_bytes(choice))
+        if choice.tiles_head:
+            total_ms *= _TILED_HEAD_SLOWDOWN
         total_ms += self._optimizer_ms(choice) + sum(self.link_ms(fqn, how) for fqn, how in choice.blocks)
         return Outcome(peak, total_ms, self._host_bytes(choice), self._movable_bytes(choice))
 

@@ -31,7 +31,6 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale._policy import Strategy, choose_strategy
-from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.optimizers import optimizer_cost
@@ -57,50 +56,169 @@ def make_plan(
     hardware: Hardware | None = None,
     before_real: Callable[[], None] | None = None,
 ) -> Plan:
-    """The stages in order: profile on fake tensors, decide, and rehearse what was decided.
+    """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
 
     `before_real` is called before a real step is run on the model itself.
     """
     hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
-    strategy = choose_strategy(config)
-    rehearsal, profile = profile_step(model, inputs, config, optimizer, hardware, before_real)
-    if needs_optimizing(profile, hardware, strategy.config):
-        profile = with_variants(profile, rehearsal, model, strategy.config, optimizer, hardware)
-    plan = decide_and_rehearse(profile, rehearsal, hardware, strategy)
+    study = Study(model, inputs, config, optimizer, hardware, before_real)
+    plan = study.plan(choose_strategy(config))
     if not plan.fits:
-        raise DoesNotFitError(explain_misfit(profile, plan, config))
+        raise DoesNotFitError(explain_misfit(study.profile, plan, config))
     return plan
 
 
-def decide_and_rehearse(profile: Profile, rehearsal: Rehearsal, hardware: Hardware, strategy: Strategy) -> Plan:
-    """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
-    margin_bytes = 0
-    for _ in range(_MAX_REHEARSALS):
-        decided = decide(
-            profile, hardware, strategy.config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False
-        )
-        plan = confirm(decided, profile, rehearsal, hardware, strategy.config)
-        if plan.fits or not decided.fits:
-            break
-        margin_bytes += plan.predicted_peak_bytes - plan.budget_bytes
-        logger.debug("the rehearsal peaked %d bytes above the budget: deciding again", margin_bytes)
-    return plan
+class Study:
+    """One model's step on one hardware: the stage where it can be tried, and the profile of what was tried so far.
+
+    Techniques are tried only when a plan needs them, each once; several strategies can be planned on one study.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        config: Config,
+        optimizer: str | Optimizer,
+        hardware: Hardware,
+        before_real: Callable[[], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.hardware = hardware
+        settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
+        split = _split_of(optimizer) if has_next_tier(hardware, config) else None
+        cost = optimizer_cost(model, optimizer, hardware.device_type, split=split)
+        device = torch.device(hardware.device_type)
+        self.rehearsal, plain = open_rehearsal(model, inputs, device, settings, before_real)
+        self.profile = profile_model(model, self.rehearsal, plain, cost, inputs)
+        self._tried: set[str] = set()
+        self._tiles: _Tiles | None = None
+
+    def plan(self, strategy: Strategy) -> Plan:
+        """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
+        config = strategy.config
+        if not needs_optimizing(self.profile, self.hardware, config):
+            return self._decide_and_rehearse(strategy)
+        self._try(self._treatments(config), config)
+        if config.enable_tiling:
+            self._try_head(config)
+        plan = self._decide_and_rehearse(strategy)
+        if config.enable_tiling and (config.force_optimize or not plan.fits):
+            self._try_inside(config)  # dear to find out, and of use only when nothing else is left
+            plan = self._decide_and_rehearse(strategy)
+        return plan
+
+    def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
+        """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
+        margin_bytes = 0
+        for _ in range(_MAX_REHEARSALS):
+            decided = decide(
+                self.profile,
+                self.hardware,
+                strategy.config,
+                strategy.source,
+                margin_bytes=margin_bytes,
+                raise_if_unfit=False,
+            )
+            plan = self._confirm(decided, strategy.config)
+            if plan.fits or not decided.fits:
+                break
+            margin_bytes += plan.predicted_peak_bytes - plan.budget_bytes
+            logger.debug("the rehearsal peaked %d bytes above the budget: deciding again", margin_bytes)
+        return plan
+
+    def _confirm(self, plan: Plan, config: Config) -> Plan:
+        """The number holds: run this very plan on the stage, and promise what that shows."""
+        if not plan.actions:
+            return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
+        trace = self.rehearsal.run(self._attacher(plan.actions, config))
+        peak_bytes = CostModel(self.profile, self.hardware).peak_of(trace, choice_of(plan.actions))
+        shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
+        fits = full_budget(self.hardware, config).admits(shown)
+        return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True)
+
+    # ---- trying techniques
+
+    def _try(self, variants: dict[str, tuple[Action, ...]], config: Config) -> None:
+        traces = dict(self.profile.variants)
+        for name, actions in variants.items():
+            if name not in self._tried:
+                self._tried.add(name)
+                trace = try_variant(self.rehearsal, self._attacher(actions, config), name)
+                if trace is not None:
+                    traces[name] = trace
+        rest = self.profile.rest_optimizer
+        if "stream" in traces and rest is None:
+            blocks = tuple(find_blocks(self.rehearsal.model))
+            rest = optimizer_cost(self.model, self.optimizer, self.hardware.device_type, without=blocks)
+        self.profile = dataclasses.replace(self.profile, variants=traces, rest_optimizer=rest)
+
+    def _treatments(self, config: Config) -> dict[str, tuple[Action, ...]]:
+        """By eligible treatment: the actions that give it to every block."""
+        blocks = tuple(find_blocks(self.rehearsal.model))
+        treatments: dict[str, tuple[Action, ...]] = {}
+        if config.enable_checkpointing:
+            treatments["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
+            treatments["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
+        if config.enable_offloading and has_next_tier(self.hardware, config):
+            treatments["offload"] = tuple(OffloadActivations(fqn) for fqn in blocks)
+            if config.enable_checkpointing and self.rehearsal.device_type != "cpu":
+                treatments["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
+        return treatments if blocks else {}
+
+    def _try_head(self, config: Config) -> None:
+        head = self.tiles.head
+        if head is not None:
+            self.profile = dataclasses.replace(self.profile, head=head)
+            self._try({"tile_head": (head,)}, config)
+
+    def _try_inside(self, config: Config) -> None:
+        inside = self.tiles.inside
+        if inside:
+            self.profile = dataclasses.replace(self.profile, inside=inside)
+            smallest = {k: v for k, v in self._treatments(config).items() if k in ("checkpoint", "stream")}
+            self._try({f"{INSIDE}{name}": (*inside, *actions) for name, actions in smallest.items()}, config)
+
+    @property
+    def tiles(self) -> _Tiles:
+        if self._tiles is None:
+            self._tiles = _find_tiles(self.rehearsal)
+        return self._tiles
+
+    def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
+        settings = execution_settings(config, torch.device(self.rehearsal.device_type))
+        return functools.partial(_rehearse_actions, actions, settings)
 
 
-def profile_step(
-    model: nn.Module,
-    inputs: Inputs,
-    config: Config,
-    optimizer: str | Optimizer,
-    hardware: Hardware,
-    before_real: Callable[[], None] | None = None,
-) -> tuple[Rehearsal, Profile]:
-    """A stage for training steps of this model, and what the plain step costs on it."""
-    settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
-    split = _split_of(optimizer) if config.enable_offloading and has_next_tier(hardware, config) else None
-    cost = optimizer_cost(model, optimizer, hardware.device_type, split=split)
-    rehearsal, plain = open_rehearsal(model, inputs, torch.device(hardware.device_type), settings, before_real)
-    return rehearsal, profile_model(model, rehearsal, plain, cost, inputs)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tiles:
+    """What could be tiled."""
+
+    head: TileHead | None
+    inside: tuple[TileAttention | TileMlp, ...]
+
+
+def _find_tiles(rehearsal: Rehearsal) -> _Tiles:
+    """By a recorded forward."""
+    with rehearsal.stage():
+        recording = tiling.record(rehearsal.model, rehearsal.inputs.args, rehearsal.inputs.kwargs)
+        finders = (tiling.find_head, tiling.find_attentions, tiling.find_mlps)
+        head, attentions, mlps = (find(recording) for find in finders)
+    for found in (head, attentions, mlps):
+        logger.debug("tiling: %s: %s", ", ".join(found.module_fqns) or "nothing", found.reason)
+    action = None
+    if head:
+        rows = max(head.numbers["rows"], min(MIN_TILE_ROWS, head.numbers["num_rows"] // 4))
+        action = TileHead(head.module_fqns[0], rows=rows, weight_fqn=head.weight_fqn)
+    inside = [TileAttention(fqn, rows=MIN_TILE_ROWS) for fqn in attentions.module_fqns]
+    return _Tiles(action, (*inside, *(TileMlp(fqn, num_tiles=MLP_TILES) for fqn in mlps.module_fqns)))
+
+
+def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, model: nn.Module) -> Executor:
+    executor = Executor(model, settings)
+    executor.attach(actions)
+    return executor
 
 
 def _split_of(optimizer: str | Optimizer) -> Callable[[list[int]], list[list[int]]] | None:
@@ -113,92 +231,11 @@ def _split_of(optimizer: str | Optimizer) -> Callable[[list[int]], list[list[int
     return functools.partial(split_into_buckets, bucket_bytes=OPTIMIZER_BUCKET_BYTES)
 
 
-def with_variants(
-    profile: Profile,
-    rehearsal: Rehearsal,
-    model: nn.Module,
-    config: Config,
-    optimizer: str | Optimizer,
-    hardware: Hardware,
-) -> Profile:
-    """The same profile with the step under each eligible technique beside the plain one."""
-    treatments = _eligible_treatments(rehearsal, config, hardware)
-    head, inside = _find_tiles(rehearsal) if config.enable_tiling else (None, ())
-    variants = dict(treatments)
-    if head is not None:
-        variants["tile_head"] = (head,)
-    if inside:
-        variants |= {f"{INSIDE}{name}": (*inside, *actions) for name, actions in {"keep": (), **treatments}.items()}
-    traces = {}
-    for name, actions in variants.items():
-        trace = try_variant(rehearsal, _attacher(actions, config, rehearsal), name)
-        if trace is not None:
-            traces[name] = trace
-    rest = None
-    if "stream" in traces:
-        blocks = tuple(find_blocks(rehearsal.model))
-        rest = optimizer_cost(model, optimizer, hardware.device_type, without=blocks)
-    return dataclasses.replace(profile, variants=traces, head=head, inside=inside, rest_optimizer=rest)
-
-
-def _eligible_treatments(rehearsal: Rehearsal, config: Config, hardware: Hardware) -> dict[str, tuple[Action, ...]]:
-    """By treatment: the actions that give it to every block."""
-    blocks = tuple(find_blocks(rehearsal.model))
-    treatments: dict[str, tuple[Action, ...]] = {}
-    if config.enable_checkpointing:
-        treatments["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
-        treatments["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
-    if config.enable_offloading and has_next_tier(hardware, config):
-        treatments["offload"] = tuple(OffloadActivations(fqn) for fqn in blocks)
-        if config.enable_checkpointing and rehearsal.device_type != "cpu":
-            treatments["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
-    return treatments if blocks else {}
-
-
-def _find_tiles(rehearsal: Rehearsal) -> tuple[TileHead | None, tuple[TileAttention | TileMlp, ...]]:
-    """What could be tiled, found in a recorded forward."""
-    with rehearsal.stage():
-        recording = tiling.record(rehearsal.model, rehearsal.inputs.args, rehearsal.inputs.kwargs)
-        head, attentions, mlps = (
-            find(recording) for find in (tiling.find_head, tiling.find_attentions, tiling.find_mlps)
-        )
-    for found in (head, attentions, mlps):
-        logger.debug("tiling: %s: %s", ", ".join(found.module_fqns) or "nothing", found.reason)
-    action = None
-    if head:
-        rows = max(head.numbers["rows"], min(MIN_TILE_ROWS, head.numbers["num_rows"] // 4))
-        action = TileHead(head.module_fqns[0], rows=rows, weight_fqn=head.weight_fqn)
-    inside = [TileAttention(fqn, rows=MIN_TILE_ROWS) for fqn in attentions.module_fqns]
-    return action, (*inside, *(TileMlp(fqn, num_tiles=MLP_TILES) for fqn in mlps.module_fqns))
-
-
 def has_next_tier(hardware: Hardware, config: Config) -> bool:
     """Whether there is anywhere for tensors to wait: host memory beside a device, or a directory on disk."""
     if hardware.device_type == "cpu":
         return config.offload_dir is not None
     return not hardware.unified_memory
-
-
-def confirm(plan: Plan, profile: Profile, rehearsal: Rehearsal, hardware: Hardware, config: Config) -> Plan:
-    """The number holds: run this very plan on the stage, and promise what that shows."""
-    if not plan.actions:
-        return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
-    trace = rehearsal.run(_attacher(plan.actions, config, rehearsal))
-    peak_bytes = CostModel(profile, hardware).peak_of(trace, choice_of(plan.actions))
-    shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
-    fits = full_budget(hardware, config).admits(shown)
-    return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True)
-
-
-def _attacher(actions: tuple[Action, ...], config: Config, rehearsal: Rehearsal) -> Attach:
-    settings = execution_settings(config, torch.device(rehearsal.device_type))
-    return functools.partial(_rehearse_actions, actions, settings)
-
-
-def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, model: nn.Module) -> Executor:
-    executor = Executor(model, settings)
-    executor.attach(actions)
-    return executor
 
 
 def execution_settings(config: Config, device: torch.device, hardware: Hardware | None = None) -> ExecutionSettings:
