@@ -1,0 +1,303 @@
+"""What does tiling save, and what does it cost? The head at 4 x 512 x 50,257, and peaks over the sequence length.
+
+    python -m memscale.benchmarks.tiling [--repeats N] [--measured-up-to LENGTH] [--svg FILE] [--json]
+
+Bytes are counted at operator boundaries (`memscale.measure`'s way), on the CPU. The head's share is what head, loss and
+their backward need above the gradients that they leave behind. Times are processor time on one thread, the least of
+`--repeats` alternating runs, so that what else the machine does counts little; the bars are a share tenfold smaller
+and 1.05 times the time, and missing one exits with 1.
+
+The sweep is of a small GPT-2, rehearsed on fake tensors at every length, and measured by a real step up to a length;
+a measured peak that is not the rehearsed one exits with 1, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memscale._memory import LiveBytes
+from memscale._plan import Checkpoint, TileHead, TileMlp
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks
+from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
+from memscale.techniques import checkpointing, tiling
+
+MIN_REDUCTION, MAX_TIME_RATIO = 10.0, 1.05
+BATCH, LENGTH, VOCABULARY, HIDDEN = 4, 512, 50_257, 768
+ROWS = (512, 256, 128)
+LENGTHS = (256, 512, 1024, 2048, 4096)
+TREATMENTS = ("plain", "checkpointed", "tiled", "tiled + checkpointed")
+COLORS = {"plain": "#4c566a", "checkpointed": "#d08770", "tiled": "#5e9fd4", "tiled + checkpointed": "#a3be8c"}
+
+
+# ---- the head
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadRun:
+    """Head, loss and backward, once."""
+
+    rows: int | None
+    peak_bytes: int
+    left_bytes: int
+    """Gradients that are there afterwards."""
+    cpu_seconds: float
+    loss: float
+
+    @property
+    def share_bytes(self) -> int:
+        return self.peak_bytes - self.left_bytes
+
+
+class Head:
+    """The head of GPT-2 and a batch for it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.box = nn.ModuleDict({"head": nn.Linear(HIDDEN, VOCABULARY, bias=False)})
+        self.hidden = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
+        self.target = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+
+    def step(self) -> float:
+        """As transformers computes it: logits in fp32, flat, cross-entropy."""
+        logits = self.box["head"](self.hidden)
+        loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), self.target.view(-1))
+        del logits
+        loss.backward()
+        return loss.item()
+
+    def clear(self) -> None:
+        self.hidden.grad = self.box["head"].weight.grad = None
+
+    def seconds(self, rows: int | None) -> float:
+        self.clear()
+        with self.tiled(rows):
+            start = time.process_time()
+            self.step()
+            return time.process_time() - start
+
+    def bytes(self, rows: int | None) -> tuple[int, int, float]:
+        self.clear()
+        books = LiveBytes("cpu")
+        books.see_all([self.hidden, self.target, *self.box.parameters()])
+        before = books.total_bytes
+        with self.tiled(rows), books:
+            loss = self.step()
+        return books.peak_bytes - before, books.total_bytes - before, loss
+
+    def tiled(self, rows: int | None) -> contextlib.ExitStack:
+        undo = contextlib.ExitStack()
+        if rows is not None:
+            tiling.attach_head(TileHead("head", rows), self.box, undo)
+        return undo
+
+
+def measure_head(repeats: int) -> list[HeadRun]:
+    torch.set_num_threads(1)
+    head, choices = Head(), (None, *ROWS)
+    seconds: dict[int | None, list[float]] = {rows: [] for rows in choices}
+    head.seconds(None)  # the first of all pays for starting up
+    for _ in range(repeats):
+        for rows in choices:
+            seconds[rows].append(head.seconds(rows))
+    runs = []
+    for rows in choices:
+        peak, left, loss = head.bytes(rows)
+        runs.append(HeadRun(rows, peak, left, min(seconds[rows]), loss))
+    return runs
+
+
+# ---- the sweep
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """The peak of one training step above parameters and inputs."""
+
+    treatment: str
+    length: int
+    rehearsed_bytes: int
+    measured_bytes: int | None
+
+
+class Treated:
+    """What a treatment attaches to the model."""
+
+    def __init__(self, model: nn.Module, treatment: str) -> None:
+        self.undo = contextlib.ExitStack()
+        if "tiled" in treatment:
+            tiling.attach_head(TileHead("lm_head", 256), model, self.undo)
+            for layer in range(len(find_blocks(model))):
+                tiling.attach_mlp(TileMlp(f"transformer.h.{layer}.mlp", 8), model, self.undo)
+        if "checkpointed" in treatment:
+            for module_fqn, module in find_blocks(model).items():
+                checkpointing.attach(Checkpoint(module_fqn), module, self.undo)
+
+    def detach(self) -> None:
+        self.undo.close()
+
+
+def small_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=256, n_layer=6, n_head=4, n_positions=max(LENGTHS), use_cache=False, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config)
+
+
+def sweep(measured_up_to: int) -> list[Peak]:
+    model, peaks = small_gpt2(), []
+    for length in LENGTHS:
+        ids = torch.randint(0, VOCABULARY, (1, length))
+        inputs = Inputs.from_sample({"input_ids": ids, "labels": ids})
+        fake = FakeRehearsal(model, inputs, "cpu")
+        for treatment in TREATMENTS:
+            measured = None
+            if length <= measured_up_to:
+                real = RealRehearsal(model, inputs, torch.device("cpu"), 0)
+                measured = real.run(lambda m, t=treatment: Treated(m, t)).peak_bytes  # type: ignore[misc]
+            rehearsed = fake.run(lambda m, t=treatment: Treated(m, t)).peak_bytes  # type: ignore[misc]
+            peaks.append(Peak(treatment, length, rehearsed, measured))
+    return peaks
+
+
+# ---- showing it
+
+
+def head_table(runs: Sequence[HeadRun]) -> str:
+    plain = runs[0]
+    lines = [
+        "| head | peak | of it gradients left | share | reduction | CPU time | ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in runs:
+        name = "plain" if run.rows is None else f"tiled, {run.rows} rows"
+        ratio = run.cpu_seconds / plain.cpu_seconds
+        lines.append(
+            f"| {name} | {_mb(run.peak_bytes)} | {_mb(run.left_bytes)} | {_mb(run.share_bytes)} | "
+            f"{plain.share_bytes / run.share_bytes:.1f}x | {run.cpu_seconds:.2f} s | {ratio:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def sweep_table(peaks: Sequence[Peak]) -> str:
+    lines = ["| length | " + " | ".join(TREATMENTS) + " | measured |", "|---:|" + "---:|" * len(TREATMENTS) + "---|"]
+    for length in LENGTHS:
+        row = [peak for peak in peaks if peak.length == length]
+        measured = "yes, the same" if all(p.measured_bytes == p.rehearsed_bytes for p in row) else "rehearsed"
+        if any(p.measured_bytes not in (None, p.rehearsed_bytes) for p in row):
+            measured = "NOT the same"
+        lines.append(f"| {length} | " + " | ".join(_mb(p.rehearsed_bytes) for p in row) + f" | {measured} |")
+    return "\n".join(lines)
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 380, 70, 20, 50, 50
+
+
+def draw(peaks: Sequence[Peak]) -> str:
+    """The sweep as an SVG, written by hand: the same numbers give the same bytes."""
+    highest = max(peak.rehearsed_bytes for peak in peaks)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="13">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        f'<text x="{LEFT}" y="24" font-size="15" fill="#2e3440">Peak of a training step of a small GPT-2 '
+        "against the sequence length</text>",
+        *_axes(highest),
+    ]
+    for index, treatment in enumerate(TREATMENTS):
+        points = [(_x(p.length), _y(p.rehearsed_bytes, highest)) for p in peaks if p.treatment == treatment]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        color = COLORS[treatment]
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2.5"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points]
+        y = TOP + 20 + 20 * index
+        parts.append(f'<rect x="{LEFT + 16}" y="{y - 9}" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{LEFT + 36}" y="{y + 2}" fill="#2e3440">{treatment}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _x(length: int) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * length / max(LENGTHS)
+
+
+def _y(num_bytes: float, highest: int) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * num_bytes / highest
+
+
+def _axes(highest: int) -> list[str]:
+    parts = []
+    step = 10 ** (len(str(highest)) - 1)
+    step = step if highest / step >= 3 else step // 2
+    for mark in range(0, highest + 1, step):
+        y = _y(mark, highest)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e9f0"/>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#4c566a">{mark / 1e9:.1f} GB</text>'
+        )
+    for length in LENGTHS[1:]:
+        parts.append(
+            f'<text x="{_x(length):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle" fill="#4c566a">{length}</text>'
+        )
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(
+        f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle" fill="#4c566a">tokens in the sequence</text>'
+    )
+    return parts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m memscale.benchmarks.tiling", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each head")
+    parser.add_argument("--measured-up-to", type=int, default=512, help="longest sequence that is also run for real")
+    parser.add_argument("--svg", type=pathlib.Path, help="write the sweep as a plot")
+    parser.add_argument("--skip-head", action="store_true", help="the sweep only")
+    parser.add_argument("--json", action="store_true", help="print numbers instead of tables")
+    options = parser.parse_args(arguments)
+    runs = [] if options.skip_head else measure_head(options.repeats)
+    peaks = sweep(options.measured_up_to)
+    if options.svg is not None:
+        options.svg.write_text(draw(peaks))
+    if options.json:
+        print(json.dumps({"head": [_plain(r) for r in runs], "sweep": [_plain(p) for p in peaks]}, indent=1))
+    else:
+        if runs:
+            print(f"head at {BATCH} x {LENGTH} x {VOCABULARY}, {HIDDEN} wide, fp32, one thread\n")
+            print(head_table(runs), "", sep="\n")
+        print("small GPT-2, batch 1: peak above parameters and inputs", "", sweep_table(peaks), sep="\n")
+    return 0 if _passes(runs, peaks) else 1
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    return dataclasses.asdict(record)
+
+
+def _passes(runs: Sequence[HeadRun], peaks: Sequence[Peak]) -> bool:
+    if any(peak.measured_bytes not in (None, peak.rehearsed_bytes) for peak in peaks):
+        return False
+    if not runs:
+        return True
+    plain, best = runs[0], min(runs[1:], key=lambda run: run.cpu_seconds)
+    return (
+        plain.share_bytes / best.share_bytes >= MIN_REDUCTION and best.cpu_seconds / plain.cpu_seconds <= MAX_TIME_RATIO
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
