@@ -476,6 +476,19 @@ def test_looking_at_the_state_and_changing_it(way, tmp_path):
         assert same(run(transfers), run(None))
 
 
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_a_state_dict_is_of_one_moment(way, tmp_path):
+    """Step counters stay where they are between steps, but not in what was saved."""
+    with opened(way, tmp_path) as transfers:
+        training = Training(device_of(way), plain(O.AdamW))
+        with adopted(training, transfers):
+            saved = training.run(2).optimizer.state_dict()
+            then = on_host(saved)
+            training.run(2)
+            assert same(saved, then)
+            assert saved["state"][0]["step"] == 2
+
+
 def test_copies_and_pickles_are_plain(tmp_path):
     with opened("simgpu host async", tmp_path) as transfers:
         training = Training("simgpu", plain(O.AdamW)).run(1)

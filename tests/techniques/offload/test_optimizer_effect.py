@@ -68,6 +68,27 @@ def test_device_bytes_of_the_state_fall_to_the_buckets(asynchronous, tmp_path):
         assert torch.accelerator.memory_allocated() - before == 16 * layer_bytes
 
 
+def test_state_that_is_made_beside_state_that_waits_stays_within_the_bound(tmp_path):
+    """While the state of a bucket is made, twice its bytes are there; then no other bucket is fetched ahead."""
+    bucket_state = 4 * 128 * 128 * 4
+    with opened("simgpu host async", tmp_path) as transfers:
+        net = wide_net()
+        optimizer = O.AdamW(net.parameters(), fused=True)
+        with contextlib.ExitStack() as undo:
+            adopt(net, transfers.store, transfers, 2 * 128 * 128 * 4, undo)
+            give_gradients(net)
+            for layer in (0, 1, 4, 5):  # every other bucket comes later
+                net[layer].weight.grad = None
+            optimizer.step()
+            give_gradients(net)
+            torch.accelerator.synchronize()
+            before = torch.accelerator.memory_allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            optimizer.step()
+            peak = torch.accelerator.max_memory_allocated() - before
+            assert peak <= peak_state_bytes([bucket_state] * 4) + 8 * 512
+
+
 def test_bucket_rule():
     assert split_into_buckets([4, 4, 4, 20, 1, 1], 8) == [[0, 1], [2], [3], [4, 5]]
     assert split_into_buckets([], 8) == []

@@ -389,6 +389,21 @@ def test_every_wait_is_needed(why, tmp_path, monkeypatch):
     assert reports or not same(result, expected)
 
 
+def test_memory_freed_in_another_order_than_it_was_read(tmp_path, no_races):
+    """What counts is the latest copy out of the freed memory, not the one whose memory was freed last."""
+    with opened("simgpu host async", tmp_path, window_bytes=1 << 20) as transfers:
+        first, second = transfers.send(ones(1)), transfers.send(ones(2))
+        arrivals = [transfers.fetch(first), transfers.fetch(second)]
+        transfers.free(second)
+        transfers.free(first)
+        others = [transfers.send(ones(3)), transfers.send(ones(4))]
+        assert [float(arrival.wait()[0]) for arrival in arrivals] == [1, 2]
+        assert [float(transfers.fetch(ticket).wait()[0]) for ticket in others] == [3, 4]
+        for ticket in others:
+            transfers.free(ticket)
+        del arrivals
+
+
 def test_no_wait_is_forgotten_here():
     """Every named wait of the module has its scenario (but those after a failed copy, which the faults cover)."""
     import inspect
