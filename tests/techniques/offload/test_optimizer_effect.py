@@ -396,3 +396,27 @@ def test_five_hundred_steps_use_no_more_than_five(way, tmp_path):
                     on_device = torch.accelerator.memory_allocated() if device == "simgpu" else 0
                     levels.append((*books, on_device, transfers.in_flight_bytes, threading.active_count()))
             assert len(set(levels)) == 1, levels
+
+
+@pytest.mark.parametrize("way", ["simgpu host async", "simgpu tiered async"])
+def test_parameters_on_the_host_beside_those_on_the_device(way, tmp_path, no_races):
+    """Streamed layers live on the host: their state goes to the disk if there is one, and else stays."""
+
+    def run(transfers: Transfers | None) -> Any:
+        net = wide_net()
+        net[2].to("cpu")
+        net[3].to("cpu")
+        optimizer = O.AdamW(net.parameters(), foreach=False)
+        with contextlib.ExitStack() as undo:
+            if transfers is not None:
+                adopt(net, transfers.store, transfers, 2 * 65_536, undo)
+            for _ in range(3):
+                give_gradients(net)
+                optimizer.step()
+            if transfers is not None and "tiered" in way:
+                disk = transfers.store.leaves()[1]
+                assert disk.counters.held_bytes >= 4 * 65_536
+            return on_host([list(net.parameters()), optimizer.state_dict()])
+
+    with opened(way, tmp_path) as transfers:
+        assert same(run(transfers), run(None))
