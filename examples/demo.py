@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the result there")
     parser.add_argument("--steps", type=int, default=3, help="training steps of each side, the last one measured")
-    parser.add_argument("--timed-steps", type=int, default=5, help="steps of each side for the time")
+    parser.add_argument("--timed-steps", type=int, default=4, help="steps of each side for the time")
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=field.default, help="of the model or its batch")
     options = vars(parser.parse_args(argv))
