@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
 import subprocess
@@ -177,6 +178,20 @@ def test_progress_goes_to_stderr(shell: Shell, model_file: str) -> None:
         f"building {model_file}:build ...",
         f"profiling {model_file}:build on fake tensors ...",
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_a_status_that_goes_away(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    shell("doctor")
+    assert "looking at this machine ..." in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")  # the line is erased
 
 
 # ---- plan
