@@ -151,11 +151,15 @@ class Executor:
         sent_away = [action for action in actions if isinstance(action, OffloadActivations)]
         if streamed:
             self._attach_streaming(streamed, undo)
+        # A rehearsal runs no optimizer step.
+        optimizers = [] if self._is_fake() else [a for a in actions if isinstance(a, OffloadOptimizer)]
+        if not sent_away and not optimizers:
+            return
+        transfers = self._open_tier(streamed, undo)
         if sent_away:
-            self._attach_activations(sent_away, undo)
-        for action in actions:
-            if isinstance(action, OffloadOptimizer) and not self._is_fake():  # a rehearsal runs no optimizer step
-                self._attach_optimizer(action, undo)
+            self._attach_activations(sent_away, transfers, undo)
+        for action in optimizers:
+            self._attach_optimizer(action, transfers, undo)
 
     def _attach_streaming(self, actions: Sequence[StreamParameters], undo: contextlib.ExitStack) -> None:
         settings = self.settings
@@ -171,8 +175,9 @@ class Executor:
         )
         self._transfers["streaming"] = streamer
 
-    def _attach_activations(self, actions: Sequence[OffloadActivations], undo: contextlib.ExitStack) -> None:
-        transfers = self._open_tier(undo)
+    def _attach_activations(
+        self, actions: Sequence[OffloadActivations], transfers: Transfers, undo: contextlib.ExitStack
+    ) -> None:
         self._transfers["activations"] = activations.attach(
             actions,
             self.model,
@@ -182,8 +187,7 @@ class Executor:
             min_tensor_bytes=self.settings.async_config.min_tensor_bytes,
         )
 
-    def _attach_optimizer(self, action: OffloadOptimizer, undo: contextlib.ExitStack) -> None:
-        transfers = self._open_tier(undo)
+    def _attach_optimizer(self, action: OffloadOptimizer, transfers: Transfers, undo: contextlib.ExitStack) -> None:
         known = self._optimizer() if self._optimizer is not None else None
         if known is None:
             adoption = optimizer.adopt(self.model, transfers.store, transfers, action.bucket_bytes, undo)
@@ -191,14 +195,20 @@ class Executor:
             adoption = optimizer.adopt_optimizer(known, transfers.store, transfers, action.bucket_bytes, undo)
         self._transfers["optimizer"] = adoption
 
-    def _open_tier(self, undo: contextlib.ExitStack) -> Transfers:
+    def _open_tier(self, streamed: Sequence[StreamParameters], undo: contextlib.ExitStack) -> Transfers:
+        """One tier for activations and optimizer state, with what streaming leaves of the host budget."""
+        budget = self.settings.host_budget_bytes
+        if budget is not None:
+            modules = [find_module(self.model, action.module_fqn) for action in streamed]
+            homes = {id(p): p.nbytes * (1 + p.requires_grad) for module in modules for p in module.parameters()}
+            budget = max(0, budget - sum(homes.values()))
         return tiers.open_tier(
             self._device(),
             undo,
             is_fake=self._is_fake(),
             asynchronous=self.settings.asynchronous,
             async_config=self.settings.async_config,
-            host_budget_bytes=self.settings.host_budget_bytes,
+            host_budget_bytes=budget,
             offload_dir=self.settings.offload_dir,
         )
 

@@ -80,6 +80,7 @@ class OffloadOptimizer:
     """Optimizer state waits on the next tier; the step runs bucket by bucket."""
 
     bucket_bytes: int
+    """Bytes of parameters whose state is brought to the device at once."""
     reason: Reason = Reason("asked for")
 
 
