@@ -98,7 +98,7 @@ def _survivors() -> list[str]:
 def _world() -> dict[str, Any]:
     logger = logging.getLogger("memscale")
     return {
-        "threads": {thread.name for thread in threading.enumerate() if thread.is_alive()},
+        "threads": {thread.name for thread in threading.enumerate() if _is_ours(thread)},
         "open files": _open_files(),
         "dispatch modes": len(_python_dispatch._get_current_dispatch_mode_stack()),
         "logger": (tuple(logger.handlers), logger.level, logger.propagate, logger.disabled),
@@ -107,6 +107,11 @@ def _world() -> dict[str, Any]:
         "patched functions": _patchable(),
         "gradient checkpointing": checkpoint_internals._enable_checkpoint_early_stop,
     }
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    """Autograd's own threads show up as dummies once they have met Python."""
+    return thread.is_alive() and not isinstance(thread, threading._DummyThread)
 
 
 def _open_files() -> set[str]:

@@ -143,6 +143,9 @@ class Pass:
         self._ahead, self._held = {}, {}
         self._offloader.sweep()
 
+    def __del__(self) -> None:
+        self.close()
+
 
 @dataclasses.dataclass(slots=True)
 class ActivationStats:
@@ -169,6 +172,7 @@ class Offloader:
         self.min_tensor_bytes = min_tensor_bytes
         self.prefetch_bytes = prefetch_bytes if transfers.asynchronous else 0
         self.stats = ActivationStats(transfers.stats)
+        self.closed = False
         self._known: dict[Key, weakref.ref[Stretch]] = {}
         self._sent: list[tuple[int, weakref.ref[Stretch]]] = []
         self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
@@ -224,6 +228,11 @@ class Offloader:
             tensor: torch.Tensor = packed
             return tensor
         packed.refuse_changed()
+        if self.closed:
+            raise RuntimeError(
+                "MemScale was detached, or planned anew, between this forward and its backward: what the forward saved "
+                "is gone. Call backward() first."
+            )
         with self._lock, torch.no_grad():
             current = self._pass()
             storage = packed.stretch.storage()
@@ -257,11 +266,15 @@ class Offloader:
         return None
 
     def sweep(self) -> None:
-        """Forget what is gone."""
+        """Forget what is gone, and let go of what was sent last: the next forward is far away."""
         with self._lock:
             self._sent = [entry for entry in self._sent if entry[1]() is not None]
             self._known = {key: known for key, known in self._known.items() if known() is not None}
             self.transfers.store.sweep()
+            self.transfers.release_sources()
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def _stretch(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
@@ -291,8 +304,12 @@ class OffloadedForward(ForwardOverride):
             return self.inner()(*args, **kwargs)
         resident = self._elsewhere.keys() | _Residents(self.module).keys()
         packing = _Packing(self.offloader, frozenset(resident))
-        with torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack):
-            return self.inner()(*args, **kwargs)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack):
+                return self.inner()(*args, **kwargs)
+        except BaseException:
+            self.offloader.sweep()
+            raise
 
 
 class _Packing:
@@ -330,6 +347,7 @@ def attach(
 ) -> Offloader:
     """Offload the saved tensors of these layers until undone. Attach after checkpointing and streaming: outermost."""
     offloader = Offloader(device, transfers, min_tensor_bytes=min_tensor_bytes, prefetch_bytes=prefetch_bytes)
+    undo.callback(offloader.close)
     elsewhere = _Residents(model)
     for action in actions:
         try:

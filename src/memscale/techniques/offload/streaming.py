@@ -108,6 +108,11 @@ class StreamedForward(RecomputedForward):
 
     def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
         notes: Expectation = region.notes
+        if not self.active:
+            raise RuntimeError(
+                f"MemScale was detached, or planned anew, between the forward of {self.module_fqn} and its backward; "
+                "call backward() first"
+            )
         if notes.stamps != Stamp.of(self.parameters()):
             raise RuntimeError(
                 f"a parameter of {self.module_fqn} was changed between the layer's forward and its backward: "

@@ -244,6 +244,11 @@ class Transfers:
                 self._let_go(ticket.sent)
             ticket.sent = None
 
+    def release_sources(self) -> None:
+        """Let go of every source: as `wait_sent`, for all of them."""
+        with self._lock:
+            self._trim(0)
+
     # ------------------------------------------------------------------------------------------------------- in
 
     def fetch(self, ticket: Ticket, out: torch.Tensor | None = None) -> Arrival:

@@ -1,0 +1,551 @@
+"""Offloaded activations: the same training, bit for bit, in less memory, and nothing left when something fails."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import simgpu
+from memscale._errors import MemScaleError, PlanError, StoreFullError
+from memscale._execute import ExecutionSettings, Executor
+from memscale._plan import Checkpoint, OffloadActivations, StreamParameters
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks
+from memscale._profile.rehearsal import FakeRehearsal, loss_of
+from memscale.techniques import checkpointing
+from memscale.techniques.offload import activations, transfers
+from memscale.techniques.offload.activations import Offloader
+from memscale.techniques.offload.disk import DiskStore
+from memscale.techniques.offload.host import HostStore
+from memscale.techniques.offload.stores import Store
+from memscale.techniques.offload.transfers import Transfers
+from tests.models import SUITE, Case
+from tests.parity import seed
+from tests.techniques.offload.runs import DEVICE, Gpt, Run, backward, gradients, on, same, tokens, train, without_caches
+
+CPU = torch.device("cpu")
+ACCELERATOR = torch.accelerator
+WAYS = ("simgpu host sync", "simgpu host async", "simgpu disk async", "cpu disk sync", "cpu disk async")
+GPT = Case("gpt", Gpt, lambda n: {"ids": tokens(n)}, lambda logits: logits.square().mean())
+PLAIN_RUNS: dict[tuple[str, str], Run] = {}
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_races, no_leaks):
+    """No test here may race, or leave device or pinned bytes behind."""
+
+
+def device_of(way: str) -> torch.device:
+    return DEVICE if way.startswith("simgpu") else CPU
+
+
+@contextlib.contextmanager
+def opened(way: str, directory: pathlib.Path, window_bytes: int) -> Iterator[Transfers]:
+    store: Store = HostStore(pinned="async" in way) if "host" in way else DiskStore(directory, verify=True)
+    with contextlib.ExitStack() as undo:
+        undo.callback(store.close)
+        moving = Transfers(device_of(way), store, asynchronous="async" in way, window_bytes=window_bytes)
+        undo.callback(moving.close)
+        yield moving
+
+
+@contextlib.contextmanager
+def offloaded(
+    model: nn.Module,
+    way: str = "simgpu host async",
+    directory: pathlib.Path = pathlib.Path(),
+    *,
+    modules: list[str] | None = None,
+    checkpointed: bool = False,
+    window_bytes: int = 1 << 14,
+    **settings: Any,
+) -> Iterator[Offloader]:
+    """All blocks offloaded; at the end nothing may wait in the store."""
+    settings = {"min_tensor_bytes": 256, "prefetch_bytes": 1 << 15, **settings}
+    blocks = modules if modules is not None else list(find_blocks(model))
+    with opened(way, directory, window_bytes) as moving, contextlib.ExitStack() as undo:
+        if checkpointed:
+            for module_fqn in blocks:
+                checkpointing.attach(Checkpoint(module_fqn), model.get_submodule(module_fqn), undo)
+        actions = [OffloadActivations(module_fqn) for module_fqn in blocks]
+        yield activations.attach(actions, model, device_of(way), undo, transfers=moving, **settings)
+        undo.close()
+        gc.collect()
+        moving.settle()
+        moving.store.sweep()
+        assert moving.store.counters.held_bytes == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ parity
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
+def test_trains_the_same(case: Case, way: str, tmp_path: pathlib.Path):
+    device = device_of(way)
+    seed(1)
+    model = without_caches(case.build()).to(device)
+    key = (case.name, device.type)
+    if key not in PLAIN_RUNS:
+        PLAIN_RUNS[key] = train(copy.deepcopy(model), case, device=device)
+    with offloaded(model, way, tmp_path) as offloader:
+        train(model, case, device=device).assert_same(PLAIN_RUNS[key])
+        assert offloader.stats.num_sent > 0
+        assert offloader.stats.num_in_place < offloader.stats.num_saved, "something came back"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_boundaries_of_checkpointed_layers_are_offloaded(way: str, tmp_path: pathlib.Path):
+    device = device_of(way)
+    seed(1)
+    model = Gpt(6).to(device)
+    case = Case("gpt", Gpt, lambda n: {"ids": tokens(n).to(device)}, lambda logits: logits.square().mean())
+    theirs = train(copy.deepcopy(model), case, steps=2, device=device)
+    with offloaded(model, way, tmp_path, checkpointed=True, window_bytes=0) as offloader:
+        train(model, case, steps=2, device=device).assert_same(theirs)
+        boundary_bytes = 2 * 16 * 32 * 4
+        assert offloader.stats.num_sent == 4 * 6
+        assert offloader.stats.sent_bytes == 4 * 6 * boundary_bytes
+
+
+@pytest.mark.parametrize("seed_number", range(1, 9))
+def test_the_order_in_which_copies_run_does_not_matter(seed_number: int):
+    seed(1)
+    model = Gpt().to(DEVICE)
+    theirs = train(copy.deepcopy(model), GPT, steps=2)
+    simgpu.set_schedule_seed(seed_number)
+    with offloaded(model, window_bytes=1 << (8 + seed_number), prefetch_bytes=1 << (10 + seed_number)):
+        train(model, GPT, steps=2).assert_same(theirs)
+
+
+# --------------------------------------------------------------------------------------------------- what is saved how
+
+
+class Layer(nn.Module):
+    """One function as a layer."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * 0.2)
+        self.register_buffer("table", torch.arange(1024.0).reshape(32, 32) / 1000)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def views(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """Query, key and value are views of one product; one more is transposed, one has gaps, one is flipped."""
+    joint = torch.cat([x, x * 2, x * 3], -1)
+    query, key, value = joint.split(32, -1)
+    return (query * key).tanh() * value.t() + (joint[::2, ::3].square().mean() + joint[1:, 5:].t().sin().mean())
+
+
+def saved_twice(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    y = x.sigmoid()
+    return y * y.sin() + y.square() + y.view(-1).cos().view(32, 32)
+
+
+def with_parameters(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return (x @ layer.weight.t()) * layer.table + x * layer.weight[:, :1]
+
+
+def other_types(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    mask = x > 0
+    spectrum = torch.complex(x, x * 2)
+    return (torch.where(mask, x, x * 0.1).double().square().float() + (spectrum * spectrum).real).tanh()
+
+
+def expanded(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return (x * x.mean(0, keepdim=True).expand(32, 32) + x.mean().expand(32, 32).contiguous() * x).tanh()
+
+
+def part_of_a_large_storage(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    large = x.repeat(16, 1) * 1.5
+    return large[64:96].tanh() + large[100:132, 3:].square().mean().sin() * x
+
+
+def changed_and_saved_again(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """`y` is saved at two versions, each by an operator whose backward comes when it is at that version... or not."""
+    y = x * 2
+    z = y.detach().clone()
+    w = z * x
+    z.add_(1)
+    return w + y.exp() + z.clone() * x
+
+
+def reused_memory(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """Storages die and are born at the same address."""
+    total = x
+    for factor in range(8):
+        total = total + (x * factor).detach() * x
+    return total.tanh()
+
+
+CASES = (
+    views,
+    saved_twice,
+    with_parameters,
+    other_types,
+    expanded,
+    part_of_a_large_storage,
+    reused_memory,
+)
+
+
+def layer_and_input(function: Any, way: str) -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(nn.Sequential(Layer(function), nn.Dropout(0.1)), nn.Sequential(Layer(function)))
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    return model.to(device_of(way)), x.to(device_of(way)).requires_grad_()
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    loss = model(x).square().mean()
+    assert loss.isfinite()
+    loss.backward()
+    found = [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    return [one.cpu() if one is not None else torch.zeros(()) for one in found]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
+def test_gradients_are_the_same_for(function: Any, way: str, tmp_path: pathlib.Path):
+    model, x = layer_and_input(function, way)
+    theirs = step(copy.deepcopy(model), x)
+    for window_bytes in (0, 1 << 13):
+        with offloaded(model, way, tmp_path, modules=["0", "1"], window_bytes=window_bytes):
+            for _ in range(2):
+                assert all(map(torch.equal, step(model, x), theirs))
+
+
+def test_a_changed_tensor_is_refused_as_plain_pytorch_does():
+    for function in (changed_and_saved_again,):
+        model, x = layer_and_input(function, "simgpu")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(x).sum().backward()
+        with offloaded(model, modules=["0", "1"]):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                model(x).sum().backward()
+            x.grad = None
+    simgpu.take_reports()  # the copy raced with the change; it was never used
+
+
+def test_what_shares_memory_travels_once_and_parameters_stay():
+    model, x = layer_and_input(saved_twice, "simgpu")
+    with offloaded(model, modules=["1"]) as offloader:
+        step(model, x)
+        saved, sent = offloader.stats.num_saved, offloader.stats.num_sent
+        assert (saved, sent) == (6, 2)
+    model, x = layer_and_input(with_parameters, "simgpu")
+    with offloaded(model, modules=["1"]) as offloader:
+        step(model, x)
+        assert offloader.stats.sent_bytes == 32 * 32 * 4, "the input, and neither weight nor table"
+
+
+def test_small_tensors_and_evaluation_send_nothing():
+    model, x = layer_and_input(saved_twice, "simgpu")
+    with offloaded(model, modules=["0", "1"], min_tensor_bytes=32 * 32 * 4 + 1) as offloader:
+        step(model, x)
+        assert offloader.stats.num_sent == 0
+    with offloaded(model, modules=["0", "1"]) as offloader:
+        with torch.no_grad():
+            model(x)
+        assert offloader.stats.num_sent == 0
+
+
+# ------------------------------------------------------------------------------------------------------ unusual passes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_retain_graph(way: str, tmp_path: pathlib.Path):
+    model, x = layer_and_input(views, way)
+    with offloaded(model, way, tmp_path, modules=["0", "1"], window_bytes=0):
+        torch.manual_seed(0)
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        first = x.grad.clone()
+        x.grad = None
+        loss.backward()
+        assert torch.equal(x.grad, first)
+        x.grad = None
+        del loss
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_forwards_and_one_of_them_is_thrown_away(first: int, way: str, tmp_path: pathlib.Path):
+    model, x = layer_and_input(views, way)
+    theirs = step(copy.deepcopy(model), x)
+    with offloaded(model, way, tmp_path, modules=["0", "1"], window_bytes=0):
+        losses = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            losses.append(model(x).square().mean())
+        losses[first].backward()
+        assert torch.equal(x.grad.cpu(), theirs[1])
+        losses.clear()
+        x.grad = None
+        model.zero_grad()
+
+
+def test_a_sum_of_two_forwards():
+    model, x = layer_and_input(views, "simgpu")
+    plain = copy.deepcopy(model)
+
+    def both(net: nn.Module) -> torch.Tensor:
+        torch.manual_seed(0)
+        (net(x).sum() * net(x * 2).sum()).backward()
+        gradient, x.grad = x.grad, None
+        net.zero_grad()
+        return gradient
+
+    with offloaded(model, modules=["0", "1"], window_bytes=0):
+        assert torch.equal(both(model), both(plain))
+
+
+def test_a_second_derivative():
+    model, x = layer_and_input(saved_twice, "simgpu")
+    plain = copy.deepcopy(model)
+
+    def penalty(net: nn.Module) -> torch.Tensor:
+        torch.manual_seed(0)
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        gradient, x.grad = x.grad, None
+        return gradient
+
+    with offloaded(model, modules=["0", "1"], window_bytes=0):
+        assert torch.equal(penalty(model), penalty(plain))
+
+
+def test_backward_after_detach_is_refused():
+    model, x = layer_and_input(saved_twice, "simgpu")
+    with offloaded(model, modules=["0", "1"]):
+        loss = model(x).sum()
+        kept = [loss]
+        del loss
+        with contextlib.ExitStack() as undo:
+            undo.callback(kept.clear)
+    with opened("simgpu host sync", pathlib.Path(), 0) as moving, contextlib.ExitStack() as undo:
+        activations.attach([OffloadActivations("0")], model, DEVICE, undo, transfers=moving, min_tensor_bytes=1)
+        loss = model(x).sum()
+        undo.close()
+        with pytest.raises(RuntimeError, match="detached"):
+            loss.backward()
+
+
+def test_a_plan_for_another_model_is_refused():
+    undo, actions = contextlib.ExitStack(), [OffloadActivations("x")]
+    with opened("simgpu host sync", pathlib.Path(), 0) as moving, pytest.raises(PlanError, match="does not have"):
+        activations.attach(actions, Gpt(), DEVICE, undo, transfers=moving)
+    undo.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ effect
+
+
+def settle() -> int:
+    gc.collect()
+    ACCELERATOR.synchronize()
+    return ACCELERATOR.memory_allocated()
+
+
+def peak_of(model: nn.Module) -> int:
+    before = settle()
+    ACCELERATOR.reset_peak_memory_stats()
+    model(tokens(0, (8, 64))).square().mean().backward()
+    model.zero_grad()
+    return ACCELERATOR.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("way", ["simgpu host sync", "simgpu host async", "simgpu disk async"])
+def test_the_peak_falls_by_what_waits_elsewhere(way: str, tmp_path: pathlib.Path):
+    torch.manual_seed(0)
+    model = Gpt(8).to(DEVICE)
+    gradient_bytes = sum(p.nbytes for p in model.parameters())
+    plain, window, ahead = peak_of(model), 1 << 17, 1 << 18
+    with offloaded(model, way, tmp_path, window_bytes=window, prefetch_bytes=ahead) as offloader:
+        peak_of(model)
+        before, idle = offloader.stats.sent_bytes, settle()
+        offload = peak_of(model)
+        sent = offloader.stats.sent_bytes - before
+        assert settle() == idle, "nothing is held between steps"
+    layer_bytes = sent // 8
+    assert layer_bytes > 800_000
+    assert offload < plain - sent + 2 * layer_bytes + window + ahead + gradient_bytes
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", ["alone", "checkpointed", "streamed"])
+@pytest.mark.parametrize("name", ["mlp", "resnet", "bert", "gpt2", "t5", "albert"])
+def test_a_rehearsal_on_fake_tensors_predicts_the_peak_to_the_byte(name: str, kind: str, asynchronous: bool):
+    entry = next(one for one in SUITE if one.name == name)
+    torch.manual_seed(1)
+    model = without_caches(entry.build()).to(DEVICE).train()
+    batch = on(DEVICE, entry.batch(0))
+    other = {"alone": [], "checkpointed": [Checkpoint], "streamed": [StreamParameters]}[kind]
+    actions = [action(fqn) for action in (*other, OffloadActivations) for fqn in find_blocks(model)]
+
+    def attach(target: nn.Module) -> Executor:
+        executor = Executor(target, settings)
+        executor.attach(actions)
+        return executor
+
+    settings = ExecutionSettings(device=DEVICE, asynchronous=asynchronous)
+    settings = ExecutionSettings(
+        device=DEVICE,
+        asynchronous=asynchronous,
+        async_config=type(settings.async_config)(min_tensor_bytes=1024),
+    )
+    predicted = level = 0
+    for segment in FakeRehearsal(model, Inputs((), batch), "simgpu").run(attach).segments:
+        predicted = max(predicted, level + segment.peak_bytes)
+        level += segment.net_bytes
+    executor = attach(model)
+    before = settle()
+    ACCELERATOR.reset_peak_memory_stats()
+    loss_of(model(**batch)).backward()
+    assert ACCELERATOR.max_memory_allocated() - before == predicted
+    executor.detach()
+
+
+# --------------------------------------------------------------------------------------------------------- mutations
+
+WAITS = (
+    "out after compute",
+    "in after compute",
+    "compute after arrival",
+    "reuse after sent",
+)
+"""The transfers' other waits follow from these, as activations use them; `test_transfers` has them all."""
+
+
+@pytest.mark.parametrize("why", [None, *WAITS])
+def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
+    real = transfers.order
+
+    def order(waiter: Any, event: torch.Event, reason: str) -> None:
+        if reason != why:
+            real(waiter, event, reason)
+
+    torch.manual_seed(0)
+    model = Gpt(4, dropout=0.0).to(DEVICE)
+    theirs = train(copy.deepcopy(model), GPT, steps=3)
+    monkeypatch.setattr(transfers, "order", order)
+    with offloaded(model, window_bytes=0):
+        run = train(model, GPT, steps=3)
+    ACCELERATOR.synchronize()
+    num_races = len(simgpu.take_reports())
+    is_same = run.losses == theirs.losses and all(map(same, run.gradients, theirs.gradients))
+    assert (is_same and num_races == 0) == (why is None), f"{why}: same {is_same}, {num_races} races"
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+
+class Boom(Exception):
+    pass
+
+
+def _explode(*_: Any) -> None:
+    raise Boom
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_nothing(where: str, way: str, tmp_path: pathlib.Path):
+    torch.manual_seed(0)
+    model = Gpt(4).to(DEVICE)
+    plain = copy.deepcopy(model)
+    with offloaded(model, way, tmp_path):
+        before = settle()
+        if where == "forward":
+            handle = model.blocks[2].up.register_forward_hook(_explode)
+        else:
+            handle = model.blocks[1].up.register_full_backward_hook(_explode)
+        with pytest.raises(Boom):
+            backward(model)
+        handle.remove()
+        model.zero_grad()
+        assert settle() == before
+        assert torch.equal(backward(model), backward(plain))
+        assert same(gradients(model), gradients(plain))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("fault", ["fail_allocation", "fail_pinned_allocation", "fail_copy"])
+def test_the_nth_failure_is_an_error_and_leaves_nothing(fault: str):
+    torch.manual_seed(0)
+    model = Gpt(2).to(DEVICE)
+    theirs = backward(copy.deepcopy(model))
+    outcomes = set()
+    for nth in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144):
+        before = settle()
+        with getattr(simgpu, fault)(nth):
+            try:
+                with offloaded(model):
+                    backward(model)
+                outcomes.add("fine")
+            except (torch.OutOfMemoryError, RuntimeError, MemScaleError) as error:
+                outcomes.add(type(error).__name__)
+        model.zero_grad()
+        assert settle() == before
+        assert simgpu.pinned_stats().requested_bytes == 0
+    assert len(outcomes) > 1
+    assert torch.equal(backward(model), theirs)
+    model.zero_grad()
+    simgpu.take_reports()
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: pathlib.Path):
+    torch.manual_seed(0)
+    model = Gpt(3).to(DEVICE)
+    before = settle()
+    store = DiskStore(tmp_path, budget_bytes=40_960)
+    moving = Transfers(DEVICE, store, window_bytes=0)
+    with contextlib.ExitStack() as undo:
+        actions = [OffloadActivations(module_fqn) for module_fqn in find_blocks(model)]
+        activations.attach(actions, model, DEVICE, undo, transfers=moving, min_tensor_bytes=256)
+        with pytest.raises(StoreFullError, match="budget"):
+            backward(model)
+    moving.close()
+    store.close()
+    assert settle() == before
+    assert list(tmp_path.iterdir()) == []
+    backward(model)
+    model.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["simgpu host async", "cpu disk async"])
+def test_five_hundred_steps_use_no_more_than_ten(way: str, tmp_path: pathlib.Path):
+    torch.manual_seed(0)
+    device = device_of(way)
+    model = Gpt(2).to(device)
+    with offloaded(model, way, tmp_path) as offloader:
+        used = []
+        for number in range(500):
+            logits = model(tokens(number).to(device))
+            F.cross_entropy(logits.reshape(-1, 64), tokens(number).to(device).reshape(-1)).backward()
+            model.zero_grad()
+            if number % 50 == 9:
+                del logits
+                offloader.transfers.settle()
+                counters = offloader.transfers.store.counters
+                used.append(
+                    (settle(), simgpu.pinned_stats().requested_bytes, counters.held_bytes, counters.allocated_bytes)
+                )
+        assert len(set(used)) == 1, used
