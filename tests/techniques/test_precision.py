@@ -975,7 +975,7 @@ def curve(entry: Case, device: str, dtype: str | None, steps: int = 200) -> list
 def test_loss_curves_stay_close_to_fp32(name, dtype):
     entry = case(name)
     exact, ours = curve(entry, "cpu", None), curve(entry, "cpu", dtype)
-    assert exact[-1] < 0.5 * exact[0], "the models must learn for this test to mean something"
+    assert exact[-1] < 0.6 * exact[0], "the models must learn for this test to mean something"
     distances = [abs(a - b) / a for a, b in zip(exact, ours, strict=True)]
     assert sum(distances) / len(distances) < MEAN_BOUND[dtype]
     assert max(distances) < LARGEST_BOUND[dtype]
