@@ -156,15 +156,16 @@ def test_float_loss_of_bf16_logits_is_within_one_ulp_of_bf16():
 
 
 def test_half_precision_gradients_survive_the_loss_scale():
-    """With fp16 logits the upstream scale must be applied before gradients are rounded: 1e-9 is zero in fp16."""
-    hidden, weight = torch.randn(64, 16), torch.randn(300, 16) * 0.01
-    target = torch.randint(0, 300, (64,))
+    """With fp16 logits the upstream scale comes before gradients are rounded: 6e-7 has three bits left in fp16. It is
+    seen on classes that are no target."""
+    hidden, weight = torch.randn(512, 16), torch.randn(3000, 16) * 0.01
+    target = torch.randint(0, 10, (512,))
     found = []
-    for linear in (F.linear, lambda h, w: lazy_linear(h, w, tile_rows=16)):
+    for linear in (F.linear, lambda h, w: lazy_linear(h, w, tile_rows=64)):
         h, w = hidden.half().requires_grad_(), weight.half().requires_grad_()
         loss = F.cross_entropy(linear(h, w).float(), target)
         (loss * 1e-3).backward(torch.tensor(2.0**16))
-        found.append((h.grad.float(), w.grad.float()))
+        found.append((h.grad.float(), w.grad[10:].float()))
     for plain, tiled in zip(*found, strict=True):
         assert relative(tiled, plain) < 5e-3
 

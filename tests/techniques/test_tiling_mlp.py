@@ -169,6 +169,19 @@ def test_checkpointed_autocast_and_a_second_backward():
     assert_same_gradients(ours, plain)
 
 
+def test_a_checkpoint_drops_the_noise_too():
+    model = Model(dropout=0.2)
+    x = batch(4, 200).requires_grad_()
+    with Attached(model, TileMlp("mlp", 4)):
+        books = LiveBytes("cpu")
+        books.see_all([x, *model.parameters()])
+        before = books.total_bytes
+        with books:
+            output = checkpoint(model, x, use_reentrant=False)
+            assert books.total_bytes - before < 1.1 * output.nbytes
+            output.sum().backward()
+
+
 def test_autocast():
     ours, plain = pair(Model)
     with Attached(ours, TileMlp("mlp", 3)):

@@ -8,7 +8,7 @@ their backward need above the gradients that they leave behind. Times are proces
 and 1.05 times the time, and missing one exits with 1.
 
 The sweep is of a small GPT-2, rehearsed on fake tensors at every length, and measured by a real step up to a length;
-a measured peak that is not the rehearsed one exits with 1, too.
+a measured peak above the rehearsed one, or more than 0.01 % below it, exits with 1, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
 from memscale.techniques import checkpointing, tiling
 
-MIN_REDUCTION, MAX_TIME_RATIO = 10.0, 1.05
+MIN_REDUCTION, MAX_TIME_RATIO, MAX_DISTANCE = 10.0, 1.05, 1e-4
 BATCH, LENGTH, VOCABULARY, HIDDEN = 4, 512, 50_257, 768
 ROWS = (512, 256, 128)
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -131,6 +131,11 @@ class Peak:
     rehearsed_bytes: int
     measured_bytes: int | None
 
+    @property
+    def holds(self) -> bool:
+        measured = self.rehearsed_bytes if self.measured_bytes is None else self.measured_bytes
+        return 0 <= self.rehearsed_bytes - measured <= MAX_DISTANCE * self.rehearsed_bytes
+
 
 class Treated:
     """What a treatment attaches to the model."""
@@ -196,9 +201,8 @@ def sweep_table(peaks: Sequence[Peak]) -> str:
     lines = ["| length | " + " | ".join(TREATMENTS) + " | measured |", "|---:|" + "---:|" * len(TREATMENTS) + "---|"]
     for length in LENGTHS:
         row = [peak for peak in peaks if peak.length == length]
-        measured = "yes, the same" if all(p.measured_bytes == p.rehearsed_bytes for p in row) else "rehearsed"
-        if any(p.measured_bytes not in (None, p.rehearsed_bytes) for p in row):
-            measured = "NOT the same"
+        differences = [p.rehearsed_bytes - p.measured_bytes for p in row if p.measured_bytes is not None]
+        measured = f"within {max(map(abs, differences)):,} bytes" if differences else "rehearsed only"
         lines.append(f"| {length} | " + " | ".join(_mb(p.rehearsed_bytes) for p in row) + f" | {measured} |")
     return "\n".join(lines)
 
@@ -289,7 +293,7 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def _passes(runs: Sequence[HeadRun], peaks: Sequence[Peak]) -> bool:
-    if any(peak.measured_bytes not in (None, peak.rehearsed_bytes) for peak in peaks):
+    if not all(peak.holds for peak in peaks):
         return False
     if not runs:
         return True
