@@ -1,0 +1,295 @@
+"""Does a model train that is larger than its device, and are transfers hidden? On the simulated device, or the CPU.
+
+    python -m memscale.benchmarks.offload train [--model gpt2-xl] [--device-gb 2] [--offload-dir DIR] [--device cpu]
+    python -m memscale.benchmarks.offload overlap [--layers N] [--card "RTX 3090"]
+
+`train`: training steps of a GPT-2 with everything streamed: parameters and gradients on the host, boundaries of the
+recomputed layers offloaded, optimizer state on disk. On `simgpu` the device has a hard capacity, and device bytes are
+the allocator's, exact; host bytes are the process's resident memory less the simulated device's, which also lies there.
+On `cpu` the device is RAM: layers are recomputed, and boundaries and optimizer state wait on disk.
+
+`overlap`: how much of the transfer time of activation offload is hidden behind compute, on the virtual clock of a card:
+a model of time, never a measurement. Layers repeat, so a few of them show what all of them would; the blocking way is
+shown beside it. simgpu must be installed for this, and for `train` on simgpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from memscale._config import AsyncOffloadConfig
+from memscale._execute import ExecutionSettings, Executor
+from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
+from memscale._profile.layers import find_blocks
+
+SIZES = {
+    "gpt2-tiny": (4, 256, 4),
+    "gpt2": (12, 768, 12),
+    "gpt2-medium": (24, 1024, 16),
+    "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25),
+}
+GB = 1_000_000_000
+MIN_HIDDEN = 0.9
+
+
+def build(name: str, num_layers: int | None = None) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, width, heads = SIZES[name]
+    config = GPT2Config(n_layer=num_layers or layers, n_embd=width, n_head=heads, use_cache=False)
+    torch.manual_seed(0)
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model.train()
+
+
+# ---- a model larger than its device
+
+
+class ResidentPeak:
+    """The highest resident memory of this process, sampled; on simgpu without what plays the device."""
+
+    def __init__(self, *, on_simgpu: bool) -> None:
+        self.peak_bytes = 0
+        self._on_simgpu = on_simgpu
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="resident-peak", daemon=True)
+
+    def _watch(self) -> None:
+        process = psutil.Process()
+        while not self._stop.wait(0.02):
+            device_bytes = torch.accelerator.memory_allocated() if self._on_simgpu else 0
+            self.peak_bytes = max(self.peak_bytes, process.memory_info().rss - device_bytes)
+
+    def __enter__(self) -> ResidentPeak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Progress:
+    """One line that says where the step is."""
+
+    def __init__(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
+        self._blocks = find_blocks(model)
+        self._done = 0
+        self._start = time.perf_counter()
+        for block in self._blocks.values():
+            undo.callback(block.register_forward_hook(self._tick).remove)
+            undo.callback(block.register_full_backward_hook(self._tick).remove)
+
+    def _tick(self, *_: Any) -> None:
+        self._done = self._done % (2 * len(self._blocks)) + 1
+        phase = "forward" if self._done <= len(self._blocks) else "backward"
+        self.say(f"{phase}, layer {self._done} of {2 * len(self._blocks)}")
+
+    def say(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{time.perf_counter() - self._start:8.1f} s  {text:60}", end="", file=sys.stderr, flush=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainResult:
+    losses: tuple[float, ...]
+    device_peak_bytes: int | None
+    host_peak_bytes: int
+    seconds: float
+
+
+def actions_for(model: nn.Module, device_type: str) -> tuple[Action, ...]:
+    blocks = list(find_blocks(model))
+    kind = Checkpoint if device_type == "cpu" else StreamParameters
+    return (
+        *(kind(module_fqn) for module_fqn in blocks),
+        *(OffloadActivations(module_fqn) for module_fqn in blocks),
+        OffloadOptimizer(bucket_bytes=64 * 1024 * 1024),
+    )
+
+
+def train(arguments: argparse.Namespace, offload_dir: str) -> TrainResult:
+    on_simgpu = arguments.device == "simgpu"
+    device = _open_device(arguments)
+    with contextlib.ExitStack() as undo, ResidentPeak(on_simgpu=on_simgpu) as resident:
+        model = build(arguments.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not on_simgpu)
+        settings = ExecutionSettings(
+            device=device,
+            asynchronous=arguments.asynchronous,
+            async_config=AsyncOffloadConfig(min_tensor_bytes=64 * 1024),
+            host_budget_bytes=int(arguments.state_host_gb * GB),
+            offload_dir=offload_dir,
+        )
+        executor = Executor(model, settings, optimizer)
+        undo.callback(executor.detach)
+        executor.attach(actions_for(model, device.type))
+        progress = Progress(model, undo)
+        if on_simgpu:
+            torch.accelerator.reset_peak_memory_stats()
+        start = time.perf_counter()
+        losses = [_step(model, optimizer, arguments, device, progress, step) for step in range(arguments.steps)]
+        seconds = time.perf_counter() - start
+        peak_bytes = torch.accelerator.max_memory_allocated() if on_simgpu else None
+    return TrainResult(tuple(losses), peak_bytes, resident.peak_bytes, seconds)
+
+
+def _open_device(arguments: argparse.Namespace) -> torch.device:
+    if arguments.device == "cpu":
+        return torch.device("cpu")
+    import simgpu
+
+    simgpu.set_cap(int(arguments.device_gb * GB))
+    return torch.device("simgpu", 0)
+
+
+def _step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    progress: Progress,
+    number: int,
+) -> float:
+    ids = torch.randint(50_257, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(number))
+    ids = ids.to(device)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    progress.say("optimizer step")
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def report_training(arguments: argparse.Namespace, result: TrainResult) -> int:
+    layers, width, _ = SIZES[arguments.model]
+    print(f"{arguments.model} ({layers} layers of {width}), batch {arguments.batch} x {arguments.length}, fp32, AdamW")
+    print(f"  losses {', '.join(f'{loss:.4f}' for loss in result.losses)}; {result.seconds:.0f} s")
+    if result.device_peak_bytes is not None:
+        print(f"  device peak {result.device_peak_bytes / GB:.3f} GB of {arguments.device_gb} GB")
+    print(f"  host peak {result.host_peak_bytes / GB:.3f} GB resident; bar {arguments.host_gb} GB")
+    return int(result.host_peak_bytes > arguments.host_gb * GB)
+
+
+# ---- are transfers hidden
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overlap:
+    way: str
+    asynchronous: bool
+    moved_bytes: int
+    elapsed_ms: float
+    copy_ms: float
+    hidden_ms: float
+
+    @property
+    def hidden(self) -> float:
+        return self.hidden_ms / self.copy_ms if self.copy_ms else 1.0
+
+
+WAYS = ("plain", "checkpointed", "boundaries", "every fourth layer", "every layer")
+
+
+def overlap(arguments: argparse.Namespace) -> Iterator[Overlap]:
+    """A training step's forward and backward for each way of offloading, after one to warm up."""
+    for way in WAYS:
+        for asynchronous in (True, False) if way not in ("plain", "checkpointed") else (False,):
+            yield _overlap_of(way, asynchronous, arguments)
+
+
+def _overlap_of(way: str, asynchronous: bool, arguments: argparse.Namespace) -> Overlap:
+    import simgpu
+
+    simgpu.set_card(arguments.card)
+    device = torch.device("simgpu", 0)
+    model = build(arguments.model, arguments.layers).to(device)
+    blocks = list(find_blocks(model))[:-1]  # the last layer's tensors are needed at once
+    actions: list[Action] = []
+    if way in ("checkpointed", "boundaries"):
+        actions += [Checkpoint(module_fqn) for module_fqn in find_blocks(model)]
+    if way not in ("plain", "checkpointed"):
+        chosen = blocks[::4] if way == "every fourth layer" else blocks
+        actions += [OffloadActivations(module_fqn) for module_fqn in chosen]
+    executor = Executor(model, ExecutionSettings(device=device, asynchronous=asynchronous))
+    executor.attach(actions)
+    ids = torch.randint(50_257, (arguments.batch, arguments.length)).to(device)
+    for _ in range(2):
+        torch.accelerator.synchronize()
+        simgpu.reset_clock()
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        torch.accelerator.synchronize()
+    clock = simgpu.overlap_report()
+    statistics = executor.stats().transfers.get("activations")
+    moved = statistics.transfers.bytes_sent + statistics.transfers.bytes_fetched if statistics is not None else 0
+    executor.detach()
+    copy_ms = clock.hidden_copy_ms + clock.exposed_copy_ms
+    return Overlap(way, asynchronous, moved // 2, clock.elapsed_ms, copy_ms, clock.hidden_copy_ms)
+
+
+def report_overlap(arguments: argparse.Namespace, rows: Sequence[Overlap]) -> int:
+    print(f"{arguments.model}, {arguments.layers} layers, batch {arguments.batch} x {arguments.length}, fp32")
+    print(f"modelled time of forward and backward, on the virtual clock of an {arguments.card}")
+    print(f"  {'offloaded':20} {'':6} {'moved':>10} {'step':>10} {'copies':>10} {'hidden':>8}")
+    for row in rows:
+        kind = "" if row.way in ("plain", "checkpointed") else "async" if row.asynchronous else "sync"
+        print(
+            f"  {row.way:20} {kind:6} {row.moved_bytes / 1e6:7.1f} MB {row.elapsed_ms:7.1f} ms {row.copy_ms:7.2f} ms "
+            f"{row.hidden:8.1%}"
+        )
+    hideable = [row for row in rows if row.way == "boundaries" and row.asynchronous]
+    return int(any(row.hidden < MIN_HIDDEN for row in hideable))
+
+
+# ---- command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = _parser().parse_args(arguments)
+    torch.set_num_threads(os.cpu_count() or 1)
+    if parsed.command == "overlap":
+        return report_overlap(parsed, list(overlap(parsed)))
+    if parsed.offload_dir is not None:
+        return report_training(parsed, train(parsed, parsed.offload_dir))
+    with tempfile.TemporaryDirectory() as directory:
+        return report_training(parsed, train(parsed, directory))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train", help="a model larger than its device")
+    training.add_argument("--device", choices=["simgpu", "cpu"], default="simgpu")
+    training.add_argument("--device-gb", type=float, default=2.0, help="the simulated device's capacity")
+    training.add_argument("--host-gb", type=float, default=16.0, help="more resident memory than this exits with 1")
+    training.add_argument("--state-host-gb", type=float, default=0.001, help="host memory for what could go to disk")
+    training.add_argument("--offload-dir", help="a directory on a disk; a temporary one if not given")
+    training.add_argument("--steps", type=int, default=1)
+    training.add_argument("--asynchronous", action="store_true")
+    overlapping = commands.add_parser("overlap", help="is the transfer time hidden")
+    overlapping.add_argument("--card", default="RTX 3090")
+    overlapping.add_argument("--layers", type=int, default=8)
+    for command, model, batch in ((training, "gpt2-xl", 1), (overlapping, "gpt2-medium", 4)):
+        command.add_argument("--model", choices=SIZES, default=model)
+        command.add_argument("--batch", type=int, default=batch)
+        command.add_argument("--length", type=int, default=512)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
