@@ -130,6 +130,31 @@ def test_absolute_bytes_of_a_model_worked_out_by_hand() -> None:
     assert plan.baseline_peak_bytes == pytest.approx(result.peak_bytes, rel=1e-3)
 
 
+class WithConstant(nn.Module):
+    """A large buffer that no forward changes, as causal masks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("mask", torch.ones(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.mask @ self.linear(x))
+
+
+def test_constant_buffers_are_not_taken_for_changing_ones() -> None:
+    entry = Case(
+        "masks",
+        lambda: nn.Sequential(*(WithConstant() for _ in range(4))),
+        lambda n: {"input": torch.randn(256, 64)},
+        square_loss,
+    )
+    model = memscale.wrap(entry.build(), FORCED, (torch.randn(256, 64),))
+    plan = model._memscale_executor.plan
+    assert plan.actions
+    assert plan.predicted_peak_bytes == pytest.approx(measured(entry, model).peak_bytes, rel=0.01)
+
+
 # ---- optimizers
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -1,5 +1,13 @@
 """What a module's forward reads and changes beside its arguments, kept so that a second run sees what the first saw.
 
+    memory = state.before()            # then the forward
+    state.after(memory)
+    ...
+    shown = state.show(memory)         # the module as that forward found it; then the second run
+    state.hide(shown)                  # the module as it was, untouched
+
+It runs once a layer a step, so it is written for speed: a few microseconds for a transformer block.
+
 NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
 the training flags; from then on only those are remembered. Buffers are compared by value: some kernels write to them
 without telling autograd. Modules are held weakly, so that a wrapped model dies with its last reference.
@@ -8,13 +16,11 @@ without telling autograd. Modules are held weakly, so that a wrapped model dies 
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +29,10 @@ from torch import nn
 from memscale import _torch_private
 from memscale._patching import OWN_ATTRIBUTES
 
-Slot: TypeAlias = tuple["weakref.ref[nn.Module]", str]
+Table: TypeAlias = dict[str, Any]
+"""A module's `_parameters` or `_buffers`."""
+ModuleRef: TypeAlias = "weakref.ref[nn.Module]"
+Slot: TypeAlias = tuple[ModuleRef, str]
 Flags: TypeAlias = tuple[bool, ...]
 
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
@@ -35,156 +44,184 @@ _ABSENT = object()
 class Memory:
     """What one forward found."""
 
-    parameters: list[tuple[Slot, torch.Tensor, int]] = dataclasses.field(default_factory=list)
-    """The tensors and their versions."""
-    constants: list[tuple[Slot, torch.Tensor]] = dataclasses.field(default_factory=list)
-    """Buffers that it left alone."""
-    buffers: dict[Slot, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """Copies of those that it changed."""
+    flags: Flags = ()
+    tensors: list[tuple[Table, str, torch.Tensor, int]] = dataclasses.field(default_factory=list)
+    """Parameters, and buffers that it left alone, with their versions."""
+    num_parameters: int = 0
+    """So many of them are parameters."""
+    copies: dict[tuple[int, str], tuple[Table, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    """Earlier values of the buffers that it changed."""
     attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
     generators: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     """Random generators that the module holds, and their state."""
+
+
+@dataclasses.dataclass(slots=True)
+class Shown:
+    """What the module really has while it shows a memory."""
+
+    tensors: list[tuple[Table, str, Any]]
+    attributes: dict[Slot, Any]
+    generators: list[tuple[Any, Any]]
 
 
 class ModuleState:
     """Everything about one module that its recompute must see as its forward saw it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [weakref.ref(part) for part in module.modules()]
-        self._parameters: list[Slot] = _slots(module, "_parameters")
-        self._buffers = _Buffers(_slots(module, "_buffers"))
+        self._modules: list[ModuleRef] = [weakref.ref(part) for part in module.modules()]
+        self._parameters = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+        self._buffers = _Buffers(module)
         self._attributes = _Attributes(self._modules)
 
-    @contextlib.contextmanager
-    def remembered(self) -> Iterator[Memory]:
-        """What the forward inside this context finds."""
-        flags = tuple([part.training for ref in self._modules if (part := ref()) is not None])
-        memory = Memory()
-        for slot in self._parameters:
-            if (value := _owner(slot)._parameters.get(slot[1])) is not None:
-                memory.parameters.append((slot, value, _version(value)))
-        with self._buffers.remembered(flags, memory), self._attributes.remembered(flags, memory):
-            yield memory
+    def before(self) -> Memory:
+        """To be called right before the forward."""
+        memory = Memory(tuple([part.training for ref in self._modules if (part := ref()) is not None]))
+        memory.tensors = [
+            (table, name, value, _version(value))
+            for table, name in self._parameters
+            if (value := table.get(name)) is not None
+        ]
+        memory.num_parameters = len(memory.tensors)
+        self._buffers.before(memory)
+        self._attributes.before(memory)
+        return memory
 
-    @contextlib.contextmanager
-    def replayed(self, memory: Memory) -> Iterator[None]:
-        """The module as that forward found it; afterwards as it is now, untouched."""
-        _refuse_changed(memory.parameters)
+    def after(self, memory: Memory) -> None:
+        """To be called right after it; learns, and refuses what was learned wrongly."""
+        self._buffers.after(memory)
+        self._attributes.after(memory)
+
+    def show(self, memory: Memory) -> Shown:
+        """Let the module be as that forward found it."""
+        _refuse_changed(memory)
+        shown = Shown([], {}, [])
         # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
-        tensors = [("_parameters", slot, value) for slot, value, _ in memory.parameters]
-        tensors += [("_buffers", slot, value) for slot, value in memory.constants]
-        tensors += [("_buffers", slot, value.clone()) for slot, value in memory.buffers.items()]
-        with _tensors_replaced(tensors), self._attributes.replayed(memory):
-            yield
+        for table, name, value, _ in memory.tensors:
+            if table.get(name) is not value:
+                shown.tensors.append((table, name, table.get(name)))
+                table[name] = value
+        for (_, name), (table, value) in memory.copies.items():
+            shown.tensors.append((table, name, table.get(name)))
+            table[name] = value.clone()
+        if memory.attributes or memory.generators:
+            self._attributes.show(memory, shown)
+        return shown
 
-
-def _slots(module: nn.Module, table: str) -> list[Slot]:
-    return [(weakref.ref(part), name) for part in module.modules() for name in getattr(part, table)]
-
-
-def _owner(slot: Slot) -> nn.Module:
-    module = slot[0]()
-    assert module is not None, "a module's forward runs while the module lives"
-    return module
+    def hide(self, shown: Shown) -> None:
+        """Let the module be as it was before `show`."""
+        for table, name, value in shown.tensors:
+            table[name] = value
+        for slot, value in shown.attributes.items():
+            _set(slot, value)
+        for generator, state in shown.generators:
+            _set_state(generator, state)
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _refuse_changed(parameters: list[tuple[Slot, torch.Tensor, int]]) -> None:
-    for slot, value, version in parameters:
+def _refuse_changed(memory: Memory) -> None:
+    for _, name, value, version in memory.tensors[: memory.num_parameters]:
         if _version(value) != version:
             raise RuntimeError(
-                f"parameter {slot[1]!r} of {type(_owner(slot)).__name__} was changed in place between forward and "
-                "backward: its recompute would not be the same. Call backward before the optimizer's step."
+                f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward: "
+                "its recompute would not be the same. Call backward before the optimizer's step."
             )
-
-
-@contextlib.contextmanager
-def _tensors_replaced(tensors: Iterable[tuple[str, Slot, torch.Tensor]]) -> Iterator[None]:
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for table_name, slot, value in tensors:
-        table = getattr(_owner(slot), table_name)
-        if table.get(slot[1]) is not value:
-            replaced.append((table, slot[1], table.get(slot[1])))
-            table[slot[1]] = value
-    try:
-        yield
-    finally:
-        for table, name, value in replaced:
-            table[name] = value
 
 
 class _Buffers:
     """Knows which buffers a forward changes."""
 
-    def __init__(self, slots: list[Slot]) -> None:
-        self._slots = slots
-        self._changing: dict[Flags, set[Slot]] = {}
+    def __init__(self, module: nn.Module) -> None:
+        self._slots = [(part._buffers, name) for part in module.modules() for name in part._buffers]
+        self._owners = {id(part._buffers): type(part).__name__ for part in module.modules()}
+        self._changing: dict[Flags, set[tuple[int, str]]] = {}
 
-    def _values(self) -> dict[Slot, torch.Tensor]:
-        return {slot: value for slot in self._slots if (value := _owner(slot)._buffers.get(slot[1])) is not None}
+    def before(self, memory: Memory) -> None:
+        known = self._changing.get(memory.flags)
+        for table, name in self._slots:
+            value = table.get(name)
+            if value is None:
+                continue
+            if (id(table), name) in known if known is not None else _may_change_silently(value):
+                memory.copies[id(table), name] = (table, value.clone())
+            if known is None or (id(table), name) not in known:
+                memory.tensors.append((table, name, value, _version(value)))
 
-    @contextlib.contextmanager
-    def remembered(self, flags: Flags, memory: Memory) -> Iterator[None]:
-        if not self._slots:
-            yield
-            return
-        values = self._values()
-        known = self._changing.get(flags)
-        versions = {slot: _version(value) for slot, value in values.items()}
-        copies = {slot: value.clone() for slot, value in values.items() if known is None or slot in known}
-        yield
-        after = self._values()
-        touched = {slot for slot, version in versions.items() if slot in after and _version(after[slot]) != version}
+    def after(self, memory: Memory) -> None:
+        if len(memory.tensors) == memory.num_parameters:
+            return  # every buffer is known to change
+        known = self._changing.get(memory.flags)
+        touched = {
+            (id(table), name)
+            for table, name, value, version in memory.tensors[memory.num_parameters :]
+            if table.get(name) is not value or _version(value) != version
+        }
         if known is None:
-            known = touched | {slot for slot, value in copies.items() if not _same(value, after.get(slot))}
-            self._changing[flags] = known
-        self._refuse_surprises(touched - known, known)
-        memory.buffers = {slot: value for slot, value in copies.items() if slot in known}
-        memory.constants = [(slot, value) for slot, value in values.items() if slot not in known]
+            self._learn(memory, touched)
+        elif touched:
+            known |= touched
+            self._refuse(*next(iter(touched)))
 
-    def _refuse_surprises(self, surprises: set[Slot], known: set[Slot]) -> None:
-        known |= surprises
-        for slot in surprises:
-            raise RuntimeError(
-                f"buffer {slot[1]!r} of {type(_owner(slot)).__name__} was changed by this forward, not by earlier "
-                "ones: its recompute would not be the same. Run the step again: MemScale remembers it from now on."
-            )
+    def _learn(self, memory: Memory, touched: set[tuple[int, str]]) -> None:
+        changed = {key for key, (table, value) in memory.copies.items() if not _same(value, table.get(key[1]))}
+        known = self._changing[memory.flags] = touched | changed
+        for table, name, value, _ in memory.tensors[memory.num_parameters :]:
+            if (id(table), name) in touched and (id(table), name) not in memory.copies:
+                memory.copies[id(table), name] = (table, value.clone())  # without values: any copy will do
+        memory.copies = {key: kept for key, kept in memory.copies.items() if key in known}
+        parameters, buffers = memory.tensors[: memory.num_parameters], memory.tensors[memory.num_parameters :]
+        memory.tensors = parameters + [entry for entry in buffers if (id(entry[0]), entry[1]) not in known]
+
+    def _refuse(self, table_id: int, name: str) -> None:
+        raise RuntimeError(
+            f"buffer {name!r} of {self._owners[table_id]} was changed by this forward, not by earlier ones: its "
+            "recompute would not be the same. Run the step again: MemScale remembers it from now on."
+        )
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "meta" and not _torch_private.is_fake(tensor)
+
+
+def _may_change_silently(buffer: torch.Tensor) -> bool:
+    """Kernels that write without telling autograd are batch norms, and they write vectors; values would tell."""
+    return _has_values(buffer) or buffer.dim() <= 1
 
 
 def _same(before: torch.Tensor, after: torch.Tensor | None) -> bool:
     if after is None or before.shape != after.shape or before.dtype != after.dtype:
         return False
-    if before.device.type == "meta" or _torch_private.is_fake(before):
-        return False  # no values to compare: take it as changing
-    return torch.equal(before, after)
+    return _has_values(before) and torch.equal(before, after)
 
 
 class _Attributes:
     """Knows which Python attributes a forward changes, and which random generators the module holds."""
 
-    def __init__(self, modules: list[weakref.ref[nn.Module]]) -> None:
+    def __init__(self, modules: list[ModuleRef]) -> None:
         self._modules = modules
         self._changing: dict[Flags, list[Slot]] = {}
         self._generators: list[Slot] = []
 
-    @contextlib.contextmanager
-    def remembered(self, flags: Flags, memory: Memory) -> Iterator[None]:
-        known = self._changing.get(flags)
+    def before(self, memory: Memory) -> None:
+        known = self._changing.get(memory.flags)
         slots = self._all_slots() if known is None else known
         if known is None:
             self._generators = [slot for slot in slots if _is_generator(_get(slot))]
-        before = {slot: _snapshot(_get(slot)) for slot in slots}
-        memory.generators = [
-            (found, _state_of(found)) for slot in self._generators if _is_generator(found := _get(slot))
-        ]
-        yield
-        if known is None:
-            slots = list(dict.fromkeys([*slots, *self._all_slots()]))
-            known = [slot for slot in slots if not _unchanged(before.get(slot, _ABSENT), _get(slot))]
-            self._changing[flags] = known
+        if slots:
+            memory.attributes = {slot: _snapshot(_get(slot)) for slot in slots}
+        for slot in self._generators:
+            if _is_generator(generator := _get(slot)):
+                memory.generators.append((generator, _state_of(generator)))
+
+    def after(self, memory: Memory) -> None:
+        if memory.flags in self._changing:
+            return
+        before, slots = memory.attributes, dict.fromkeys([*memory.attributes, *self._all_slots()])
+        known = [slot for slot in slots if not _unchanged(before.get(slot, _ABSENT), _get(slot))]
+        self._changing[memory.flags] = known
         memory.attributes = {slot: before.get(slot, _ABSENT) for slot in known}
 
     def _all_slots(self) -> list[Slot]:
@@ -196,32 +233,30 @@ class _Attributes:
             if name not in _COMMON_ATTRIBUTES
         ]
 
-    @contextlib.contextmanager
-    def replayed(self, memory: Memory) -> Iterator[None]:
-        now = {slot: _get(slot) for slot in memory.attributes}
-        states = [(generator, _state_of(generator)) for generator, _ in memory.generators]
+    def show(self, memory: Memory, shown: Shown) -> None:
         for slot, value in memory.attributes.items():
+            shown.attributes[slot] = _get(slot)
             _set(slot, _snapshot(value))
         for generator, state in memory.generators:
+            shown.generators.append((generator, _state_of(generator)))
             _set_state(generator, state)
-        try:
-            yield
-        finally:
-            for slot, value in now.items():
-                _set(slot, value)
-            for generator, state in states:
-                _set_state(generator, state)
+
+
+def _dict_of(slot: Slot) -> dict[str, Any]:
+    module = slot[0]()
+    assert module is not None, "a module's forward runs while the module lives"
+    return vars(module)
 
 
 def _get(slot: Slot) -> Any:
-    return vars(_owner(slot)).get(slot[1], _ABSENT)
+    return _dict_of(slot).get(slot[1], _ABSENT)
 
 
 def _set(slot: Slot, value: Any) -> None:
     if value is _ABSENT:
-        vars(_owner(slot)).pop(slot[1], None)
+        _dict_of(slot).pop(slot[1], None)
     else:
-        vars(_owner(slot))[slot[1]] = value
+        _dict_of(slot)[slot[1]] = value
 
 
 def _snapshot(value: Any) -> Any:

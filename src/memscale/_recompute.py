@@ -108,25 +108,24 @@ class Region:
 
     def _compute(self, args: Any, kwargs: Any) -> Any:
         self.host_rng = HostRng(draws_from_numpy=self.owner.draws_from_numpy is not False)
-        with self.owner.state.remembered() as self.memory:
-            output = self.owner.compute(args, kwargs, self)
+        self.memory = self.owner.state.before()
+        output = self.owner.compute(args, kwargs, self)
+        self.owner.state.after(self.memory)
         if self.owner.verify:
             self.digest = _digest(output)
         return output
 
     def _refuse_surprises(self, leaves: tuple[Any, ...], versions: list[int]) -> None:
         assert self.host_rng is not None
-        owner, moved = self.owner, self.host_rng.numpy_moved()
-        surprised, owner.draws_from_numpy = (
-            moved and owner.draws_from_numpy is False,
-            moved or owner.draws_from_numpy is True,
-        )
+        owner, draws = self.owner, self.host_rng.numpy_moved()
+        is_surprise = draws and owner.draws_from_numpy is False
+        owner.draws_from_numpy = draws or owner.draws_from_numpy is True
         if _versions(leaves) != versions:
             raise RuntimeError(
                 f"{owner.module_fqn} changes its input in place, so it cannot be computed again; leave it out of "
                 "checkpointing, or let it work on a copy"
             )
-        if surprised:
+        if is_surprise:
             raise RuntimeError(
                 f"{owner.module_fqn} drew from NumPy's random numbers, which earlier forwards did not: its recompute "
                 "would not be the same. Run the step again: MemScale remembers it from now on."
@@ -135,8 +134,12 @@ class Region:
     def _recompute(self, args: Any, kwargs: Any) -> Any:
         assert self.host_rng is not None
         self.owner.num_recomputes += 1
-        with self.host_rng.repeated(), self.owner.state.replayed(self.memory):
-            output = self.owner.recompute(args, kwargs, self)
+        shown = self.owner.state.show(self.memory)
+        try:
+            with self.host_rng.repeated():
+                output = self.owner.recompute(args, kwargs, self)
+        finally:
+            self.owner.state.hide(shown)
         if self.digest is not None and self.digest != _digest(output):
             raise VerificationError(
                 f"the recompute of {self.owner.module_fqn} differs from its forward: the module depends on state that "

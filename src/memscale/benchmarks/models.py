@@ -256,7 +256,7 @@ def suite() -> tuple[Case, ...]:
         Case(
             "nested",
             Nested,
-            lambda n: {"features": {"x": _random(n, 16, 64), "mask": _random(n + 1, 16, 64)}, "label": "x"},
+            lambda n: {"features": {"x": _random(n, 64, 64), "mask": _random(n + 1, 64, 64)}, "label": "x"},
             lambda output: output["scores"][0].square().mean() + output["scores"][1].square().mean(),
         ),
     )
