@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
+import simgpu  # noqa: F401  (registers the device)
 from memscale._plan import StreamParameters
 from memscale._profile.layers import find_blocks
 from memscale.techniques.offload import streaming
@@ -143,10 +144,19 @@ def without_caches(model: nn.Module) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, case: Case, steps: int = 5, accumulation: int = 2, device: torch.device = DEVICE) -> Run:
-    """Steps with accumulation, clipping and a scheduler."""
+def train(
+    model: nn.Module,
+    case: Case,
+    steps: int = 5,
+    accumulation: int = 2,
+    device: torch.device = DEVICE,
+    keep: list[Any] | None = None,
+) -> Run:
+    """Steps with accumulation, clipping and a scheduler. `keep` gets the optimizer, for who wants it to live on."""
     run = Run()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    if keep is not None:
+        keep.append(optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     seed(3)
     for step in range(steps):
