@@ -46,7 +46,8 @@ def losses(draw):
 def loss_and_gradients(case, tile_rows, dtype=torch.float32):
     """Tiled with `tile_rows`, plain with None."""
     tensors = [
-        None if t is None else t.to(dtype).requires_grad_() for t in (case[n] for n in ("hidden", "weight", "bias"))
+        None if t is None else t.to(dtype, copy=True).requires_grad_()
+        for t in (case[n] for n in ("hidden", "weight", "bias"))
     ]
     logits = F.linear(*tensors) if tile_rows is None else lazy_linear(*tensors, tile_rows=tile_rows)
     target, class_weight = case["target"], case["class_weight"]
@@ -76,10 +77,13 @@ def test_every_loss_is_the_plain_one(case):
         return
     assert relative(loss, exact_loss) <= LOSS_BOUND + 2 * relative(plain_loss, exact_loss)
     size = float(sum(g.norm() ** 2 for g in exact) ** 0.5)
+    # A confident row's gradient is a probability less 1, times a hidden state or weight: it is right to a few units in
+    # the last place of 1, in the plain path as well.
+    largest = max(1.0, *(float(case[name].abs().max()) for name in ("hidden", "weight")))
+    rounding = 4 * torch.finfo(torch.float32).eps * largest * case["target"].numel() ** 0.5
     for mine, theirs, right in zip(ours, plain, exact, strict=True):
-        floor = right.norm() + 1e-2 * size + 1e-30
-        error, usual = (float((g.double() - right).norm() / floor) for g in (mine, theirs))
-        assert error <= GRADIENT_BOUND + 2 * usual
+        error, usual = (float((g.double() - right).norm()) for g in (mine, theirs))
+        assert error <= GRADIENT_BOUND * (float(right.norm()) + 1e-2 * size) + 2 * usual + rounding
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

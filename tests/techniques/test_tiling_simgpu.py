@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import simgpu  # noqa: F401  the device must be there before the first backward of this process
 from memscale._plan import TileAttention, TileHead, TileMlp
 from tests.techniques.tiling_models import (
     LOSS_BOUND,
