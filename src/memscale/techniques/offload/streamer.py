@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import logging
 import threading
 import weakref
 from collections.abc import Iterable
@@ -26,9 +27,11 @@ import torch
 
 from memscale import _torch_private
 from memscale._errors import StoreFullError
-from memscale.techniques.offload.homes import Homes, unviewed
-from memscale.techniques.offload.stores import Layout, StoreCounters, Ticket
+from memscale.techniques.offload.homes import CPU, Homes, unviewed
+from memscale.techniques.offload.stores import PART_BYTES, Layout, StoreCounters, Ticket
 from memscale.techniques.offload.transfers import Arrival, Transfers, TransferStats, order
+
+logger = logging.getLogger("memscale")
 
 LANDING_BYTES = 128 * 1024 * 1024
 """Pinned memory in which gradients arrive."""
@@ -325,6 +328,18 @@ class Streamer:
         passage.landing = Landing(ticket, home)
         flight.expect(ticket, passage.landing)
         return home
+
+    def make_room_for_landings(self) -> None:
+        """Take the pinned memory for gradients now, so that its size does not depend on how threads run."""
+        if not self.overlaps or not self.store.keeps_bytes:
+            return
+        parameters = [p for ref in self.layers if (layer := ref()) is not None for p in layer.parameters()]
+        sizes = [-(-p.nbytes // PART_BYTES) * PART_BYTES for p in parameters if p.requires_grad]
+        num_bytes = min(sum(sizes), LANDING_BYTES)
+        try:
+            self.store.free(self.store.reserve(Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)))
+        except StoreFullError:
+            logger.info("the host budget leaves little room for gradients on their way: they land one by one")
 
     def _overlaps_for(self, gradient: torch.Tensor) -> bool:
         # Anomaly detection looks into every gradient at once, before it could arrive.

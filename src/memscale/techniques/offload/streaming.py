@@ -195,6 +195,7 @@ def attach(
     following = followers.attach(model, undo)  # undone after the homes: state follows its parameters both ways
     undo.callback(streamer.homes.restore)
     streamer.homes.move_in(model, streamed)
+    streamer.make_room_for_landings()
     following.follow_all()
     return streamer
 
