@@ -1,7 +1,7 @@
 """Tiling (exact up to the order of summation): tensors that never exist whole.
 
-- `head`: a language-model head and its cross-entropy, a few rows of logits at a time (`lazy`, `functions`, `loss`);
-- `attention`: attention of models that materialise their scores, fused or a few queries at a time;
+- `head`: a language-model head and its cross-entropy, a few rows of logits at a time (`lazy`, `recipe`, `loss`);
+- `attention`: attention of models that materialise their scores, fused or a few queries at a time (`scores`);
 - `mlp`: a position-wise MLP, a stretch of the sequence at a time;
 - `find`: which modules of a model are which, from a recorded forward.
 
@@ -18,5 +18,5 @@ from memscale.techniques.tiling.find import find_mlps as find_mlps
 from memscale.techniques.tiling.find import record as record
 from memscale.techniques.tiling.head import attach_head as attach_head
 from memscale.techniques.tiling.lazy import LazyLogits as LazyLogits
-from memscale.techniques.tiling.lazy import StaleLogitsError as StaleLogitsError
 from memscale.techniques.tiling.mlp import attach_mlp as attach_mlp
+from memscale.techniques.tiling.recipe import StaleLogitsError as StaleLogitsError

@@ -16,7 +16,6 @@ call a fused kernel already are untouched, except for what they do beside it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from memscale import _torch_private
 from memscale._patching import ForwardOverride
 from memscale._plan import TileAttention
 from memscale.techniques.tiling.common import (
-    TilingError,
     at_least_one,
     autocast_now,
     draw_noise,
@@ -39,9 +37,9 @@ from memscale.techniques.tiling.common import (
     names,
     submodule,
 )
+from memscale.techniques.tiling.scores import SOFTMAX, Drop, Slot, Step, Steps, replay
 
 _MATMULS = frozenset({"matmul", "__matmul__", "bmm"})
-_SOFTMAX = frozenset({"softmax", "_softmax"})
 _CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
 _ELEMENTWISE = names(
     "mul __mul__ __rmul__ multiply div __truediv__ true_divide divide add __add__ __radd__ sub __sub__ masked_fill "
@@ -133,118 +131,6 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", "")
 
 
-# ---- the recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """The place of a tensor among a step's arguments."""
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """One function of the scores: the function, its arguments, and where among them the scores go.
-
-    NOTE [steps hold no tensors]: arguments that are tensors stand in `Steps.arguments`, and go through autograd's own
-    saving. A step that held them would keep them alive inside a checkpointed block.
-    """
-
-    name: str
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    position: int
-
-    def apply(self, scores: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        args, kwargs = tree_map_only(Slot, lambda slot: arguments[slot.index], (self.args, self.kwargs))
-        result: torch.Tensor = self.func(*args[: self.position], scores, *args[self.position :], **kwargs)
-        return result
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Drop:
-    """Dropout with noise that was drawn for all scores."""
-
-    kept: Slot
-    p: float
-
-    def apply(self, scores: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        # As the plain kernel does it: the noise is 1 / (1 - p), rounded to the scores' dtype, or 0.
-        noise = arguments[self.kept.index].to(scores.dtype).div_(1 - self.p)
-        return scores * noise
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Steps:
-    """Queries, transposed keys, and what is done to their product."""
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    steps: tuple[Step | Drop, ...] = ()
-    arguments: tuple[torch.Tensor, ...] = ()
-    versions: tuple[int | None, ...] = ()
-
-    @classmethod
-    def of(cls, queries: torch.Tensor, keys: torch.Tensor) -> Steps:
-        return cls(queries, keys, versions=(_version(queries), _version(keys)))
-
-    def call(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> Steps:
-        """One more function."""
-        found: list[torch.Tensor] = []
-
-        def put(tensor: torch.Tensor) -> Slot:
-            found.append(tensor)
-            return Slot(len(self.arguments) + len(found) - 1)
-
-        args, kwargs = tree_map_only(torch.Tensor, put, (args, kwargs))
-        return self._with(Step(name, func, args, kwargs, position), *found)
-
-    def drop(self, kept: torch.Tensor, p: float) -> Steps:
-        return self._with(Drop(Slot(len(self.arguments)), p), kept)
-
-    def _with(self, step: Step | Drop, *arguments: torch.Tensor) -> Steps:
-        return dataclasses.replace(
-            self,
-            steps=(*self.steps, step),
-            arguments=(*self.arguments, *arguments),
-            versions=(*self.versions, *(_version(argument) for argument in arguments)),
-        )
-
-    def check_unchanged(self) -> None:
-        tensors = (self.queries, self.keys, *self.arguments)
-        if self.versions != tuple(_version(tensor) for tensor in tensors):
-            raise TilingError(
-                "queries, keys, a mask or a bias of a tiled attention were changed in place after the scores were "
-                "formed; take the tiling of this attention out of the plan"
-            )
-
-    def replay(self) -> torch.Tensor:
-        """All scores, by ordinary operators."""
-        self.check_unchanged()
-        return replay(self.steps, self.queries, self.keys, self.arguments)
-
-    def is_softmaxed(self) -> bool:
-        return any(isinstance(step, Step) and step.name in _SOFTMAX for step in self.steps)
-
-
-def replay(
-    steps: Sequence[Step | Drop], queries: torch.Tensor, keys: torch.Tensor, arguments: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    scores = torch.matmul(queries, keys)
-    for step in steps:
-        scores = step.apply(scores, arguments)
-    return scores
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-# ---- the tensor
-
-
 class LazyScores(torch.Tensor):
     """Scores that are not built. Not connected to autograd by itself: what is computed from it is, by replay."""
 
@@ -328,9 +214,9 @@ def _follow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return scores  # in evaluation, or with p = 0
     if name in _IN_PLACE and position == 0:
         return _written(scores, name, rest, kwargs)
-    if name in _SOFTMAX and not _is_over_keys(scores, rest, kwargs):
+    if name in SOFTMAX and not _is_over_keys(scores, rest, kwargs):
         return None
-    if name in _SOFTMAX | _CASTS or (name in _ELEMENTWISE and _are_sliceable(scores, rest, kwargs)):
+    if name in SOFTMAX | _CASTS or (name in _ELEMENTWISE and _are_sliceable(scores, rest, kwargs)):
         return _stepped(scores, name, func, rest, kwargs, position)
     if name == "contiguous" or (name == "clone" and not kwargs):
         return scores
@@ -421,7 +307,7 @@ def _fused_arguments(steps: Steps, values: torch.Tensor) -> tuple[float, torch.T
         if isinstance(step, Drop):
             return None
         number = _number(step)
-        if step.name in _SOFTMAX:
+        if step.name in SOFTMAX:
             softmaxed = True
         elif step.name in _CASTS:
             continue

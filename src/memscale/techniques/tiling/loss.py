@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from memscale import _torch_private
-from memscale.techniques.tiling.lazy import Block, LazyLogits, Map, is_plain, linear, plain, threes
+from memscale.techniques.tiling.lazy import LazyLogits, plain
+from memscale.techniques.tiling.recipe import Block, Map, is_plain, linear, threes
 
 Reduction = Literal["none", "mean", "sum"]
 
