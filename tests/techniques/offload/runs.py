@@ -74,6 +74,12 @@ def backward(model: nn.Module, step: int = 0, loss: Callable[[nn.Module], torch.
     return value.detach().cpu()
 
 
+def let_autograd_finish() -> None:
+    """The device's autograd thread drops a failed pass a moment after `backward()` has raised; the next one waits."""
+    x = torch.ones(1, device=DEVICE, requires_grad=True)
+    (x * 2).backward()
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
 

@@ -30,7 +30,19 @@ from memscale.techniques.offload.stores import Store
 from memscale.techniques.offload.transfers import Transfers
 from tests.models import SUITE, Case
 from tests.parity import seed
-from tests.techniques.offload.runs import DEVICE, Gpt, Run, backward, gradients, on, same, tokens, train, without_caches
+from tests.techniques.offload.runs import (
+    DEVICE,
+    Gpt,
+    Run,
+    backward,
+    gradients,
+    let_autograd_finish,
+    on,
+    same,
+    tokens,
+    train,
+    without_caches,
+)
 
 CPU = torch.device("cpu")
 ACCELERATOR = torch.accelerator
@@ -40,8 +52,10 @@ PLAIN_RUNS: dict[tuple[str, str], Run] = {}
 
 
 @pytest.fixture(autouse=True)
-def _clean(no_races, no_leaks):
+def _clean(no_races, no_leaks) -> Iterator[None]:
     """No test here may race, or leave device or pinned bytes behind."""
+    yield
+    let_autograd_finish()
 
 
 def device_of(way: str) -> torch.device:
@@ -81,6 +95,7 @@ def offloaded(
         undo.close()
         gc.collect()
         moving.settle()
+        moving.close()  # a thread holds its last job until it has ended
         moving.store.sweep()
         assert moving.store.counters.held_bytes == 0
 
@@ -358,6 +373,7 @@ def test_a_plan_for_another_model_is_refused():
 
 
 def settle() -> int:
+    let_autograd_finish()
     gc.collect()
     ACCELERATOR.synchronize()
     return ACCELERATOR.memory_allocated()

@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.techniques.offload.runs import (
     Run,
     backward,
     gradients,
+    let_autograd_finish,
     loss_of,
     pair,
     same,
@@ -44,8 +46,10 @@ MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asy
 
 
 @pytest.fixture(autouse=True)
-def _clean(no_races, no_leaks):
+def _clean(no_races, no_leaks) -> Iterator[None]:
     """No test here may race, or leave device or pinned bytes behind."""
+    yield
+    let_autograd_finish()
 
 
 def assert_same_gradients(build: Any, asynchronous: bool, loss: Any = None, num_backwards: int = 2) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.techniques.offload.runs import (
     Run,
     backward,
     gradients,
+    let_autograd_finish,
     on,
     pair,
     same,
@@ -41,11 +43,14 @@ MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asy
 
 
 @pytest.fixture(autouse=True)
-def _clean(no_leaks):
+def _clean(no_leaks) -> Iterator[None]:
     """No test here may leave device or pinned bytes behind."""
+    yield
+    let_autograd_finish()
 
 
 def settle() -> int:
+    let_autograd_finish()
     gc.collect()
     ACCELERATOR.synchronize()
     return ACCELERATOR.memory_allocated()
