@@ -98,8 +98,8 @@ class Landing:
         """Complete the gradient, in whichever thread needs it first; then let go of it."""
         with self._lock:
             (ticket, self._ticket), (home, self._home) = (self._ticket, None), (self._home, None)
-            if ticket is None or home is None:
-                return
+            if ticket is None or home is None or ticket.store.closed:
+                return  # closed: the pass failed and was taken off before its gradients landed; nobody waits for them
             if ticket.written is not None:
                 order(None, ticket.written, "host after gradient")
             if ticket.store.keeps_bytes:
