@@ -23,11 +23,13 @@ from torch.utils import _python_dispatch
 from torch.utils import checkpoint as checkpoint_internals
 
 from memscale._execute import Executor
-from memscale._memory import LiveBytes
+from memscale._memory import LiveBytes, measure
 from memscale._patching import ForwardOverride, OwnHook
 
 _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()
+MOST_KEPT_BYTES = 1_000_000
+"""Constants that libraries make on their first use."""
 _OURS = (LiveBytes, ForwardOverride, OwnHook, Executor)
 
 
@@ -49,6 +51,22 @@ def _registering_new(kind: type, *args: Any, **kwargs: Any) -> Any:
     instance = object.__new__(kind)
     _BORN.add(instance)
     return instance
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_module_keeps_tensors() -> Iterator[None]:
+    """What one file of tests keeps alive would be counted in the measured peaks of the next."""
+    before = _live_bytes()
+    yield
+    kept = _live_bytes() - before
+    assert kept < MOST_KEPT_BYTES, f"{kept:,} bytes of tensors outlive this file"
+
+
+def _live_bytes() -> int:
+    gc.collect()
+    with measure("cpu") as living:
+        pass
+    return living.peak_bytes
 
 
 @pytest.fixture(autouse=True)

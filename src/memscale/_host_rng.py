@@ -52,15 +52,15 @@ class HostRng:
 
 def _numpy_state() -> Any:
     """The bytes and the spare number; None while nobody has imported NumPy: then nobody has drawn from it."""
-    numpy_random = sys.modules.get("numpy.random")
-    return None if numpy_random is None else numpy_random.get_state(legacy=False)
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state(legacy=False)
 
 
 def _numpy_bytes() -> Any:
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
         return None
-    generator = numpy_random.get_bit_generator()
+    generator = numpy.random.get_bit_generator()
     if type(generator).__name__ != "MT19937":
         return _numpy_state()
     with generator.lock:
@@ -68,7 +68,7 @@ def _numpy_bytes() -> Any:
 
 
 def _set_numpy_state(state: Any) -> None:
-    numpy_random = sys.modules["numpy.random"]
+    numpy_random = sys.modules["numpy"].random
     if not isinstance(state, bytes):
         numpy_random.set_state(state)
         return
