@@ -20,6 +20,7 @@ from memscale._execute import Executor, executor_of
 from memscale._hardware import Hardware
 from memscale._patching import OwnHook
 from memscale._pipeline import device_of, execution_settings, make_plan
+from memscale._plan import MixedPrecision
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale.report import console
 
@@ -105,16 +106,20 @@ class _Planner(OwnHook):
         if _num_elements(inputs) > self.planned_elements:
             if self.executor.plan is not None:
                 logger.info("a larger batch than planned for: planning again")
-            self.plan(model, inputs)
+            self.plan(model, inputs, inside=True)
 
-    def plan(self, model: nn.Module, inputs: Inputs) -> None:
+    def plan(self, model: nn.Module, inputs: Inputs, *, inside: bool = False) -> None:
+        """`inside`: in the first moment of a forward, which is to follow the plan already."""
         # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
         self._is_planning = True
         try:
             plan = make_plan(model, inputs, self.config, self.optimizer, before_real=self.executor.suspend)
         finally:
             self._is_planning = False
-        self.executor.apply(plan)
+        if inside:
+            self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
+        else:
+            self.executor.apply(plan)
         self.planned_elements = _num_elements(inputs)
         if self.config.enable_logging:
             console.show_plan(plan)
@@ -145,6 +150,7 @@ def _attach(
         console.open_log(config, executor.on_detach)
         if config.enable_logging:
             console.show_hardware(hardware)
+        _warn_of_slow_math(config, hardware)
         planner = _Planner(executor, config, optimizer if optimizer is not None else "adamw")
         if inputs is None and derive:
             inputs = derive_inputs(model)
@@ -156,6 +162,23 @@ def _attach(
         executor.detach()
         raise
     return executor
+
+
+def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:
+    if not config.asks_for("use_mixed_precision"):
+        return
+    dtype = MixedPrecision.choose_dtype(
+        hardware.device_type,
+        supports_bf16=hardware.supports_bf16,
+        supports_fp16=hardware.supports_fp16,
+        has_fast_16bit=hardware.has_fast_16bit,
+    )
+    if dtype is None:
+        warnings.warn(
+            f"use_mixed_precision=True is not followed: {hardware.device_name} has no fast 16-bit math, so the model "
+            "stays in full precision",
+            stacklevel=4,
+        )
 
 
 def _model_of(target: object) -> nn.Module:

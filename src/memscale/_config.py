@@ -137,6 +137,10 @@ class Config:
         if self.async_config is not None and not isinstance(self.async_config, AsyncOffloadConfig):
             raise _bad("async_config", self.async_config, "an AsyncOffloadConfig or None")
 
+    def asks_for(self, technique: str) -> bool:
+        """Whether this technique was set to True by name, not by the mode."""
+        return technique in self._explicit and bool(getattr(self, technique))
+
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed. Techniques that were left to the mode are resolved again."""
         kept = {

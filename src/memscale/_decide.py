@@ -20,9 +20,11 @@ from memscale._plan import (
     Checkpoint,
     DecisionSource,
     LayerRow,
+    MixedPrecision,
     OffloadActivations,
     OffloadOptimizer,
     Plan,
+    QuantizeOptimizer,
     Reason,
     StreamParameters,
 )
@@ -217,8 +219,9 @@ def _write_plan(
     summary: Reason,
 ) -> Plan:
     profile, outcome = model.profile, chosen.outcome
+    lossy = _lossy_actions(model, config, is_skip=summary.rule.startswith("smart skip"))
     return Plan(
-        actions=_actions(model, chosen.choice, outcome),
+        actions=(*_actions(model, chosen.choice, outcome), *lossy),
         baseline_peak_bytes=baseline.peak_bytes,
         predicted_peak_bytes=outcome.peak_bytes,
         predicted_slowdown=round(outcome.step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0,
@@ -255,6 +258,29 @@ def _actions(model: CostModel, choice: Choice, outcome: Outcome) -> tuple[Action
         reason = Reason("offload optimizer state: the device holds one bucket of it", numbers)
         actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
     return tuple(actions)
+
+
+def _lossy_actions(model: CostModel, config: Config, *, is_skip: bool) -> Iterator[Action]:
+    """Techniques that are not exact: what was asked for by name always, what the mode allows only under pressure."""
+    hardware, optimizer = model.hardware, model.profile.optimizer
+    if config.use_mixed_precision and (config.asks_for("use_mixed_precision") or not is_skip):
+        dtype = MixedPrecision.choose_dtype(
+            hardware.device_type,
+            supports_bf16=hardware.supports_bf16,
+            supports_fp16=hardware.supports_fp16,
+            has_fast_16bit=hardware.has_fast_16bit,
+        )
+        if dtype is not None:
+            yield MixedPrecision(dtype, _lossy_reason(config, "use_mixed_precision", {}))
+    if config.use_8bit_optimizer and (config.asks_for("use_8bit_optimizer") or not is_skip) and optimizer.state_bytes:
+        numbers: dict[str, int | float | str] = {"state_bytes": optimizer.state_bytes}
+        reason = _lossy_reason(config, "use_8bit_optimizer", numbers)
+        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=reason)
+
+
+def _lossy_reason(config: Config, name: str, numbers: dict[str, int | float | str]) -> Reason:
+    why = f"{name}=True" if config.asks_for(name) else f"mode {config.mode.value}, under pressure"
+    return Reason(why, numbers)
 
 
 def _block_action(module_fqn: str, treatment: Treatment, reason: Reason) -> Action:

@@ -22,16 +22,18 @@ from memscale._patching import EXECUTOR_ATTRIBUTE, keep_copies_clean, set_attrib
 from memscale._plan import (
     Action,
     Checkpoint,
+    MixedPrecision,
     OffloadActivations,
     OffloadOptimizer,
     Plan,
+    QuantizeOptimizer,
     StreamParameters,
     TileAttention,
     TileHead,
     TileMlp,
 )
 from memscale._recompute import RecomputedForward
-from memscale.techniques import checkpointing, tiling
+from memscale.techniques import checkpointing, precision, tiling
 from memscale.techniques.offload import activations, optimizer, streaming, tiers
 from memscale.techniques.offload.transfers import Transfers
 
@@ -62,6 +64,10 @@ class Stats:
     """Blocks recomputed in backward."""
     transfers: dict[str, Any] = dataclasses.field(default_factory=dict)
     """By technique: bytes moved each way, time waited, hits of prefetching."""
+    loss_scale: float | None = None
+    """What fp16 gradients are multiplied with now; None where nothing is scaled."""
+    num_skipped_steps: int = 0
+    """Steps not taken because fp16 gradients had overflowed."""
 
 
 class Executor:
@@ -77,6 +83,9 @@ class Executor:
         self._undo = contextlib.ExitStack()
         self._recomputed: list[RecomputedForward] = []
         self._transfers: dict[str, Any] = {}
+        self._precision: precision.Precision | None = None
+        self._loss_scale: precision.LossScale | None = None
+        """Outlives the plan: a later one goes on with it."""
         self.plan: Plan | None = None
         """None until the first training forward, when there was nothing to plan from before."""
         self.detached = False
@@ -102,6 +111,13 @@ class Executor:
             self.attach(plan.actions)
         self.plan = plan
 
+    def apply_inside(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`apply` in the first moment of a forward with these arguments: that forward follows the plan already."""
+        before = self._precision
+        self.apply(plan)
+        if self._precision is not None and self._precision is not before:
+            self._precision.enter(self.model, args, kwargs)
+
     def suspend(self) -> None:
         """Take the plan's techniques off; the model stays ours."""
         self._techniques.close()
@@ -113,6 +129,7 @@ class Executor:
         with contextlib.ExitStack() as undo:
             undo.callback(self._recomputed.clear)
             undo.callback(self._transfers.clear)
+            undo.callback(self._forget_precision)
             if actions and self._device().type == "cpu" and not self._is_fake():
                 return_freed_memory(undo)
             self._place(actions, undo)
@@ -134,10 +151,21 @@ class Executor:
                 tiling.attach_attention(action, self.model, undo)
             case TileMlp():
                 tiling.attach_mlp(action, self.model, undo)
-            case OffloadActivations() | OffloadOptimizer() | StreamParameters():
+            case MixedPrecision():
+                self._attach_precision(action, undo)
+            case OffloadActivations() | OffloadOptimizer() | StreamParameters() | QuantizeOptimizer():
                 pass  # together, in _attach_offloading: they share tiers and prefetch one another's neighbours
             case _:
                 assert_never(action)
+
+    def _attach_precision(self, action: MixedPrecision, undo: contextlib.ExitStack) -> None:
+        scale = self._loss_scale
+        self._precision = precision.attach(action, self.model, self._device().type, undo, scale=scale)
+        if self._precision is not None and self._precision.scale is not None:
+            self._loss_scale = self._precision.scale
+
+    def _forget_precision(self) -> None:
+        self._precision = None
 
     def _place(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
         """Put the model where it computes. Streamed layers are placed by what streams them."""
@@ -232,7 +260,19 @@ class Executor:
             finally:
                 self._undo.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the model's and the optimizer's state: the loss scale of fp16."""
+        return {"loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the run that this state was saved in. May come before there is a plan."""
+        if state.get("loss_scale") is not None:
+            if self._loss_scale is None:
+                self._loss_scale = precision.LossScale()
+            self._loss_scale.load_state_dict(state["loss_scale"])
+
     def stats(self) -> Stats:
+        scale = self._precision.scale if self._precision is not None else None
         device_type = self.plan.device_type if self.plan is not None else "cpu"
         on_device = device_type != "cpu" and torch.accelerator.is_available()
         return Stats(
@@ -240,6 +280,8 @@ class Executor:
             peak_bytes=torch.accelerator.max_memory_allocated() if on_device else None,
             num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
             transfers={name: user.stats for name, user in self._transfers.items()},
+            loss_scale=scale.value if scale is not None else None,
+            num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
 
 

@@ -110,8 +110,29 @@ class MixedPrecision:
         return "float16" if supports_fp16 and has_fast_16bit else None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantizeOptimizer:
+    """Optimizer state waits in 8 bits, quantised block by block; every step unpacks a bucket of it at a time."""
+
+    bucket_bytes: int
+    """Bytes of parameters whose state is unpacked at once."""
+    block_size: int = 256
+    """Elements that share one scale."""
+    min_elements: int = 4096
+    """State of smaller parameters stays in 32 bits, and so does that of embeddings."""
+    reason: Reason = Reason("asked for")
+
+
 Action: TypeAlias = (
-    Checkpoint | TileHead | TileAttention | TileMlp | OffloadActivations | OffloadOptimizer | StreamParameters
+    Checkpoint
+    | TileHead
+    | TileAttention
+    | TileMlp
+    | OffloadActivations
+    | OffloadOptimizer
+    | StreamParameters
+    | MixedPrecision
+    | QuantizeOptimizer
 )
 
 
