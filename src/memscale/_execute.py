@@ -33,7 +33,7 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale._recompute import RecomputedForward
-from memscale.techniques import checkpointing, precision, tiling
+from memscale.techniques import checkpointing, optimizer8bit, precision, tiling
 from memscale.techniques.offload import activations, optimizer, streaming, tiers
 from memscale.techniques.offload.transfers import Transfers
 
@@ -180,14 +180,15 @@ class Executor:
         if streamed:
             self._attach_streaming(streamed, undo)
         # A rehearsal runs no optimizer step.
-        optimizers = [] if self._is_fake() else [a for a in actions if isinstance(a, OffloadOptimizer)]
-        if not sent_away and not optimizers:
-            return
-        transfers = self._open_tier(streamed, undo)
+        kinds = OffloadOptimizer | QuantizeOptimizer
+        optimizers = [] if self._is_fake() else [action for action in actions if isinstance(action, kinds)]
+        moves_state = any(isinstance(action, OffloadOptimizer) for action in optimizers)
+        transfers = self._open_tier(streamed, undo) if sent_away or moves_state else None
         if sent_away:
+            assert transfers is not None
             self._attach_activations(sent_away, transfers, undo)
-        for action in optimizers:
-            self._attach_optimizer(action, transfers, undo)
+        if optimizers:
+            self._attach_optimizer(optimizers, transfers if moves_state else None, undo)
 
     def _attach_streaming(self, actions: Sequence[StreamParameters], undo: contextlib.ExitStack) -> None:
         settings = self.settings
@@ -215,12 +216,22 @@ class Executor:
             min_tensor_bytes=self.settings.async_config.min_tensor_bytes,
         )
 
-    def _attach_optimizer(self, action: OffloadOptimizer, transfers: Transfers, undo: contextlib.ExitStack) -> None:
+    def _attach_optimizer(
+        self,
+        actions: Sequence[OffloadOptimizer | QuantizeOptimizer],
+        transfers: Transfers | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """One adoption for both: what waits in 8 bits is what travels."""
+        quantized = [action for action in actions if isinstance(action, QuantizeOptimizer)]
+        packer = optimizer8bit.EightBit(quantized[0], self.model, undo) if quantized else None
+        bucket_bytes = min(action.bucket_bytes for action in actions)
+        store = transfers.store if transfers is not None else None
         known = self._optimizer() if self._optimizer is not None else None
         if known is None:
-            adoption = optimizer.adopt(self.model, transfers.store, transfers, action.bucket_bytes, undo)
+            adoption = optimizer.adopt(self.model, store, transfers, bucket_bytes, undo, packer)
         else:
-            adoption = optimizer.adopt_optimizer(known, transfers.store, transfers, action.bucket_bytes, undo)
+            adoption = optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer)
         self._transfers["optimizer"] = adoption
 
     def _open_tier(self, streamed: Sequence[StreamParameters], undo: contextlib.ExitStack) -> Transfers:

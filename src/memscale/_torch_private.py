@@ -152,3 +152,9 @@ def tensor_over(
 def inside_functional_transform() -> bool:
     """Whether `torch.func.grad`, `vmap` or the like is at work: they do not bear saved-tensor hooks."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_own_kernel(operator: str, device_type: str) -> bool:
+    """Whether an operator has a kernel written for this device, not only one made of other operators."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)

@@ -10,6 +10,10 @@ smaller ones stay on the device. Of this state the device holds at most
 
 and nothing between steps: at most twice the largest S (`peak_state_bytes`), beside what the optimizer's own step
 needs for temporaries over one bucket.
+
+NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). Then S counts the bytes that wait,
+and a step holds the unpacked state of one bucket beside them. Where there is no other tier, packed tensors wait in
+memory of the bucket on their device, and the others stay as they are.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -52,6 +56,18 @@ def peak_state_bytes(bucket_state_bytes: Sequence[int]) -> int:
     return 2 * max(bucket_state_bytes, default=0)
 
 
+class Packing(Protocol):
+    """A way to wait in fewer bytes. Equal ones read what the other wrote."""
+
+    def waiting_bytes(self, num_elements: int) -> int: ...
+    def pack(self, values: torch.Tensor, memory: torch.Tensor, *, exactly: bool) -> None: ...
+    def unpack(self, memory: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
+Choose = Callable[[torch.Tensor, Any, torch.Tensor], Packing | None]
+"""From a parameter, the name and the value of a state tensor to how that waits; None: as it is."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
     """Where one state tensor lies in its bucket."""
@@ -64,19 +80,36 @@ class Slot:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     span_bytes: int
+    packing: Packing | None = None
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, where it waits as it is."""
         line = memory.narrow(0, self.offset, self.span_bytes).view(self.dtype)
         return line.as_strided(self.shape, self.stride)
+
+    def unpacked(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, in memory of its own, where it waits packed."""
+        assert self.packing is not None
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=memory.device)
+        self.packing.unpack(memory.narrow(0, self.offset, self.span_bytes), _line(tensor))
+        return tensor
+
+    def pack(self, memory: torch.Tensor, value: torch.Tensor, *, exactly: bool) -> None:
+        """Put a value in. `exactly`: what was unpacked before waits as it did, to the last bit."""
+        assert self.packing is not None
+        self.packing.pack(_line(value), memory.narrow(0, self.offset, self.span_bytes), exactly=exactly)
 
 
 class Bucket:
     """A few parameters, and how their state lies when it waits."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, moves: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], *, moves: bool, choose: Choose | None = None) -> None:
         self.parameters = tuple(parameters)
         self.moves = moves
-        """Its state leaves the device; else the bucket only bounds the step's temporaries."""
+        """Its state leaves the device; else only what is packed waits here, and the step's temporaries are bounded."""
+        self.choose = choose
+        self.memory: torch.Tensor | None = None
+        """What waits on the device itself. See NOTE [packed state]."""
         self.slots: tuple[Slot, ...] = ()
         self.num_bytes = 0
         self.ticket: Ticket | None = None
@@ -86,26 +119,42 @@ class Bucket:
 
     def plan(self, state: Mapping[torch.Tensor, Mapping[Any, Any]], given: Mapping[tuple[int, Any], Any]) -> list[Slot]:
         """The slots for this state. `given` are the views of the bucket's own memory that the step was run on."""
-        if not self.moves:
-            return []
         tensors = {
             (index, name): value
             for index, parameter in enumerate(self.parameters)
             for name, value in state.get(parameter, {}).items()
-            if given.get((index, name)) is value or can_move(value)
+            if given.get((index, name)) is value or self.takes(parameter, name, value)
         }
         owners = collections.Counter(tensor.data_ptr() for tensor in tensors.values())
         slots, offset = [], 0
         for (index, name), tensor in tensors.items():
             if owners[tensor.data_ptr()] > 1:
                 continue  # two names for one tensor: apart they would no longer change together
-            span_bytes = tensor.numel() * tensor.itemsize
-            slots.append(Slot(index, name, offset, tensor.dtype, tuple(tensor.shape), tensor.stride(), span_bytes))
+            packing = self._packing(self.parameters[index], name, tensor)
+            span_bytes = packing.waiting_bytes(tensor.numel()) if packing is not None else tensor.nbytes
+            shape, stride = tuple(tensor.shape), tensor.stride()
+            slots.append(Slot(index, name, offset, tensor.dtype, shape, stride, span_bytes, packing))
             offset += rounded(span_bytes)
         return slots
 
+    def takes(self, parameter: torch.Tensor, name: Any, value: object) -> bool:
+        """Whether a state tensor of one of its parameters waits here."""
+        if not isinstance(value, torch.Tensor) or not can_move(value):
+            return False
+        return self.moves or self._packing(parameter, name, value) is not None
+
+    def _packing(self, parameter: torch.Tensor, name: Any, tensor: torch.Tensor) -> Packing | None:
+        if self.choose is None or Layout.of(tensor).span != tensor.numel():
+            return None
+        return self.choose(parameter, name, tensor)
+
     def views(self, memory: torch.Tensor) -> dict[tuple[int, Any], torch.Tensor]:
-        return {(slot.index, slot.name): slot.view(memory) for slot in self.slots}
+        """The tensors that wait as they are."""
+        return {(slot.index, slot.name): slot.view(memory) for slot in self.slots if slot.packing is None}
+
+    def unpacked(self, memory: torch.Tensor) -> dict[tuple[int, Any], torch.Tensor]:
+        """The tensors that wait packed, each in memory of its own."""
+        return {(slot.index, slot.name): slot.unpacked(memory) for slot in self.slots if slot.packing is not None}
 
     # ------------------------------------------------------------------------------------------------- waiting
 
@@ -126,12 +175,17 @@ class Bucket:
     def names_of(self, index: int) -> set[Any]:
         return {slot.name for slot in self.slots if slot.index == index}
 
+    def packed_names_of(self, index: int) -> set[Any]:
+        return {slot.name for slot in self.slots if slot.index == index and slot.packing is not None}
+
     def entries(self) -> list[Waiting]:
         found = [reference() for reference in self._entries if reference is not None]
         return [entry for entry in found if entry is not None and entry.bucket is self]
 
     def read(self) -> torch.Tensor:
         """The bucket's bytes, on the host."""
+        if self.memory is not None:
+            return self.memory.cpu()
         assert self.ticket is not None
         if self.ticket.rescued is not None:
             return self.ticket.rescued
@@ -139,7 +193,11 @@ class Bucket:
 
     def tensors_of(self, index: int, memory: torch.Tensor) -> dict[Any, torch.Tensor]:
         """A parameter's state tensors out of the bucket's bytes, each with memory of its own."""
-        return {slot.name: own_copy(slot.view(memory)) for slot in self.slots if slot.index == index}
+        return {
+            slot.name: own_copy(slot.view(memory)) if slot.packing is None else slot.unpacked(memory)
+            for slot in self.slots
+            if slot.index == index
+        }
 
     def check_out(self, memory: torch.Tensor | None = None) -> None:
         """Somebody looks: every entry becomes an ordinary dict, and what it holds is what counts from now on."""
@@ -226,6 +284,11 @@ def can_move(value: object) -> bool:
         and not Layout.of(value).has_gaps
         and value.untyped_storage().nbytes() == value.nbytes  # not a part of something shared
     )
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order in which they lie."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def own_copy(view: torch.Tensor) -> torch.Tensor:

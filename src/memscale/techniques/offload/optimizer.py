@@ -29,7 +29,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,28 +38,47 @@ from torch.utils._pytree import tree_map_only
 
 from memscale import _torch_private
 from memscale._errors import OffloadError, PartialStepError
-from memscale.techniques.offload.buckets import Bucket, Waiting, can_move, split_into_buckets
+from memscale.techniques.offload.buckets import Bucket, Choose, Waiting, split_into_buckets
 from memscale.techniques.offload.separable import NotSeparable, SplitStep, check_separable, idle_shadow, is_shadow
 from memscale.techniques.offload.stores import Store
 from memscale.techniques.offload.transfers import Arrival, Transfers
 from memscale.techniques.offload.visits import OptimizerStats, Visit, Visits
 
 
+class Packer(Protocol):
+    """Says how the state of an optimizer waits; None, where as it is."""
+
+    def choose(self, optimizer: Optimizer) -> Choose | None: ...
+
+
 def adopt(
-    model: nn.Module, store: Store, transfers: Transfers, bucket_bytes: int, undo: contextlib.ExitStack
+    model: nn.Module,
+    store: Store | None,
+    transfers: Transfers | None,
+    bucket_bytes: int,
+    undo: contextlib.ExitStack,
+    packer: Packer | None = None,
 ) -> Adoption:
-    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state."""
-    adoption = Adoption(store, transfers, bucket_bytes, model)
+    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
+
+    Without a store the state stays on its device, and with a `packer` it waits there packed.
+    """
+    adoption = Adoption(store, transfers, bucket_bytes, model, packer)
     undo.callback(adoption.detach)
     adoption.watch()
     return adoption
 
 
 def adopt_optimizer(
-    optimizer: Optimizer, store: Store, transfers: Transfers, bucket_bytes: int, undo: contextlib.ExitStack
+    optimizer: Optimizer,
+    store: Store | None,
+    transfers: Transfers | None,
+    bucket_bytes: int,
+    undo: contextlib.ExitStack,
+    packer: Packer | None = None,
 ) -> Adoption:
     """Adopt this optimizer now; state that it has already moves now."""
-    adoption = Adoption(store, transfers, bucket_bytes)
+    adoption = Adoption(store, transfers, bucket_bytes, packer=packer)
     undo.callback(adoption.detach)
     adoption.take(optimizer)
     adoption.watch()
@@ -69,8 +88,16 @@ def adopt_optimizer(
 class Adoption:
     """The optimizers of one model, or one optimizer. See NOTE [how a step is taken over]."""
 
-    def __init__(self, store: Store, transfers: Transfers, bucket_bytes: int, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        transfers: Transfers | None,
+        bucket_bytes: int,
+        model: nn.Module | None = None,
+        packer: Packer | None = None,
+    ) -> None:
         self.store = store
+        self.packer = packer
         self.transfers = transfers
         self.bucket_bytes = bucket_bytes
         self.stats = OptimizerStats()
@@ -110,7 +137,10 @@ class Adoption:
                 stacklevel=2,
             )
             return
-        adopted = AdoptedOptimizer(Visits(self.store, self.transfers, self.stats), self.bucket_bytes)
+        choose = self.packer.choose(optimizer) if self.packer is not None else None
+        if choose is None and self.store is None:
+            return
+        adopted = AdoptedOptimizer(Visits(self.store, self.transfers, self.stats), self.bucket_bytes, choose)
         adopted.attach(optimizer)
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1
@@ -147,9 +177,10 @@ def _was_trained(model: nn.Module, versions: dict[int, int]) -> bool:
 class AdoptedOptimizer:
     """One optimizer whose state waits elsewhere. The optimizer holds it through its hooks; it holds no optimizer."""
 
-    def __init__(self, visits: Visits, bucket_bytes: int) -> None:
+    def __init__(self, visits: Visits, bucket_bytes: int, choose: Choose | None = None) -> None:
         self.visits = visits
         self.bucket_bytes = bucket_bytes
+        self.choose = choose
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._broken: str | None = None
@@ -196,8 +227,8 @@ class AdoptedOptimizer:
         self._update_buckets(optimizer)
         for bucket in self.buckets:
             known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
-            if bucket.ticket is None and known:
-                self.visits.park(optimizer.state, bucket, known, Visit(known))
+            if bucket.ticket is None and bucket.memory is None and known:
+                self.visits.park(optimizer.state, bucket, known, Visit(known), exactly=True)
                 self.visits.let_go(bucket)
         self._raise_failures("no step is affected")
 
@@ -207,7 +238,7 @@ class AdoptedOptimizer:
         for device, same in itertools.groupby(new, key=lambda p: p.device):
             neighbours, moves = list(same), self.visits.tier_of(device) is not None
             for indices in split_into_buckets((p.nbytes for p in neighbours), self.bucket_bytes):
-                bucket = Bucket([neighbours[i] for i in indices], moves=moves)
+                bucket = Bucket([neighbours[i] for i in indices], moves=moves, choose=self.choose)
                 self.buckets.append(bucket)
                 self._bucket_of.update((id(p), bucket) for p in bucket.parameters)
 
@@ -261,7 +292,7 @@ class AdoptedOptimizer:
         if previous is not None:
             self.visits.let_go(previous)
         coming = None
-        if follower is not None and self.visits.transfers.asynchronous and self._is_whole(optimizer, bucket):
+        if follower is not None and self.visits.is_asynchronous and self._is_whole(optimizer, bucket):
             coming = self.visits.start(optimizer.state, follower)
         progress.begin()
         state = split.run(bucket.parameters, visit.state, call.args, call.kwargs)
@@ -335,9 +366,14 @@ class AdoptedOptimizer:
         self._broken = None
         if self._loading is not None:
             loaded, self._loading = self._loading, None
-            state = _cast_state(optimizer, loaded)
+            self._update_buckets(optimizer)
+            state = _cast_state(optimizer, loaded, self._will_wait)
             optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
         self._send_away(optimizer)
+
+    def _will_wait(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> bool:
+        """Whether a state tensor goes into its bucket, so that it need not come to the device before."""
+        return self._bucket_of[id(parameter)].takes(parameter, name, value)
 
 
 class _Call:
@@ -384,8 +420,10 @@ class _Progress:
         self.num_done += 1
 
 
-def _cast_state(optimizer: Optimizer, loaded: dict[str, Any]) -> defaultdict[Any, Any]:
-    """A loaded state as `load_state_dict` would make it, except that large tensors are on the host."""
+def _cast_state(
+    optimizer: Optimizer, loaded: dict[str, Any], will_wait: Callable[[torch.Tensor, Any, torch.Tensor], bool]
+) -> defaultdict[Any, Any]:
+    """A loaded state as `load_state_dict` would make it, except that what will wait is on the host."""
     saved = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
     own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameter_of = dict(zip(saved, own, strict=True))
@@ -396,20 +434,26 @@ def _cast_state(optimizer: Optimizer, loaded: dict[str, Any]) -> defaultdict[Any
             state[key] = entry
             continue
         state[parameter] = {
-            name: _cast_value(optimizer, parameter, value, key, loaded["param_groups"], name)
+            name: _cast_value(optimizer, parameter, value, key, loaded["param_groups"], name, will_wait)
             for name, value in entry.items()
         }
     return state
 
 
 def _cast_value(
-    optimizer: Optimizer, parameter: torch.Tensor, value: Any, key: Any, groups: list[dict[str, Any]], name: Any
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    value: Any,
+    key: Any,
+    groups: list[dict[str, Any]],
+    name: Any,
+    will_wait: Callable[[torch.Tensor, Any, torch.Tensor], bool],
 ) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     cast = _torch_private.cast_optimizer_value(
         optimizer, torch.empty(0, dtype=parameter.dtype, device="cpu"), value, key, groups, name
     )
-    if not can_move(cast):
+    if not will_wait(parameter, name, cast):
         cast = _torch_private.cast_optimizer_value(optimizer, parameter, value, key, groups, name)
     return cast.clone() if cast is value else cast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
@@ -35,6 +36,10 @@ class OptimizerStats:
     """Of these, how many were there in time."""
     largest_bucket_bytes: int = 0
     """State bytes of the largest bucket; the device holds at most twice that."""
+    packed_bytes: int = 0
+    """What the packed state takes now. See NOTE [packed state]."""
+    unpacked_bytes: int = 0
+    """What it would take unpacked."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,13 +59,22 @@ class Visits:
     device, the error is kept in `failures`, and the next step takes the state from there.
     """
 
-    def __init__(self, store: Store, transfers: Transfers, stats: OptimizerStats) -> None:
+    def __init__(self, store: Store | None, transfers: Transfers | None, stats: OptimizerStats) -> None:
         self.store = store
-        self.transfers = transfers
+        self._transfers = transfers
         self.stats = stats
         self.failures: list[OffloadError] = []
-        disks = [leaf for leaf in store.leaves() if not leaf.in_memory]
+        disks = [leaf for leaf in store.leaves() if not leaf.in_memory] if store is not None else []
         self._below_host = TieredStore(*disks) if disks else None
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None, "only what has a ticket moves"
+        return self._transfers
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._transfers is not None and self._transfers.asynchronous
 
     def tier_of(self, device: torch.device) -> Store | None:
         """Where state of this device waits. From the CPU only the disk is another place."""
@@ -71,9 +85,10 @@ class Visits:
     def start(self, entries: Entries, bucket: Bucket) -> Arrival | None:
         """Start fetching what waits of a bucket."""
         self.recover(bucket)
-        if not any(bucket.is_waiting(i, entries.get(p)) for i, p in enumerate(bucket.parameters)):
+        if bucket.ticket is None or not any(
+            bucket.is_waiting(i, entries.get(p)) for i, p in enumerate(bucket.parameters)
+        ):
             return None
-        assert bucket.ticket is not None
         self.stats.bytes_from_store += bucket.num_bytes
         return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.parameters[0].device))
 
@@ -83,8 +98,8 @@ class Visits:
             self.stats.num_prefetched += 1
             self.stats.num_hits += arrival.is_here()
         arrival = arrival if arrival is not None else self.start(entries, bucket)
-        memory = arrival.wait() if arrival is not None else None
-        views = bucket.views(memory) if memory is not None else {}
+        memory = arrival.wait() if arrival is not None else bucket.memory
+        views = {**bucket.views(memory), **bucket.unpacked(memory)} if memory is not None else {}
         state: State = {}
         for index, parameter in enumerate(bucket.parameters):
             entry = entries.get(parameter)
@@ -98,8 +113,8 @@ class Visits:
 
     # ------------------------------------------------------------------------------------------------------ out
 
-    def park(self, entries: Entries, bucket: Bucket, state: State, visit: Visit) -> None:
-        """Pack the state that the step left and send it away."""
+    def park(self, entries: Entries, bucket: Bucket, state: State, visit: Visit, *, exactly: bool = False) -> None:
+        """Pack the state that the step left and send it away. `exactly`: it may have been packed before."""
         slots = tuple(bucket.plan(state, visit.views))
         if slots != bucket.slots or visit.memory is None:
             self._lay_out(bucket, slots, visit)
@@ -108,11 +123,16 @@ class Visits:
             return
         for slot in bucket.slots:
             value = state[bucket.parameters[slot.index]][slot.name]
-            view = visit.views[slot.index, slot.name]
-            if view is not value:  # made anew by this step
-                view.copy_(value)
+            if slot.packing is not None:
+                slot.pack(visit.memory, value, exactly=exactly)
+                visit.views[slot.index, slot.name] = value
+            elif visit.views[slot.index, slot.name] is not value:  # made anew by this step
+                visit.views[slot.index, slot.name].copy_(value)
         try:
-            self._send(bucket, visit.memory)
+            if bucket.moves:
+                self._send(bucket, visit.memory)
+            else:
+                bucket.memory = visit.memory
         except OffloadError as error:
             self.failures.append(error)
             self._keep(entries, bucket, state, visit)
@@ -126,11 +146,19 @@ class Visits:
         num_bytes = sum(rounded(slot.span_bytes) for slot in slots)
         if num_bytes != bucket.num_bytes:
             self.drop(bucket)
+        self._count_packed(bucket.slots, -1)
+        self._count_packed(slots, +1)
         bucket.slots, bucket.num_bytes = slots, num_bytes
         self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
         device = bucket.parameters[0].device
         visit.memory = _empty(num_bytes, device) if slots else None
         visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
+
+    def _count_packed(self, slots: tuple[Slot, ...], sign: int) -> None:
+        for slot in slots:
+            if slot.packing is not None:
+                self.stats.packed_bytes += sign * slot.span_bytes
+                self.stats.unpacked_bytes += sign * math.prod(slot.shape) * slot.dtype.itemsize
 
     def _send(self, bucket: Bucket, memory: torch.Tensor) -> None:
         if bucket.ticket is None:
@@ -194,7 +222,12 @@ class Visits:
             entry = entries.get(parameter)
             if isinstance(entry, Waiting):
                 values = visit.state[parameter]
-                tensors = {name: own_copy(view) for (i, name), view in visit.views.items() if i == index}
+                packed = bucket.packed_names_of(index)
+                tensors = {
+                    name: view if name in packed else own_copy(view)
+                    for (i, name), view in visit.views.items()
+                    if i == index
+                }
                 if bucket.is_waiting(index, entry):
                     entry.fill(tensors)
                     values = {**values, **tensors}
@@ -205,6 +238,7 @@ class Visits:
         if bucket.ticket is not None:
             self.transfers.wait_sent(bucket.ticket)
             self.transfers.free(bucket.ticket)
+        bucket.memory = None
         bucket.ticket = None  # its slots still say which tensors belong on the device
 
 

@@ -1,0 +1,134 @@
+"""Optimizer state in 8 bits, in place: the user's optimizer stays the user's, its waiting state is packed.
+
+`EightBit` says which state tensors of which optimizers wait in 8 bits, and how. The buckets of an adopted optimizer ask
+it: a bucket is unpacked for the user's own step and packed again, and nothing else of the state is ever in 32 bits.
+
+What stays in 32 bits: embeddings, as bitsandbytes advises (most of their rows get no gradient in a step, so a block
+mixes very different ages); parameters with few elements; parameters that are not the model's; everything that is no
+moment of the gradient (step counters, say).
+
+Bound: a value with a sign is stored to within 0.71 % of its block's largest; to within 0.15 % of it if it is below a
+tenth of that, 0.03 % below a hundredth, 0.008 % below a thousandth. Without a sign it is half of that.
+What that does to a training is measured by
+`python -m memscale.benchmarks.optimizer8bit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._plan import QuantizeOptimizer
+from memscale.techniques.optimizer8bit.blocks import BlockPacking, dequantize, forget_tables, quantize
+
+__all__ = ["BlockPacking", "EightBit", "find_problem", "moments_of"]
+
+logger = logging.getLogger("memscale")
+
+Choose = Callable[[torch.Tensor, Any, torch.Tensor], BlockPacking | None]
+"""How a parameter's state tensor of this name waits; None: as it is."""
+
+_ADAM = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+_MOMENTS: tuple[tuple[type[Optimizer], dict[str, bool]], ...] = (
+    (torch.optim.Adam, _ADAM),
+    (torch.optim.AdamW, _ADAM),
+    (torch.optim.SGD, {"momentum_buffer": True}),
+    (torch.optim.RMSprop, {"square_avg": False, "momentum_buffer": True, "grad_avg": True}),
+    (torch.optim.Adagrad, {"sum": False}),
+)
+_KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def moments_of(optimizer: Optimizer) -> dict[str, bool] | None:
+    """The state tensors that can wait in 8 bits, and whether they have a sign; None for an unknown optimizer."""
+    for kind, moments in _MOMENTS:
+        if isinstance(optimizer, kind):
+            return moments
+    if type(optimizer).__name__ == "Lion":  # torch has none; those in use keep one moment under this name
+        return {"exp_avg": True}
+    return None
+
+
+def find_problem(device: torch.device) -> str | None:
+    """Why 8-bit numbers cannot be made on this device; None if they can."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import bitsandbytes as _  # noqa: F401
+        values = torch.linspace(-1, 1, 64, device=device)
+        dequantize(*quantize(values, True, 64), True, 64)
+    except Exception as error:  # whatever a native library that does not fit this machine raises
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class EightBit:
+    """Which state of one model's optimizers waits in 8 bits. Warns once for each wish that is not followed."""
+
+    def __init__(self, action: QuantizeOptimizer, model: nn.Module, undo: contextlib.ExitStack) -> None:
+        self.action = action
+        undo.callback(forget_tables)
+        embeddings = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            for parameter in module.parameters(recurse=False)
+        }
+        self._eligible = {
+            id(parameter)
+            for parameter in model.parameters()
+            if parameter.numel() >= action.min_elements and id(parameter) not in embeddings
+        }
+
+    def choose(self, optimizer: Optimizer) -> Choose | None:
+        """How this optimizer's state waits; None, and a warning, where it cannot wait in 8 bits."""
+        if is_8bit(optimizer):
+            logger.info("%s keeps its state in 8 bits by itself", type(optimizer).__name__)
+            return None
+        moments = moments_of(optimizer)
+        if moments is None:
+            warnings.warn(
+                f"{type(optimizer).__name__} has no 8-bit counterpart: its state stays in 32 bits. "
+                "Known are Adam, AdamW, SGD with momentum, RMSprop, Adagrad and Lion.",
+                stacklevel=2,
+            )
+            return None
+        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        for device in devices:
+            problem = find_problem(device)
+            if problem is not None:
+                warnings.warn(
+                    f"bitsandbytes cannot be used on {device.type} ({problem}): the state of "
+                    f"{type(optimizer).__name__} stays in 32 bits. Install a bitsandbytes that fits this machine, or "
+                    "set use_8bit_optimizer=False.",
+                    stacklevel=2,
+                )
+                return None
+        return _Chooser(self._eligible, moments, self.action.block_size)
+
+
+class _Chooser:
+    """For one optimizer."""
+
+    def __init__(self, eligible: set[int], moments: dict[str, bool], block_size: int) -> None:
+        self.eligible = eligible
+        self.packings = {name: BlockPacking(signed, block_size) for name, signed in moments.items()}
+
+    def __call__(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> BlockPacking | None:
+        if id(parameter) not in self.eligible or value.shape != parameter.shape or value.dtype not in _KINDS:
+            return None
+        return self.packings.get(name)
+
+
+def is_8bit(optimizer: Optimizer) -> bool:
+    """Whether it is one of bitsandbytes' own that keeps its state in 8 bits."""
+    return type(optimizer).__module__.startswith("bitsandbytes.") and (
+        getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
+    )
