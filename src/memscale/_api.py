@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import sys
@@ -14,15 +15,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._config import AsyncOffloadConfig, Config
+from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._errors import MemScaleError
 from memscale._execute import Executor, executor_of
 from memscale._hardware import Hardware
 from memscale._patching import OwnHook
 from memscale._pipeline import device_of, execution_settings, make_plan
-from memscale._plan import MixedPrecision
+from memscale._plan import MixedPrecision, Plan
 from memscale._profile.inputs import Inputs, derive_inputs
-from memscale.report import console
+from memscale.report import console, stack
+from memscale.techniques.optimizer8bit import moments_of
+from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
 logger = logging.getLogger("memscale")
 
@@ -82,19 +85,79 @@ def detach(model: nn.Module) -> None:
 def apply_all_optimizations(
     model: nn.Module, optimizer: Optimizer, config: Config | None = None, sample_input: Any = None
 ) -> tuple[nn.Module, Optimizer]:
-    """Everything that the mode AGGRESSIVE allows, in one call. Returns the model and the optimizer to train with."""
-    config = Config(mode="aggressive") if config is None else _checked_config(config)  # type: ignore[arg-type]
+    """The full stack in one call, as low as the mode AGGRESSIVE goes. Returns the pair to train with.
+
+    The optimizer that is returned is bitsandbytes' own 8-bit class where it has one for this optimizer and device: with
+    the same groups, options and (converted) state, and schedulers that were bound before go on. Elsewhere it is the one
+    that came, whose waiting state is in 8 bits. What was done and what was not, and why, is shown and is in
+    `model._memscale_executor.outcomes`. `memscale.detach(model)` undoes it: the optimizer that came has its state back.
+    """
+    config = (
+        Config(mode=OptimizationMode.AGGRESSIVE, force_optimize=True) if config is None else _checked_config(config)
+    )
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
-    _attach(_model_of(model), config, inputs, _checked_optimizer(optimizer))
-    return model, optimizer
+    if optimizer is None:
+        raise TypeError("apply_all_optimizations takes the optimizer, too; without one use memscale.wrap")
+    known = _checked_optimizer(optimizer)
+    assert known is not None
+    conversion, detail = _convert(known, _model_of(model), config)
+    used = known if conversion is None else conversion.optimizer
+    with contextlib.ExitStack() as undo:
+        if conversion is not None:
+            undo.callback(conversion.undo)
+        # What came is the baseline of the plan; a copy, since nothing of ours keeps a replaced optimizer alive.
+        report = _StackReport(config, detail, copy.copy(known))
+        executor = _attach(_model_of(model), config, inputs, used, reporter=report)
+        executor.on_detach(undo.pop_all().close)
+    return model, used
+
+
+def _convert(optimizer: Optimizer, model: nn.Module, config: Config) -> tuple[Conversion | None, str | None]:
+    """bitsandbytes' class in the optimizer's place, or None; and what to say about it, if it is known by now."""
+    if not config.use_8bit_optimizer:
+        return None, None
+    name = type(optimizer).__name__
+    try:
+        conversion = convert(optimizer, model)
+    except NoCounterpart as reason:
+        if moments_of(optimizer) is None:
+            return None, None
+        return None, f"{name} itself, its waiting state packed in place ({reason})"
+    except ImportError:
+        return None, None  # the executor says so
+    stays = f"; {conversion.num_embeddings} embeddings stay in 32 bits" if conversion.num_embeddings else ""
+    return conversion, f"{name} is replaced by bitsandbytes' {type(conversion.optimizer).__name__}{stays}"
+
+
+class _StackReport:
+    """Says after every plan what the full stack came to."""
+
+    def __init__(self, config: Config, optimizer_detail: str | None, baseline: Optimizer) -> None:
+        self.config = config
+        self.optimizer_detail = optimizer_detail
+        self.baseline = baseline
+
+    def __call__(self, executor: Executor, plan: Plan, hardware: Hardware) -> None:
+        executor.outcomes = stack.outcomes(plan, self.config, hardware, self.optimizer_detail)
+        if self.config.enable_logging:
+            console.show(stack.describe(plan, executor.outcomes))
 
 
 class _Planner(OwnHook):
     """A forward pre-hook: plans at the first training forward, and again when a larger batch comes."""
 
-    def __init__(self, executor: Executor, config: Config, optimizer: str | Optimizer) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        config: Config,
+        optimizer: str | Optimizer,
+        hardware: Hardware,
+        reporter: _StackReport | None = None,
+    ) -> None:
         self.executor = executor
         self.config = config
+        self.hardware = hardware
+        self.reporter = reporter
         self.optimizer = optimizer
         self.planned_elements = 0
         self._is_planning = False
@@ -123,6 +186,8 @@ class _Planner(OwnHook):
         self.planned_elements = _num_elements(inputs)
         if self.config.enable_logging:
             console.show_plan(plan)
+        if self.reporter is not None:
+            self.reporter(self.executor, plan, self.hardware)
 
 
 def _num_elements(inputs: Inputs) -> int:
@@ -135,7 +200,13 @@ def _attach_unplanned(model: nn.Module, config: Config, optimizer: Optimizer | N
 
 
 def _attach(
-    model: nn.Module, config: Config, inputs: Inputs | None, optimizer: Optimizer | None, *, derive: bool = True
+    model: nn.Module,
+    config: Config,
+    inputs: Inputs | None,
+    optimizer: Optimizer | None,
+    *,
+    derive: bool = True,
+    reporter: _StackReport | None = None,
 ) -> Executor:
     """Wrap all or nothing: an error half-way leaves the model as it was."""
     earlier = executor_of(model)
@@ -151,7 +222,8 @@ def _attach(
         if config.enable_logging:
             console.show_hardware(hardware)
         _warn_of_slow_math(config, hardware)
-        planner = _Planner(executor, config, optimizer if optimizer is not None else "adamw")
+        baseline = optimizer if reporter is None else reporter.baseline
+        planner = _Planner(executor, config, "adamw" if baseline is None else baseline, hardware, reporter)
         if inputs is None and derive:
             inputs = derive_inputs(model)
         if inputs is not None:

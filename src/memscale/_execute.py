@@ -88,6 +88,8 @@ class Executor:
         """Outlives the plan: a later one goes on with it."""
         self.plan: Plan | None = None
         """None until the first training forward, when there was nothing to plan from before."""
+        self.outcomes: tuple[Any, ...] = ()
+        """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
         self.detached = False
 
     @property

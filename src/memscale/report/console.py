@@ -61,6 +61,10 @@ def show_hardware(hardware: Hardware) -> None:
     _emit("hardware: " + hardware.describe(), None)
 
 
+def show(text: str) -> None:
+    _emit(text, None)
+
+
 def show_plan(plan: Plan) -> None:
     _emit(plan.explain(), plan)
 

@@ -1,0 +1,269 @@
+"""Another optimizer in the place of the user's: bitsandbytes' own 8-bit class, with the same groups and state.
+
+    conversion = convert(optimizer, model)      # or NoCounterpart, which says why
+    conversion.optimizer                        # a bitsandbytes optimizer to train with
+    conversion.undo()                           # the user's optimizer has its state back, in 32 bits
+
+NOTE [shared groups]: both optimizers have the same `param_groups`, the very same dicts. So a scheduler that is bound to
+the user's optimizer sets the learning rate of the one that steps. Loading a state makes new groups; they are poured
+back into the shared ones before the next step.
+
+The user's optimizer gives its state up while it is replaced, and refuses to step: nobody trains with a half of it by
+accident. Embeddings have their state in 32 bits, as bitsandbytes advises; they are given it at once, so that no global
+settings of bitsandbytes are needed. What a bitsandbytes class computes otherwise than torch's (weight decay of Adam,
+Nesterov momentum, ...) is no counterpart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale import _torch_private
+from memscale._errors import MemScaleError
+from memscale.techniques.optimizer8bit.blocks import dequantize, quantize
+
+BLOCK_SIZE = 256
+"""bitsandbytes' own, which cannot be chosen."""
+MIN_ELEMENTS = 4096
+"""bitsandbytes' own default: smaller parameters keep 32 bits."""
+_KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
+
+Group = Mapping[str, Any]
+
+
+class NoCounterpart(Exception):
+    """bitsandbytes has no class that does what this optimizer does; says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counterpart:
+    """A class of bitsandbytes', and how torch's state and options are called there."""
+
+    name: str
+    moments: tuple[str, ...]
+    """torch's names of what bitsandbytes calls state1 and state2."""
+    options: Callable[[Group], dict[str, Any]]
+    """The options of a group that bitsandbytes knows under other names."""
+    refuse: Callable[[Group], str | None]
+    """Why a group has no counterpart."""
+
+
+def _refuse_adam(group: Group) -> str | None:
+    if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
+        return "weight_decay of torch's Adam is part of the gradient, that of bitsandbytes' is not; use AdamW"
+    return _first(group, amsgrad=False, maximize=False)
+
+
+def _refuse_adamw(group: Group) -> str | None:
+    return _first(group, amsgrad=False, maximize=False)
+
+
+def _refuse_sgd(group: Group) -> str | None:
+    if not group["momentum"]:
+        return "without momentum it has no state"
+    return _first(group, dampening=0, nesterov=False, maximize=False)
+
+
+def _refuse_rmsprop(group: Group) -> str | None:
+    return _first(group, momentum=0, centered=False, maximize=False)
+
+
+def _refuse_adagrad(group: Group) -> str | None:
+    return _first(group, lr_decay=0, initial_accumulator_value=0, maximize=False)
+
+
+def _first(group: Group, **only: Any) -> str | None:
+    """The first option that is not as bitsandbytes has it."""
+    for name, value in only.items():
+        if group.get(name, value) != value:
+            return f"bitsandbytes has no {name}={group[name]!r}"
+    return None
+
+
+def _no_options(group: Group) -> dict[str, Any]:
+    return {}
+
+
+_COUNTERPARTS: dict[str, Counterpart] = {
+    "AdamW": Counterpart("AdamW8bit", ("exp_avg", "exp_avg_sq"), _no_options, _refuse_adamw),
+    "Adam": Counterpart("Adam8bit", ("exp_avg", "exp_avg_sq"), _no_options, _refuse_adam),
+    "SGD": Counterpart(
+        "SGD8bit", ("momentum_buffer",), lambda group: {"betas": (group["momentum"], 0.0), "eps": 0.0}, _refuse_sgd
+    ),
+    "RMSprop": Counterpart(
+        "RMSprop8bit", ("square_avg",), lambda group: {"betas": (group["alpha"], 0.0)}, _refuse_rmsprop
+    ),
+    "Adagrad": Counterpart("Adagrad8bit", ("sum",), lambda group: {"betas": (0.0, 0.0)}, _refuse_adagrad),
+    "Lion": Counterpart("Lion8bit", ("exp_avg",), lambda group: {"eps": 0.0}, lambda group: None),
+}
+
+
+def counterpart_of(optimizer: Optimizer) -> Counterpart:
+    """The class that does the same in 8 bits; `NoCounterpart` where there is none."""
+    kind = type(optimizer)
+    counterpart = _COUNTERPARTS.get(kind.__name__)
+    if counterpart is None or (kind.__name__ != "Lion" and kind.__module__.split(".")[0] != "torch"):
+        raise NoCounterpart("bitsandbytes has no such class")
+    for group in optimizer.param_groups:
+        why = counterpart.refuse(group)
+        if isinstance(group["lr"], torch.Tensor):
+            why = "its learning rate is a tensor"
+        if why is not None:
+            raise NoCounterpart(why)
+    for device_type in {p.device.type for group in optimizer.param_groups for p in group["params"]}:
+        if not _torch_private.has_own_kernel(_KERNEL, device_type):
+            raise NoCounterpart(f"bitsandbytes has no 8-bit step for {device_type}")
+    return counterpart
+
+
+def convert(optimizer: Optimizer, model: nn.Module) -> Conversion:
+    """Hand groups and state over to bitsandbytes' class. `NoCounterpart` leaves everything as it is."""
+    import bitsandbytes.optim
+
+    counterpart = counterpart_of(optimizer)
+    for parameter in _parameters(optimizer):
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise NoCounterpart(f"a parameter is {parameter.dtype}")
+    kind = getattr(bitsandbytes.optim, counterpart.name)
+    return Conversion(optimizer, kind, counterpart, _embeddings(model))
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
+
+
+class Conversion:
+    """One optimizer in the place of another. See NOTE [shared groups]."""
+
+    def __init__(
+        self, replaced: Optimizer, kind: type[Optimizer], counterpart: Counterpart, embeddings: set[int]
+    ) -> None:
+        self.counterpart = counterpart
+        self.num_embeddings = sum(id(p) in embeddings for p in _parameters(replaced))
+        self._replaced = weakref.ref(replaced)
+        self._had_state: set[int] = set()
+        self._known_options = [set(group) for group in replaced.param_groups]
+        with contextlib.ExitStack() as undo:
+            self.optimizer = self._create(replaced, kind)
+            self._take_state(replaced, embeddings)
+            refusal = replaced.register_step_pre_hook(_refuse_step)
+            undo.callback(refusal.remove)
+            before = self.optimizer.register_step_pre_hook(self._before_step)
+            undo.callback(before.remove)
+            after = self.optimizer.register_step_post_hook(self._after_step)
+            undo.callback(after.remove)
+            self._hooks = undo.pop_all()
+
+    def _create(self, replaced: Optimizer, kind: type[Optimizer]) -> Optimizer:
+        names = ("lr", "betas", "eps", "weight_decay", "momentum", "alpha")
+        options = {name: replaced.defaults[name] for name in names if name in replaced.defaults}
+        if self.counterpart.name == "RMSprop8bit":
+            options.pop("momentum")
+        for group in replaced.param_groups:
+            group.update(self.counterpart.options(group))
+        optimizer = kind(list(replaced.param_groups), **options)
+        optimizer.param_groups = replaced.param_groups
+        return optimizer
+
+    # ---- state
+
+    def _take_state(self, replaced: Optimizer, embeddings: set[int]) -> None:
+        for parameter in _parameters(replaced):
+            if not parameter.requires_grad:
+                continue
+            entry = replaced.state.pop(parameter, {})
+            is_wide = id(parameter) in embeddings or parameter.numel() < MIN_ELEMENTS
+            if any(name in entry for name in self.counterpart.moments):
+                self._had_state.add(id(parameter))
+                self.optimizer.state[parameter] = self._narrowed(parameter, entry, is_wide)
+            elif id(parameter) in embeddings:
+                self.optimizer.state[parameter] = self._narrowed(parameter, {}, is_wide)
+        replaced.state.clear()
+
+    def _narrowed(self, parameter: torch.Tensor, entry: Mapping[str, Any], is_wide: bool) -> dict[str, Any]:
+        """torch's state of a parameter as bitsandbytes would have it."""
+        state: dict[str, Any] = {"step": int(entry["step"]) if "step" in entry else int(bool(entry))}
+        for number, name in enumerate(self.counterpart.moments, start=1):
+            known: torch.Tensor | None = entry.get(name)
+            value = torch.zeros_like(parameter, dtype=torch.float32) if known is None else known.float().contiguous()
+            if is_wide:
+                state[f"state{number}"] = value
+                continue
+            signed = number == 1  # bitsandbytes has a map without signs for second moments beside first ones only
+            book = self._book(signed, parameter.device)
+            codes, state[f"absmax{number}"] = quantize(value.view(-1), signed, BLOCK_SIZE)
+            state[f"state{number}"], state[f"qmap{number}"] = codes.view(parameter.shape), book
+        return state
+
+    def _book(self, signed: bool, device: torch.device) -> torch.Tensor:
+        """The optimizer's own table of what a byte stands for: all parameters share it."""
+        books: dict[str, torch.Tensor] = vars(self.optimizer)["name2qmap"]
+        name = "dynamic" if signed else "udynamic"
+        books[name] = books[name].to(device)
+        return books[name]
+
+    def _widened(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """bitsandbytes' state of a parameter as torch would have it."""
+        state: dict[str, Any] = {"step": torch.tensor(float(entry["step"]))}
+        for number, name in enumerate(self.counterpart.moments, start=1):
+            value = entry[f"state{number}"]
+            if value.dtype == torch.uint8:
+                line = dequantize(value.reshape(-1), entry[f"absmax{number}"], number == 1, BLOCK_SIZE)
+                value = line.view(value.shape)
+            state[name] = value
+        if self.counterpart.name in ("SGD8bit", "Lion8bit"):
+            del state["step"]
+        return state
+
+    # ---- steps
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        replaced = self._replaced()
+        if replaced is not None and optimizer.param_groups is not replaced.param_groups:
+            for shared, loaded in zip(replaced.param_groups, optimizer.param_groups, strict=True):
+                shared.update(loaded)
+            optimizer.param_groups = replaced.param_groups
+        for group in optimizer.param_groups:  # a scheduler may have changed what torch calls it
+            if "momentum" in group or "alpha" in group:
+                group.update(self.counterpart.options(group))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        replaced = self._replaced()
+        if replaced is not None:
+            replaced._opt_called = True  # type: ignore[attr-defined]  # its schedulers ask whether a step came before theirs
+
+    # ---- the end
+
+    def undo(self) -> None:
+        """The replaced optimizer, if anybody still has it, steps again, with its state in 32 bits."""
+        self._hooks.close()
+        replaced = self._replaced()
+        if replaced is None:
+            return
+        replaced.param_groups = self.optimizer.param_groups
+        for parameter, entry in self.optimizer.state.items():
+            if isinstance(parameter, torch.Tensor) and (entry["step"] or id(parameter) in self._had_state):
+                replaced.state[parameter] = self._widened(entry)
+        for group, known in zip(replaced.param_groups, self._known_options, strict=False):
+            for name in set(group) - known:
+                del group[name]
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise MemScaleError(
+        f"this {type(optimizer).__name__} was replaced: step the optimizer that apply_all_optimizations returned, or "
+        "call memscale.detach(model) first"
+    )
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,193 @@
+"""`apply_all_optimizations`: the pair to train with, what it reports, and that it is undone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import memscale
+import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
+from memscale import Config, MemScaleError
+from memscale._execute import executor_of
+from memscale._plan import Checkpoint, MixedPrecision, OffloadOptimizer, QuantizeOptimizer, StreamParameters
+from tests.test_patching import snapshot
+
+QUIET = Config(mode="aggressive", force_optimize=True, enable_logging=False)
+
+
+def build(device: str = "cpu") -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=512, n_positions=32, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    config.loss_type = "ForCausalLMLoss"
+    return GPT2LMHeadModel(config).to(device)
+
+
+def batch(number: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(number)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, device: str = "cpu") -> float:
+    loss = model(**batch(number, device)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def actions(model: nn.Module) -> set[type]:
+    return {type(action) for action in executor_of(model).plan.actions}
+
+
+def test_the_pair_trains_and_schedulers_go_on() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    groups = optimizer.param_groups
+    ours, eight_bit = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    assert ours is model
+    assert type(eight_bit) is bnb.optim.AdamW8bit
+    assert eight_bit.param_groups is groups
+    losses = []
+    for number in range(8):
+        losses.append(step(model, eight_bit, 0))
+        scheduler.step()
+        assert groups[0]["lr"] == pytest.approx(1e-3 * 0.9 ** (number + 1))
+    assert losses[-1] < losses[0] - 0.5
+    assert eight_bit.state[model.transformer.wte.weight]["state1"].dtype == torch.float32
+    assert eight_bit.state[model.transformer.h[0].mlp.c_fc.weight]["state1"].dtype == torch.uint8
+    memscale.detach(model)
+
+
+def test_detach_undoes_all_of_it() -> None:
+    model = build()
+    before = snapshot(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    options = list(optimizer.param_groups[0])
+    _, eight_bit = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    with pytest.raises(MemScaleError, match="was replaced"):
+        optimizer.step()
+    step(model, eight_bit, 1)
+    memscale.detach(model)
+    assert snapshot(model) == before
+    assert list(optimizer.param_groups[0]) == options
+    assert {value.dtype for entry in optimizer.state.values() for value in entry.values()} == {torch.float32}
+    assert {float(entry["step"]) for entry in optimizer.state.values()} == {2.0}
+    step(model, optimizer, 2)
+    step(model, eight_bit, 3)  # whoever has only the pair can go on with it
+
+
+def test_it_is_as_low_as_the_mode_goes_and_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with caplog.at_level("INFO", "memscale"):
+        memscale.apply_all_optimizations(model, optimizer, sample_input=batch(0))
+    found = {outcome.technique: outcome for outcome in executor_of(model).outcomes}
+    assert set(found) == {"checkpointing", "tiling", "offloading", "mixed precision", "8-bit optimizer"}
+    assert found["checkpointing"].applied
+    assert "2 blocks" in found["checkpointing"].detail
+    assert not found["offloading"].applied
+    assert "offload_dir" in found["offloading"].detail
+    assert (
+        found["8-bit optimizer"].detail == "AdamW is replaced by bitsandbytes' AdamW8bit; 2 embeddings stay in 32 bits"
+    )
+    shown = caplog.text
+    assert "the full stack on GPT2LMHeadModel" in shown
+    assert "offloading: skipped, the next tier of a CPU is the disk" in shown
+    memscale.detach(model)
+
+
+def test_what_is_switched_off_is_skipped_by_name() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = QUIET.replace(use_8bit_optimizer=False, enable_tiling=False, use_mixed_precision=False)
+    _, same = memscale.apply_all_optimizations(model, optimizer, config, sample_input=batch(0))
+    assert same is optimizer
+    found = {outcome.technique: str(outcome) for outcome in executor_of(model).outcomes}
+    assert found["8-bit optimizer"] == "8-bit optimizer: skipped, use_8bit_optimizer=False"
+    assert found["tiling"] == "tiling: skipped, enable_tiling=False"
+    step(model, optimizer, 0)
+    memscale.detach(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
+def test_on_an_accelerator_all_of_it_at_once(known: bool, simgpu_device: Any, no_leaks: Any) -> None:
+    """bitsandbytes has no step for this device: the optimizer stays the user's, its state waits in 8 bits."""
+    model = build("simgpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sample = batch(0, "simgpu") if known else None
+    _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=sample)
+    assert same is optimizer
+    losses = [step(model, optimizer, 0, "simgpu") for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.5
+    used = actions(model)
+    assert used >= {MixedPrecision, QuantizeOptimizer}
+    assert used & {StreamParameters, Checkpoint}
+    stats = executor_of(model).stats().transfers
+    assert stats["optimizer"].packed_bytes > 0
+    if OffloadOptimizer in used:
+        assert stats["optimizer"].bytes_to_store > 0
+    detail = {outcome.technique: outcome for outcome in executor_of(model).outcomes}["8-bit optimizer"].detail
+    assert "packed in place (bitsandbytes has no 8-bit step for simgpu)" in detail
+    memscale.detach(model)
+    assert all(type(entry) is dict for entry in optimizer.state.values())
+
+
+@pytest.mark.slow
+def test_offloading_takes_bitsandbytes_state_as_it_is(tmp_path: Any) -> None:
+    """Together with state offload, the 8-bit state is what waits and travels."""
+    losses = {}
+    for directory in (None, tmp_path):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = QUIET.replace(offload_dir=directory, enable_tiling=False)
+        _, eight_bit = memscale.apply_all_optimizations(model, optimizer, config, sample_input=batch(0))
+        losses[directory] = [step(model, eight_bit, number) for number in range(4)]
+        if directory is not None and OffloadOptimizer in actions(model):
+            stats = executor_of(model).stats().transfers["optimizer"]
+            assert 0 < stats.bytes_to_store < 4 * 4 * 8 * sum(p.numel() for p in model.parameters()) / 2
+        memscale.detach(model)
+    assert losses[None] == losses[tmp_path]
+
+
+def test_an_error_leaves_the_optimizer_as_it_was() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(memscale.DoesNotFitError):
+        memscale.apply_all_optimizations(
+            model, optimizer, Config(mode="aggressive", memory_budget_gb=1e-6, enable_logging=False), batch(0)
+        )
+    assert executor_of(model) is None
+    assert list(optimizer.state_dict()["param_groups"][0]) == list(saved["param_groups"][0])
+    assert optimizer.state.keys() == set(model.parameters())
+    step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("wrong", [None, "adamw", 3])
+def test_it_takes_an_optimizer(wrong: Any) -> None:
+    model = build()
+    with pytest.raises(TypeError, match="optimizer"):
+        memscale.apply_all_optimizations(model, wrong)
+    assert executor_of(model) is None
+
+
+def test_without_a_counterpart_the_optimizer_is_named_once() -> None:
+    model = build()
+    optimizer = torch.optim.NAdam(model.parameters())
+    with pytest.warns(UserWarning, match="NAdam has no 8-bit counterpart"):
+        _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    assert same is optimizer
+    step(model, optimizer, 0)
+    memscale.detach(model)
