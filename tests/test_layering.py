@@ -22,6 +22,7 @@ TORCH_FREE = (
     "_plan",
     "_policy",
     "_profile",
+    "_search",
     "_units",
 )
 
@@ -34,7 +35,8 @@ ALLOWED = {
     "_hardware": {"_errors"},
     "_profile": {"_json", "_plan"},
     "_peak": {"_hardware", "_plan", "_profile"},
-    "_decide": {"_config", "_errors", "_hardware", "_peak", "_plan", "_profile", "_units"},
+    "_search": {"_peak"},
+    "_decide": {"_config", "_errors", "_hardware", "_peak", "_plan", "_profile", "_search", "_units"},
 }
 """Whom each of the pure modules may import, at most."""
 

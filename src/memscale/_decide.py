@@ -1,8 +1,7 @@
 """Stage 2: the cheapest plan that fits. A pure function of frozen data; it sees no module and no tensor.
 
-A choice says for each block what is done to it, and for the run whether the head is tiled and the optimizer's state
-waits elsewhere. Blocks are ranked once, by bytes freed for each millisecond; candidates treat prefixes of that ranking.
-The family of candidates does not depend on the budget, so a larger budget can never give a slower plan.
+A choice says for each block what is done to it, and for the run how large the tiles are and where the optimizer's
+state waits. `_search` offers the choices that no other beats, whatever the budget is; the fastest that fits is taken.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from memscale._config import Config
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
-from memscale._peak import Choice, CostModel, Outcome, Treatment
+from memscale._peak import Choice, CostModel, Outcome, Run, Treatment
 from memscale._plan import (
     Action,
     Checkpoint,
@@ -27,8 +26,11 @@ from memscale._plan import (
     QuantizeOptimizer,
     Reason,
     StreamParameters,
+    TileAttention,
+    TileMlp,
 )
 from memscale._profile import Layer, Profile
+from memscale._search import Candidate, search
 from memscale._units import show_bytes
 
 OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
@@ -42,16 +44,6 @@ _NAME_OF: dict[Treatment, str] = {
     "offload": "offload activations",
     "stream": "stream parameters",
 }
-_MIXTURE_STEPS = 12
-"""Mixtures of treatments are tried at this many lengths each; prefixes of one kind block by block."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """A choice, and what it comes to."""
-
-    choice: Choice
-    outcome: Outcome
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,10 +117,9 @@ def decide(
 
 
 def _choose(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> tuple[Candidate, Reason]:
-    candidates = list(_candidates(model, baseline, config))
-    waiting = dataclasses.replace(budget, device_bytes=2**63)
-    placeable = [c for c in candidates if waiting.admits(c.outcome)]
-    smallest = min(placeable, key=lambda c: (c.outcome.peak_bytes, c.outcome.step_ms, c.choice.num_actions))
+    candidates = find_candidates(model, baseline, budget, config)
+    placeable = [c for c in candidates if dataclasses.replace(budget, device_bytes=2**63).admits(c.outcome)]
+    smallest = min(placeable, key=lambda c: (c.outcome.peak_bytes, round(c.outcome.step_ms, 9), c.choice.num_actions))
     numbers: dict[str, int | float | str] = {
         "baseline_bytes": baseline.peak_bytes,
         "budget_bytes": budget.device_bytes,
@@ -139,36 +130,31 @@ def _choose(model: CostModel, baseline: Outcome, budget: Budget, config: Config)
     fitting = [c for c in placeable if budget.admits(c.outcome)]
     if not fitting:
         return smallest, Reason("nothing fits: the lowest peak that the mode allows", numbers)
-    fastest = min(fitting, key=lambda c: (c.outcome.step_ms, c.outcome.peak_bytes, c.choice.num_actions))
+    fastest = min(fitting, key=lambda c: (round(c.outcome.step_ms, 9), c.outcome.peak_bytes, c.choice.num_actions))
     return fastest, Reason("the fastest of the candidates that fit", numbers)
 
 
-def _candidates(model: CostModel, baseline: Outcome, config: Config) -> Iterator[Candidate]:
-    yield Candidate(Choice(), baseline)
-    can_offload_optimizer = config.enable_offloading and model.profile.optimizer.offloaded_step_bytes is not None
-    heads = (False, True) if config.enable_tiling and model.can_tile_head else (False,)
-    optimizers = (False, True) if can_offload_optimizer else (False,)
+def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> list[Candidate]:
+    """What the config makes eligible and no other candidate beats. It does not depend on the device's budget."""
+    found = [Candidate(Choice(), baseline)]
     for treatment in model.whole_treatments:
         if _is_allowed(treatment, config):
             whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
-            yield Candidate(whole, model.evaluate_whole(treatment))
-    for blocks in _block_choices(model, config):
-        insides = (False, True) if config.enable_tiling and model.can_tile_inside(blocks) else (False,)
-        for tiles_head, tiles_inside, offloads_optimizer in itertools.product(heads, insides, optimizers):
-            choice = Choice(blocks, tiles_head, tiles_inside, offloads_optimizer)
-            if choice.num_actions:
-                yield Candidate(choice, model.evaluate(choice))
-
-
-def _block_choices(model: CostModel, config: Config) -> Iterator[tuple[tuple[str, Treatment], ...]]:
-    """Nothing; prefixes of the ranking under one treatment; and under several, the smallest first, in strides."""
-    yield ()
+            found.append(Candidate(whole, model.evaluate_whole(treatment)))
     allowed = [treatment for treatment in model.treatments if _is_allowed(treatment, config)]
-    rankings = {treatment: _ranking(model, treatment) for treatment in allowed}
-    for treatment in allowed:
-        for length in range(1, len(rankings[treatment]) + 1):
-            yield tuple((fqn, treatment) for fqn in rankings[treatment][:length])
-    yield from _mixtures(rankings, tuple(reversed(allowed)))
+    most = model.most_waiting_bytes()
+    counts_waiting = most > budget.host_bytes
+    return found + search(model, _runs(model, config), allowed, counts_waiting=counts_waiting)
+
+
+def _runs(model: CostModel, config: Config) -> Iterator[Run]:
+    """Every eligible way of running what is not a single block."""
+    can_offload_optimizer = config.enable_offloading and model.profile.optimizer.offloaded_step_bytes is not None
+    heads = (0, *model.head_rows) if config.enable_tiling else (0,)
+    insides = (0, *model.num_tiles) if config.enable_tiling else (0,)
+    optimizers = (False, True) if can_offload_optimizer else (False,)
+    for head_rows, num_tiles, offloads_optimizer in itertools.product(heads, insides, optimizers):
+        yield Run(head_rows, num_tiles, offloads_optimizer)
 
 
 def _is_allowed(treatment: Treatment, config: Config) -> bool:
@@ -177,36 +163,6 @@ def _is_allowed(treatment: Treatment, config: Config) -> bool:
     if treatment == "stream":
         return bool(config.enable_offloading and config.enable_checkpointing)
     return bool(config.enable_offloading)
-
-
-def _mixtures(
-    rankings: dict[Treatment, list[str]], order: tuple[Treatment, ...]
-) -> Iterator[tuple[tuple[str, Treatment], ...]]:
-    """A stretch of each treatment along the best ranking: streamed blocks first, then checkpointed, and so on."""
-    if len(order) < 2:
-        return
-    ranking = rankings[order[0]] or rankings[order[1]]
-    stride = max(1, -(-len(ranking) // _MIXTURE_STEPS))
-    lengths = sorted({*range(0, len(ranking) + 1, stride), len(ranking)})
-    for stretches in itertools.product(lengths, repeat=len(order)):
-        if sum(stretches) <= len(ranking) and sum(map(bool, stretches)) > 1:
-            position, blocks = 0, []
-            for treatment, stretch in zip(order, stretches, strict=True):
-                worthy = set(rankings[treatment])
-                blocks += [(fqn, treatment) for fqn in ranking[position : position + stretch] if fqn in worthy]
-                position += stretch
-            yield tuple(blocks)
-
-
-def _ranking(model: CostModel, treatment: Treatment) -> list[str]:
-    """Blocks worth treating, the best bargain first; among equals the earliest, whose recompute comes last."""
-    worth = []
-    for fqn, layer in model.blocks.items():
-        frees = model.saved_bytes(fqn, treatment) + (layer.param_bytes if treatment == "stream" else 0)
-        if layer.num_calls and frees > 0:
-            worth.append((fqn, frees / max(model.extra_ms(fqn, treatment), 1e-6)))
-    # Rounded, so that layers that differ by noise of no meaning keep their order in the model.
-    return [fqn for fqn, bargain in sorted(worth, key=lambda entry: -float(f"{entry[1]:.2g}"))]
 
 
 def _write_plan(
@@ -248,12 +204,13 @@ def _actions(model: CostModel, choice: Choice, outcome: Outcome) -> tuple[Action
     actions: list[Action] = [
         _block_action(fqn, treated[fqn], _reason(model, fqn, treated[fqn])) for fqn in model.blocks if fqn in treated
     ]
-    if choice.tiles_inside:
-        actions += model.profile.inside
-    if choice.tiles_head:
+    run = choice.run
+    if run.num_tiles:
+        actions += cut_inside(model.profile.inside, run.num_tiles)
+    if run.head_rows:
         assert model.profile.head is not None
-        actions.append(dataclasses.replace(model.profile.head, reason=_head_reason(model)))
-    if choice.offloads_optimizer:
+        actions.append(dataclasses.replace(model.profile.head, rows=run.head_rows, reason=_head_reason(model, run)))
+    if run.offloads_optimizer:
         numbers: dict[str, int | float | str] = {"state_bytes": model.profile.optimizer.state_bytes}
         reason = Reason("offload optimizer state: the device holds one bucket of it", numbers)
         actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
@@ -304,9 +261,20 @@ def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
     return Reason(_NAME_OF[treatment], numbers)
 
 
-def _head_reason(model: CostModel) -> Reason:
-    plain, tiled = model.profile.plain, model.profile.variants["tile_head"]
-    return Reason("tile the head", {"frees_bytes": plain.peak_bytes - tiled.peak_bytes})
+def cut_inside(coarsest: tuple[TileAttention | TileMlp, ...], num_tiles: int) -> tuple[TileAttention | TileMlp, ...]:
+    """Attention and MLPs in so many tiles, from those in two."""
+    return tuple(
+        dataclasses.replace(action, num_tiles=num_tiles)
+        if isinstance(action, TileMlp)
+        else dataclasses.replace(action, rows=-(-2 * action.rows // num_tiles))
+        for action in coarsest
+    )
+
+
+def _head_reason(model: CostModel, run: Run) -> Reason:
+    plain = model.evaluate(Choice()).peak_bytes
+    tiled = model.evaluate(Choice((), Run(head_rows=run.head_rows))).peak_bytes
+    return Reason("tile the head", {"frees_bytes": plain - tiled, "rows": run.head_rows})
 
 
 def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
@@ -315,8 +283,8 @@ def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
     techniques: tuple[str, ...]
     if treatment is not None:
         techniques, reason = (_NAME_OF[treatment],), _reason(model, layer.module_fqn, treatment)
-    elif choice.tiles_head and head is not None and head.module_fqn == layer.module_fqn:
-        techniques, reason = ("tile the head",), _head_reason(model)
+    elif choice.run.head_rows and head is not None and head.module_fqn == layer.module_fqn:
+        techniques, reason = ("tile the head",), _head_reason(model, choice.run)
     else:
         why = "not needed for the budget" if layer.is_block else "no block: embeddings, stem or head"
         techniques, reason = (), Reason(why)

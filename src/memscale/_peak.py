@@ -1,16 +1,21 @@
 """The peak model and the time model: what any plan would peak at and cost, from a profile alone. No torch.
 
-The step is a sequence of segments. Each block's segments are taken from the trace of the way it is treated, everything
-else from the plain trace or the one with a tiled head; live bytes run through them. The peak is the maximum over the
-end of forward, every backward position with its recompute, and the optimizer step.
+The step is a sequence of stretches. Each block's are taken from the trace of the way it is treated, everything else
+from the trace of the way the rest is run; live bytes run through them. The peak is the maximum over the end of
+forward, every backward position with its recompute, and the optimizer step.
+
+Sizes of tiles are traced at both ends of their range. What lies between is taken from the chord: a peak is a maximum
+of straight lines in the size of a tile, so the chord is never below it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable
-from typing import Literal, get_args
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 from memscale._hardware import Hardware
 from memscale._plan import (
@@ -23,20 +28,39 @@ from memscale._plan import (
     TileHead,
     TileMlp,
 )
-from memscale._profile import Layer, Profile, Segment, StepTrace
+from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
 
 Treatment = Literal["keep", "selective", "offload", "checkpoint", "stream"]
 """What is done to a block: its activations are kept, partly recomputed, sent away or recomputed; or its parameters
 visit the device only while it computes (and its activations are recomputed)."""
 TREATMENTS: tuple[Treatment, ...] = get_args(Treatment)
 
-INSIDE = "inside:"
-"""Marks the traces in which attention and MLPs are tiled."""
+TILE_HEAD, INSIDE = "tile_head", "inside"
+"""Kinds of traces with tiles: of the head; of attention and MLPs inside the blocks. See `tile_name`."""
 
 _TILED_HEAD_SLOWDOWN = 1.02
-"""Tiles cost more launches than the counts show; and what is bit-exact comes first."""
+"""What is bit-exact comes first."""
+_LAUNCHES_A_TILE = 16
+_LAUNCH_MS = 0.005
 _MATMUL_EFFICIENCY = 0.6
 """The share of nominal throughput that dense matrix products reach."""
+_HOST_BYTES_PER_S = 1.2e10
+"""The optimizer's step over parameters that live on the host."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """How everything but the single blocks is run."""
+
+    head_rows: int = 0
+    """Rows of logits at once; 0: the head is not tiled."""
+    num_tiles: int = 0
+    """Into how many tiles attention and MLPs are cut inside the blocks; 0: they are not."""
+    offloads_optimizer: bool = False
+
+    @property
+    def num_actions(self) -> int:
+        return sum(bool(getattr(self, field.name)) for field in dataclasses.fields(self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,20 +69,17 @@ class Choice:
 
     blocks: tuple[tuple[str, Treatment], ...] = ()
     """Blocks that are not simply kept."""
-    tiles_head: bool = False
-    tiles_inside: bool = False
-    """Attention and MLPs inside the blocks are tiled."""
-    offloads_optimizer: bool = False
+    run: Run = Run()
 
     @property
     def num_actions(self) -> int:
-        return len(self.blocks) + self.tiles_head + self.tiles_inside + self.offloads_optimizer
+        return len(self.blocks) + self.run.num_actions
 
 
 def choice_of(actions: Iterable[Action]) -> Choice:
     """The choice behind a plan's actions."""
     blocks: list[tuple[str, Treatment]] = []
-    tiles_head = tiles_inside = offloads_optimizer = False
+    run: dict[str, Any] = {}
     for action in actions:
         match action:
             case Checkpoint():
@@ -68,12 +89,14 @@ def choice_of(actions: Iterable[Action]) -> Choice:
             case StreamParameters():
                 blocks.append((action.module_fqn, "stream"))
             case TileHead():
-                tiles_head = True
-            case TileAttention() | TileMlp():
-                tiles_inside = True
+                run["head_rows"] = action.rows
+            case TileMlp():
+                run["num_tiles"] = action.num_tiles
+            case TileAttention():
+                run.setdefault("num_tiles", 2)
             case OffloadOptimizer():
-                offloads_optimizer = True
-    return Choice(tuple(blocks), tiles_head, tiles_inside, offloads_optimizer)
+                run["offloads_optimizer"] = True
+    return Choice(tuple(blocks), Run(**run))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,12 +112,37 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Stretch:
+class Stretch:
     """Adjacent segments of one owner, as one."""
 
-    peak_bytes: int
-    net_bytes: int
-    ms: float
+    peak_bytes: int = 0
+    net_bytes: int = 0
+    ms: float = 0.0
+
+    def then(self, other: Stretch) -> Stretch:
+        peak = max(self.peak_bytes, self.net_bytes + other.peak_bytes)
+        return Stretch(peak, self.net_bytes + other.net_bytes, self.ms + other.ms)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extras:
+    """What a treatment of a block changes besides its own stretches."""
+
+    static_bytes: int = 0
+    streamed_bytes: int = 0
+    """Trainable bytes whose optimizer state is on the host."""
+    host_bytes: int = 0
+    movable_bytes: int = 0
+    ms: float = 0.0
+
+    def plus(self, other: Extras) -> Extras:
+        return Extras(
+            self.static_bytes + other.static_bytes,
+            self.streamed_bytes + other.streamed_bytes,
+            self.host_bytes + other.host_bytes,
+            self.movable_bytes + other.movable_bytes,
+            self.ms + other.ms,
+        )
 
 
 class CostModel:
@@ -105,17 +153,23 @@ class CostModel:
         self.hardware = hardware
         self.overlaps = overlaps
         self.blocks: dict[str, Layer] = {layer.module_fqn: layer for layer in profile.layers if layer.is_block}
-        self._owners = self._runs(profile.plain)[0]
+        self._trainable_bytes = sum(layer.trainable_bytes for layer in self.blocks.values())
+        self.owners = self._runs(profile.plain)[0]
+        self._places: dict[str, list[int]] = {}
+        for index, owner in enumerate(self.owners):
+            self._places.setdefault(owner, []).append(index)
         self._whole: dict[str, StepTrace] = {}
-        self._stretches: dict[str, list[_Stretch]] = {}
+        self._stretches: dict[str, list[Stretch]] = {}
         for name, trace in {"keep": profile.plain, **profile.variants}.items():
             owners, stretches = self._runs(trace)
-            if owners == self._owners:
+            if owners == self.owners:
                 self._stretches[name] = stretches
             else:
                 self._whole[name] = trace
+        self._between: dict[tuple[str, int], list[Stretch]] = {}
+        self._by_owner: dict[str, dict[str, list[Segment]]] = {}
 
-    def _runs(self, trace: StepTrace) -> tuple[list[str], list[_Stretch]]:
+    def _runs(self, trace: StepTrace) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
         runs = [(owner, tuple(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
         return [owner for owner, _ in runs], [self._merge(segments) for _, segments in runs]
@@ -123,9 +177,18 @@ class CostModel:
     def _owner(self, segment: Segment) -> str:
         return segment.module_fqn if segment.module_fqn in self.blocks else ""
 
-    def _merge(self, segments: tuple[Segment, ...]) -> _Stretch:
+    def _merge(self, segments: tuple[Segment, ...]) -> Stretch:
         trace = StepTrace(segments)
-        return _Stretch(trace.peak_bytes, trace.end_bytes, sum(self.segment_ms(segment) for segment in segments))
+        return Stretch(trace.peak_bytes, trace.end_bytes, sum(self.segment_ms(segment) for segment in segments))
+
+    def segment_ms(self, segment: Segment) -> float:
+        bytes_per_s = self.hardware.memory_bytes_per_s
+        matmul_s = max(
+            segment.flops / (self.hardware.fp32_flops * _MATMUL_EFFICIENCY), segment.matmul_bytes / bytes_per_s
+        )
+        return (matmul_s + segment.other_bytes / bytes_per_s) * 1e3
+
+    # ---- what can be done
 
     @property
     def treatments(self) -> tuple[Treatment, ...]:
@@ -137,104 +200,198 @@ class CostModel:
         """Treatments that only all blocks together can be given: their step runs in another order."""
         return tuple(name for name in TREATMENTS if name in self._whole)
 
-    def can_tile_inside(self, blocks: tuple[tuple[str, Treatment], ...]) -> bool:
-        """Whether attention and MLPs can be tiled inside blocks that are treated so."""
-        used = {treatment for _, treatment in blocks} | ({"keep"} if len(blocks) < len(self.blocks) else set())
-        return bool(self.profile.inside) and all(f"{INSIDE}{treatment}" in self._stretches for treatment in used)
+    def can_treat(self, run: Run, treatment: Treatment) -> bool:
+        """Whether blocks can be treated so in this run."""
+        return treatment in self._stretches if not run.num_tiles else bool(self._traced(INSIDE, treatment))
 
     @property
-    def can_tile_head(self) -> bool:
-        return self.profile.head is not None and "tile_head" in self._stretches
+    def head_rows(self) -> tuple[int, ...]:
+        """Sizes of the head's tiles that can be chosen."""
+        traced = self._traced(TILE_HEAD)
+        return doublings(traced[0], traced[-1]) if traced and self.profile.head is not None else ()
 
-    def segment_ms(self, segment: Segment) -> float:
-        bytes_per_s = self.hardware.memory_bytes_per_s
-        matmul_s = max(
-            segment.flops / (self.hardware.fp32_flops * _MATMUL_EFFICIENCY), segment.matmul_bytes / bytes_per_s
-        )
-        return (matmul_s + segment.other_bytes / bytes_per_s) * 1e3
+    @property
+    def num_tiles(self) -> tuple[int, ...]:
+        """Numbers of tiles inside the blocks that can be chosen."""
+        traced = [size for treatment in TREATMENTS for size in self._traced(INSIDE, treatment)]
+        return doublings(min(traced), max(traced)) if traced and self.profile.inside else ()
+
+    def _traced(self, kind: str, treatment: str = "") -> list[int]:
+        """The sizes at which a kind of tile was traced."""
+        names = (name.split(":") for name in self._stretches)
+        return sorted(int(parts[1]) for parts in names if [parts[0], *parts[2:]] == [kind, treatment])
+
+    def nested_order(self) -> tuple[str, ...] | None:
+        """The blocks as forward calls them, if each is called once and backward goes the same way back; else None."""
+        called = [owner for owner in self.owners if owner]
+        order = tuple(dict.fromkeys(called))
+        back = [fqn for fqn in reversed(order) if len(self._places[fqn]) == 2]
+        return order if called == [*order, *back] else None
+
+    # ---- stretches
+
+    def _rest(self, run: Run) -> list[Stretch]:
+        """The step with the rest run so; its blocks are of no meaning."""
+        return self._tiled(TILE_HEAD, "", run.head_rows) if run.head_rows else self._stretches["keep"]
+
+    def _treated(self, run: Run, treatment: Treatment) -> list[Stretch]:
+        """The step with every block treated so; its rest is of no meaning."""
+        return self._tiled(INSIDE, treatment, run.num_tiles) if run.num_tiles else self._stretches[treatment]
+
+    def _tiled(self, kind: str, treatment: str, size: int) -> list[Stretch]:
+        """With tiles of this size: as traced, or from the chord between the sizes that were."""
+        key = (f"{kind}:{treatment}", size)
+        if key not in self._between:
+            traced = self._traced(kind, treatment)
+            low, high = max([s for s in traced if s <= size], default=traced[0]), traced[-1]
+            ends = [self._stretches[tile_name(kind, end, treatment)] for end in (low, high)]
+            position = _position(kind, low, high, size)
+            self._between[key] = [_chord(start, end, position) for start, end in zip(*ends, strict=True)]
+        return self._between[key]
+
+    def block(self, run: Run, module_fqn: str, treatment: Treatment) -> tuple[Stretch, Stretch]:
+        """Forward and backward of a block that is called once."""
+        stretches, places = self._treated(run, treatment), self._places[module_fqn]
+        return stretches[places[0]], stretches[places[1]] if len(places) > 1 else Stretch()
+
+    def gaps(self, run: Run, module_fqn: str) -> tuple[Stretch, Stretch]:
+        """What lies before a block's forward and after its backward."""
+        rest, places = self._rest(run), self._places[module_fqn]
+        before, after = places[0] - 1, places[1] + 1 if len(places) > 1 else len(self.owners)
+        has_before = before >= 0 and not self.owners[before]
+        has_after = after < len(self.owners) and not self.owners[after]
+        return rest[before] if has_before else Stretch(), rest[after] if has_after else Stretch()
+
+    def middle(self, run: Run, order: Sequence[str]) -> Stretch:
+        """What lies between the last block's forward and the first backward of any."""
+        if not order:
+            return functools.reduce(Stretch.then, self._rest(run), Stretch())
+        after = self._places[order[-1]][0] + 1
+        return self._rest(run)[after] if after < len(self.owners) and not self.owners[after] else Stretch()
+
+    # ---- evaluating
 
     def evaluate(self, choice: Choice) -> Outcome:
         """The peak, the time and the waiting bytes of a step under this choice."""
-        treated = dict(choice.blocks)
-        inside = INSIDE if choice.tiles_inside else ""
-        rest = self._stretches["tile_head" if choice.tiles_head else "keep"]
-        live = peak = self._static_bytes(choice)
-        total_ms = 0.0
-        for index, owner in enumerate(self._owners):
-            stretch = self._stretches[inside + treated.get(owner, "keep")][index] if owner else rest[index]
-            high = live + stretch.peak_bytes
-            if high > peak:
-                peak = high
+        treated, run = dict(choice.blocks), choice.run
+        rest = self._rest(run)
+        extras = self._extras(choice)
+        live = peak = self._static_bytes(run, extras)
+        total_ms = extras.ms
+        for index, owner in enumerate(self.owners):
+            stretch = self._treated(run, treated.get(owner, "keep"))[index] if owner else rest[index]
+            peak = max(peak, live + stretch.peak_bytes)
             live += stretch.net_bytes
             total_ms += stretch.ms
-        peak = max(peak, live + self._step_bytes(choice))
-        if choice.tiles_head:
-            total_ms *= _TILED_HEAD_SLOWDOWN
-        total_ms += self._optimizer_ms(choice) + sum(self.link_ms(fqn, how) for fqn, how in choice.blocks)
-        return Outcome(peak, total_ms, self._host_bytes(choice), self._movable_bytes(choice))
+        peak = max(peak, live + round(self.step_bytes(run, extras.streamed_bytes)))
+        return self._outcome(run, extras, peak, total_ms)
 
     def evaluate_whole(self, treatment: Treatment) -> Outcome:
         """Every block treated so, by a trace that cannot be mixed with others."""
         choice = Choice(tuple((fqn, treatment) for fqn in self.blocks))
-        trace = self._whole[treatment]
-        total_ms = sum(self.segment_ms(segment) for segment in trace.segments) + self._optimizer_ms(choice)
-        return Outcome(self.peak_of(trace, choice), total_ms, self._host_bytes(choice), self._movable_bytes(choice))
+        trace, extras = self._whole[treatment], self._extras(choice)
+        total_ms = sum(self.segment_ms(segment) for segment in trace.segments)
+        return self._outcome(choice.run, extras, self.peak_of(trace, choice), total_ms)
 
-    def peak_of(self, trace: StepTrace, choice: Choice) -> int:
-        """The peak of a step that was traced as a whole."""
-        return self._static_bytes(choice) + max(trace.peak_bytes, trace.end_bytes + self._step_bytes(choice))
+    def peak_of(self, trace: StepTrace, choice: Choice, optimizer: OptimizerCost | None = None) -> int:
+        """The peak of a step that was traced as a whole; the `optimizer` over what is not streamed, where known."""
+        extras = self._extras(choice)
+        static: int = self._static_bytes(choice.run, extras)
+        step: int = round(self.step_bytes(choice.run, extras.streamed_bytes))
+        if optimizer is not None and not choice.run.offloads_optimizer:
+            static += optimizer.state_bytes - round(self.state_bytes(choice.run, extras.streamed_bytes))
+            step = optimizer.step_bytes
+        return static + max(trace.peak_bytes, trace.end_bytes + step)
 
-    # ---- what is there all the time
+    def _outcome(self, run: Run, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
+        step_ms = float(self.step_ms(run, compute_ms, extras.streamed_bytes))
+        movable = extras.movable_bytes + round(self.state_away(run, extras.streamed_bytes))
+        return Outcome(peak_bytes, step_ms, extras.host_bytes, movable)
 
-    def _streamed(self, choice: Choice) -> list[Layer]:
-        return [self.blocks[fqn] for fqn, treatment in choice.blocks if treatment == "stream"]
+    def _extras(self, choice: Choice) -> Extras:
+        total = Extras()
+        for fqn, treatment in choice.blocks:
+            total = total.plus(self.extras(choice.run, fqn, treatment))
+        return total
 
-    def _streamed_share(self, choice: Choice) -> float:
-        """The share of the blocks' trainable bytes whose optimizer state is on the host."""
-        total = sum(layer.trainable_bytes for layer in self.blocks.values())
-        return sum(layer.trainable_bytes for layer in self._streamed(choice)) / total if total else 0.0
+    def extras(self, run: Run, module_fqn: str, treatment: Treatment) -> Extras:
+        """What this treatment of a block changes besides its own stretches."""
+        ms = self.link_ms(module_fqn, treatment)
+        if treatment == "stream":
+            layer = self.blocks[module_fqn]
+            host = layer.param_bytes + layer.trainable_bytes
+            return Extras(-layer.param_bytes, layer.trainable_bytes, host, 0, ms)
+        if treatment == "offload":
+            return Extras(movable_bytes=max(0, self.saved_bytes(module_fqn, "offload")), ms=ms)
+        return Extras()
 
-    def _between(self, choice: Choice, whole: int, rest: int) -> int:
+    # ---- the optimizer, and what is there all the time. Numbers or arrays of them: `streamed_bytes` may be either.
+
+    def _falling(self, whole: int, rest: int | None, streamed_bytes: Any) -> Any:
         """A cost that falls from `whole` to `rest` as blocks are streamed."""
-        return round(whole - (whole - rest) * self._streamed_share(choice))
+        if rest is None or not self._trainable_bytes:
+            return whole + 0 * streamed_bytes
+        return whole - (whole - rest) * (streamed_bytes / self._trainable_bytes)
 
-    def _state_bytes(self, choice: Choice) -> int:
+    def state_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+        """Optimizer state of what is not streamed."""
+        rest = self.profile.rest_optimizer
+        return self._falling(self.profile.optimizer.state_bytes, rest.state_bytes if rest else None, streamed_bytes)
+
+    def state_away(self, run: Run, streamed_bytes: Any) -> Any:
+        """Optimizer state that waits elsewhere."""
         whole = self.profile.optimizer.state_bytes
-        rest = self.profile.rest_optimizer.state_bytes if self.profile.rest_optimizer else whole
-        return self._between(choice, whole, rest)
+        return whole + 0 * streamed_bytes if run.offloads_optimizer else whole - self.state_bytes(run, streamed_bytes)
 
-    def _static_bytes(self, choice: Choice) -> int:
+    def step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+        """What the optimizer's step needs on top."""
+        optimizer, rest = self.profile.optimizer, self.profile.rest_optimizer
+        step = self._falling(optimizer.step_bytes, rest.step_bytes if rest else None, streamed_bytes)
+        if not run.offloads_optimizer:
+            return step
+        assert optimizer.offloaded_step_bytes is not None
+        whole = self.state_bytes(run, streamed_bytes) + step
+        return (whole + optimizer.offloaded_step_bytes - abs(whole - optimizer.offloaded_step_bytes)) / 2  # the smaller
+
+    def most_waiting_bytes(self) -> int:
+        """What would wait elsewhere if everything did that can."""
+        offloaded = sum(max(0, self.saved_bytes(fqn, "offload")) for fqn in self.blocks if "offload" in self._stretches)
+        homes = sum(layer.param_bytes + layer.trainable_bytes for layer in self.blocks.values())
+        return offloaded + homes + self.profile.optimizer.state_bytes
+
+    def base_bytes(self) -> int:
+        """What is live before a step but for optimizer state, when nothing is streamed."""
         profile = self.profile
-        streamed = sum(layer.param_bytes for layer in self._streamed(choice))
-        state = 0 if choice.offloads_optimizer else self._state_bytes(choice)
-        return profile.parameter_bytes + profile.buffer_bytes + profile.input_bytes - streamed + state
+        return profile.parameter_bytes + profile.buffer_bytes + profile.input_bytes
 
-    def _step_bytes(self, choice: Choice) -> int:
-        optimizer = self.profile.optimizer
-        if choice.offloads_optimizer:
-            assert optimizer.offloaded_step_bytes is not None
-            return min(optimizer.offloaded_step_bytes, self._state_bytes(choice) + optimizer.step_bytes)
-        rest = self.profile.rest_optimizer.step_bytes if self.profile.rest_optimizer else optimizer.step_bytes
-        return self._between(choice, optimizer.step_bytes, rest)
-
-    # ---- what waits elsewhere
-
-    def _host_bytes(self, choice: Choice) -> int:
-        return sum(layer.param_bytes + layer.trainable_bytes for layer in self._streamed(choice))
-
-    def _movable_bytes(self, choice: Choice) -> int:
-        away = self.profile.optimizer.state_bytes
-        state = away if choice.offloads_optimizer else away - self._state_bytes(choice)
-        return state + sum(self.saved_bytes(fqn, "offload") for fqn, how in choice.blocks if how == "offload")
+    def _static_bytes(self, run: Run, extras: Extras) -> int:
+        state = 0 if run.offloads_optimizer else round(self.state_bytes(run, extras.streamed_bytes))
+        return self.base_bytes() + extras.static_bytes + state
 
     # ---- time
 
-    def _optimizer_ms(self, choice: Choice) -> float:
+    def step_ms(self, run: Run, compute_ms: Any, streamed_bytes: Any) -> Any:
+        """Forward and backward, with what tiles and the optimizer's step add."""
+        if run.head_rows:
+            assert self.profile.head is not None
+            num_tiles = -(-max(self.head_rows) * 2 // run.head_rows)
+            compute_ms = compute_ms * _TILED_HEAD_SLOWDOWN + num_tiles * _LAUNCHES_A_TILE * _LAUNCH_MS
+        if run.num_tiles:
+            compute_ms = compute_ms + run.num_tiles * len(self.profile.inside) * _LAUNCHES_A_TILE * _LAUNCH_MS
+        return compute_ms + self._optimizer_ms(run, streamed_bytes)
+
+    def _optimizer_ms(self, run: Run, streamed_bytes: Any) -> Any:
         optimizer = self.profile.optimizer
-        compute_ms = optimizer.moved_bytes / self.hardware.memory_bytes_per_s * 1e3
-        if not choice.offloads_optimizer:
-            return compute_ms
-        return self._exposed_ms(2 * self._state_bytes(choice), compute_ms) + compute_ms
+        away = streamed_bytes / self._trainable_bytes if self._trainable_bytes else 0 * streamed_bytes
+        on_host_ms = away * optimizer.moved_bytes / _HOST_BYTES_PER_S * 1e3
+        compute_ms = (1 - away) * optimizer.moved_bytes / self.hardware.memory_bytes_per_s * 1e3
+        if not run.offloads_optimizer:
+            return compute_ms + on_host_ms
+        link_ms = 2 * self.state_bytes(run, streamed_bytes) / self.hardware.link_bytes_per_s * 1e3
+        if self.overlaps:
+            compute_ms = (compute_ms + link_ms + abs(compute_ms - link_ms)) / 2  # the longer of the two
+            return compute_ms + on_host_ms
+        return compute_ms + link_ms + on_host_ms
 
     def link_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """Time that a block's transfers add to its step: all of it, or what its own compute does not hide."""
@@ -275,5 +432,42 @@ class CostModel:
         return sum(segment.net_bytes for segment in self._segments(module_fqn, treatment, "forward"))
 
     def _segments(self, module_fqn: str, treatment: Treatment, phase: str | None) -> list[Segment]:
-        trace = self.profile.plain if treatment == "keep" else self.profile.variants[treatment]
-        return [s for s in trace.segments if s.module_fqn == module_fqn and phase in (None, s.phase)]
+        if treatment not in self._by_owner:
+            trace = self.profile.plain if treatment == "keep" else self.profile.variants[treatment]
+            self._by_owner[treatment] = {}
+            for segment in trace.segments:
+                self._by_owner[treatment].setdefault(segment.module_fqn, []).append(segment)
+        return [s for s in self._by_owner[treatment].get(module_fqn, ()) if phase in (None, s.phase)]
+
+
+# ---- sizes of tiles
+
+
+def tile_name(kind: str, size: int, treatment: str = "") -> str:
+    """The name of a trace in which tiles have this size."""
+    return f"{kind}:{size}:{treatment}"
+
+
+def doublings(low: int, high: int) -> tuple[int, ...]:
+    """From low to high by doubling; high itself is always there."""
+    sizes = [low]
+    while sizes[-1] * 2 < high:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes) if high == low else (*sizes, high)
+
+
+def _position(kind: str, low: int, high: int, size: int) -> float:
+    """How far a size is from one end of the chord to the other. Bytes go with rows, or with one over the number."""
+    if low == high:
+        return 0.0
+    if kind == INSIDE:
+        return (1 / low - 1 / size) / (1 / low - 1 / high)
+    return (size - low) / (high - low)
+
+
+def _chord(start: Stretch, end: Stretch, position: float) -> Stretch:
+    return Stretch(
+        start.peak_bytes + math.ceil((end.peak_bytes - start.peak_bytes) * position),
+        start.net_bytes + math.ceil((end.net_bytes - start.net_bytes) * position),
+        start.ms + (end.ms - start.ms) * position,
+    )

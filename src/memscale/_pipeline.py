@@ -8,18 +8,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide import OPTIMIZER_BUCKET_BYTES, decide, explain_misfit, full_budget, needs_optimizing
+from memscale._decide import (
+    OPTIMIZER_BUCKET_BYTES,
+    cut_inside,
+    decide,
+    explain_misfit,
+    full_budget,
+    needs_optimizing,
+)
 from memscale._errors import DoesNotFitError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._hardware import Hardware
-from memscale._peak import INSIDE, CostModel, Outcome, choice_of
+from memscale._peak import INSIDE, TILE_HEAD, Choice, CostModel, Outcome, choice_of, tile_name
 from memscale._plan import (
     Action,
     Checkpoint,
@@ -31,6 +38,7 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale._policy import Strategy, choose_strategy
+from memscale._profile import OptimizerCost
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.optimizers import optimizer_cost
@@ -43,8 +51,9 @@ from memscale.techniques.offload.separable import NotSeparable, check_separable
 logger = logging.getLogger("memscale")
 
 MIN_TILE_ROWS = 128
-"""Fewer rows at once make a tile's products slow."""
-MLP_TILES = 4
+"""Fewer rows at once make the head's products slow."""
+MAX_INNER_TILES, MIN_INNER_ROWS = 16, 16
+"""Attention and MLPs are cut into two to so many tiles, of at least so many positions."""
 _MAX_REHEARSALS = 4
 
 
@@ -94,6 +103,7 @@ class Study:
         self.profile = profile_model(model, self.rehearsal, plain, cost, inputs)
         self._tried: set[str] = set()
         self._tiles: _Tiles | None = None
+        self._resident: dict[tuple[str, ...], OptimizerCost] = {}
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
@@ -133,14 +143,26 @@ class Study:
         if not plan.actions:
             return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
         trace = self.rehearsal.run(self._attacher(plan.actions, config))
-        peak_bytes = CostModel(self.profile, self.hardware).peak_of(trace, choice_of(plan.actions))
+        choice = choice_of(plan.actions)
+        peak_bytes = CostModel(self.profile, self.hardware).peak_of(trace, choice, self._resident_optimizer(choice))
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
         return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True)
 
+    def _resident_optimizer(self, choice: Choice) -> OptimizerCost | None:
+        """The optimizer over what is not streamed, to the byte."""
+        streamed = tuple(fqn for fqn, treatment in choice.blocks if treatment == "stream")
+        if not streamed or choice.run.offloads_optimizer:
+            return None
+        if streamed not in self._resident:
+            self._resident[streamed] = optimizer_cost(
+                self.model, self.optimizer, self.hardware.device_type, without=streamed
+            )
+        return self._resident[streamed]
+
     # ---- trying techniques
 
-    def _try(self, variants: dict[str, tuple[Action, ...]], config: Config) -> None:
+    def _try(self, variants: Mapping[str, tuple[Action, ...]], config: Config) -> None:
         traces = dict(self.profile.variants)
         for name, actions in variants.items():
             if name not in self._tried:
@@ -163,22 +185,29 @@ class Study:
             treatments["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
         if config.enable_offloading and has_next_tier(self.hardware, config):
             treatments["offload"] = tuple(OffloadActivations(fqn) for fqn in blocks)
-            if config.enable_checkpointing and self.rehearsal.device_type != "cpu":
+            if config.enable_checkpointing and self.hardware.device_type != "cpu":
                 treatments["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
         return treatments if blocks else {}
 
     def _try_head(self, config: Config) -> None:
+        """The smallest tiles and the largest: what lies between, the peak model knows."""
         head = self.tiles.head
         if head is not None:
             self.profile = dataclasses.replace(self.profile, head=head)
-            self._try({"tile_head": (head,)}, config)
+            ends = {
+                tile_name(TILE_HEAD, rows): (dataclasses.replace(head, rows=rows),) for rows in self.tiles.head_rows
+            }
+            self._try(ends, config)
 
     def _try_inside(self, config: Config) -> None:
         inside = self.tiles.inside
         if inside:
             self.profile = dataclasses.replace(self.profile, inside=inside)
             smallest = {k: v for k, v in self._treatments(config).items() if k in ("checkpoint", "stream")}
-            self._try({f"{INSIDE}{name}": (*inside, *actions) for name, actions in smallest.items()}, config)
+            for num_tiles in self.tiles.num_inside:
+                cut = cut_inside(inside, num_tiles)
+                named = {tile_name(INSIDE, num_tiles, name): (*cut, *actions) for name, actions in smallest.items()}
+                self._try(named, config)
 
     @property
     def tiles(self) -> _Tiles:
@@ -193,10 +222,14 @@ class Study:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tiles:
-    """What could be tiled."""
+    """What could be tiled, and how finely."""
 
     head: TileHead | None
+    head_rows: tuple[int, ...]
+    """The smallest and the largest tile worth having."""
     inside: tuple[TileAttention | TileMlp, ...]
+    """In two tiles each."""
+    num_inside: tuple[int, ...]
 
 
 def _find_tiles(rehearsal: Rehearsal) -> _Tiles:
@@ -207,12 +240,29 @@ def _find_tiles(rehearsal: Rehearsal) -> _Tiles:
         head, attentions, mlps = (find(recording) for find in finders)
     for found in (head, attentions, mlps):
         logger.debug("tiling: %s: %s", ", ".join(found.module_fqns) or "nothing", found.reason)
-    action = None
+    action: TileHead | None = None
+    head_rows: tuple[int, ...] = ()
     if head:
-        rows = max(head.numbers["rows"], min(MIN_TILE_ROWS, head.numbers["num_rows"] // 4))
-        action = TileHead(head.module_fqns[0], rows=rows, weight_fqn=head.weight_fqn)
-    inside = [TileAttention(fqn, rows=MIN_TILE_ROWS) for fqn in attentions.module_fqns]
-    return _Tiles(action, (*inside, *(TileMlp(fqn, num_tiles=MLP_TILES) for fqn in mlps.module_fqns)))
+        head_rows = _head_rows(head.numbers["num_rows"], head.numbers["rows"])
+        action = TileHead(head.module_fqns[0], rows=head_rows[0], weight_fqn=head.weight_fqn)
+    lengths = {**attentions.numbers, **mlps.numbers}
+    inside = [TileAttention(fqn, rows=-(-lengths[fqn] // 2)) for fqn in attentions.module_fqns]
+    longest = max(lengths.values(), default=0)
+    num_inside = sorted({2, min(MAX_INNER_TILES, _power_of_two_below(longest // MIN_INNER_ROWS + 1))} - {0, 1})
+    mlp_actions = [TileMlp(fqn, num_tiles=2) for fqn in mlps.module_fqns]
+    return _Tiles(action, head_rows, (*inside, *mlp_actions), tuple(num_inside))
+
+
+def _head_rows(num_rows: int, suggested: int) -> tuple[int, ...]:
+    """From tiles that are small but still fast to the largest that are smaller than the batch."""
+    largest = _power_of_two_below(num_rows)
+    smallest = min(largest, max(suggested, min(MIN_TILE_ROWS, num_rows // 4), 1))
+    return tuple(sorted({smallest, largest}))
+
+
+def _power_of_two_below(number: int) -> int:
+    """The largest power of two that is smaller; 0 if there is none."""
+    return 1 << ((number - 1).bit_length() - 1) if number > 1 else 0
 
 
 def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, model: nn.Module) -> Executor:

@@ -106,7 +106,7 @@ class ScoreCatcher(TorchFunctionMode):
     def note_fused(self) -> None:
         """The model called a fused kernel by itself."""
 
-    def note_caught(self) -> None:
+    def note_caught(self, num_queries: int) -> None:
         """An attention was computed without its scores."""
         self.num_caught += 1
 
@@ -282,7 +282,7 @@ def _attend(scores: LazyScores, values: torch.Tensor) -> torch.Tensor | None:
     if values.shape[-2] != scores.shape[-1] or (values.dtype != scores.dtype and not _autocasts(values)):
         return None
     steps.check_unchanged()
-    scores.catcher.note_caught()
+    scores.catcher.note_caught(scores.shape[-2])
     fused = _fused_arguments(steps, values)
     if fused is not None:
         scale, mask = fused

@@ -37,6 +37,7 @@ class Found:
     weight_fqn: str | None = None
     """For a head: its weight, when the module's own forward multiplies with it."""
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    """For a head: its shape; for MLPs and attentions: the positions of each."""
 
     def __bool__(self) -> bool:
         return bool(self.module_fqns)
@@ -78,7 +79,7 @@ class Recording:
     products: list[Product] = dataclasses.field(default_factory=list)
     calls: list[ModuleCall] = dataclasses.field(default_factory=list)
     materialised: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Attentions whose scores would exist whole, by module."""
+    """Attentions whose scores would exist whole: the queries of the longest, by module."""
     fused: dict[str, int] = dataclasses.field(default_factory=dict)
     """Fused attentions, by module."""
     unreachable: set[str] = dataclasses.field(default_factory=set)
@@ -155,10 +156,10 @@ class _Watcher(ScoreCatcher):
         where = self.stack[-1] if self.stack else ""
         self.recording.fused[where] = self.recording.fused.get(where, 0) + 1
 
-    def note_caught(self) -> None:
-        super().note_caught()
+    def note_caught(self, num_queries: int) -> None:
+        super().note_caught(num_queries)
         where = self.stack[-1] if self.stack else ""
-        self.recording.materialised[where] = self.recording.materialised.get(where, 0) + 1
+        self.recording.materialised[where] = max(self.recording.materialised.get(where, 0), num_queries)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note_product(func, args, kwargs or {})
@@ -315,7 +316,8 @@ def find_mlps(recording: Recording) -> Found:
             reasons[call.module_fqn] = why_not
     if found:
         order = [name for name, _ in recording.model.named_modules() if name in found]
-        return Found(tuple(order), "position-wise, and much wider inside")
+        lengths = {call.module_fqn: call.in_shape[1] for call in recording.calls if call.module_fqn in found}
+        return Found(tuple(order), "position-wise, and much wider inside", numbers=lengths)
     return Found((), "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:3]) or "no MLP was seen")
 
 
@@ -331,7 +333,9 @@ def find_attentions(recording: Recording) -> Found:
         return Found((), recording.failure)
     order = [name for name, _ in recording.model.named_modules() if name in recording.materialised]
     if order:
-        return Found(tuple(order), "scores are materialised: a product of queries and keys, softmax, values")
+        queries = {name: recording.materialised[name] for name in order}
+        reason = "scores are materialised: a product of queries and keys, softmax, values"
+        return Found(tuple(order), reason, numbers=queries)
     if recording.unreachable:
         return Found(
             (), "nn.MultiheadAttention materialises its scores because it is asked for them: need_weights=True"
