@@ -91,11 +91,11 @@ def _describe(module_fqn: str, module: nn.Module, counted: set[int], *, is_block
         param_bytes=param_bytes,
         trainable_bytes=trainable_bytes,
         is_block=is_block,
-        fingerprint=_fingerprint(module),
+        fingerprint=fingerprint(module),
     )
 
 
-def _fingerprint(module: nn.Module) -> str:
+def fingerprint(module: nn.Module) -> str:
     """Equal for modules of the same classes, shapes, dtypes and trainable parts."""
     digest = hashlib.sha256()
     for name, child in module.named_modules():

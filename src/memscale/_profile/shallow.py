@@ -1,0 +1,143 @@
+"""Deep models of equal blocks are tried at a fraction of their depth.
+
+In a run of equal blocks all but the first and last few are left out, on a fake copy of the model, and the trace of
+such a step is stretched again: the last block before the gap stands for those that are missing. Whether that is right
+is not assumed: the plain step, stretched, must be the plain step of the whole model, segment by segment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterable
+
+from torch import nn
+
+from memscale._profile import Phase, Segment, StepTrace
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks, fingerprint
+from memscale._profile.rehearsal import FakeRehearsal
+
+logger = logging.getLogger("memscale")
+
+KEPT = 3
+"""Blocks at either end of a run that are tried."""
+_MIN_LEFT_OUT = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """A run of equal blocks in one container, by position."""
+
+    container_fqn: str
+    num_children: int
+    start: int
+    end: int
+
+    @property
+    def left_out(self) -> range:
+        return range(self.start + KEPT, self.end - KEPT)
+
+    @property
+    def kept(self) -> list[int]:
+        return [position for position in range(self.num_children) if position not in self.left_out]
+
+    def name(self, position: int) -> str:
+        return f"{self.container_fqn}.{position}" if self.container_fqn else str(position)
+
+    @property
+    def stands_in(self) -> str:
+        """The block that stands for those that are left out."""
+        return self.name(self.start + KEPT - 1)
+
+
+def find_cuts(model: nn.Module) -> list[Cut]:
+    """Runs of equal blocks that are long enough to be worth it, one a container."""
+    by_container: dict[str, list[tuple[int, str]]] = {}
+    for module_fqn, block in find_blocks(model).items():
+        container_fqn, _, name = module_fqn.rpartition(".")
+        if name.isdigit():
+            by_container.setdefault(container_fqn, []).append((int(name), fingerprint(block)))
+    cuts = []
+    for container_fqn, found in by_container.items():
+        num_children = len(model.get_submodule(container_fqn)._modules)
+        if [position for position, _ in found] != list(range(num_children)):
+            continue
+        for _, group in itertools.groupby(found, lambda entry: entry[1]):
+            positions = [position for position, _ in group]
+            if len(positions) >= 2 * KEPT + _MIN_LEFT_OUT:
+                cuts.append(Cut(container_fqn, num_children, positions[0], positions[-1] + 1))
+                break
+    return cuts
+
+
+class ShallowRehearsal:
+    """A stage with a shorter copy of the model; what is tried there is stretched to the depth of the whole."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, device_type: str, cuts: list[Cut]) -> None:
+        self.cuts = cuts
+        self.stage = FakeRehearsal(model, inputs, device_type)
+        for cut in cuts:
+            container = self.stage.model.get_submodule(cut.container_fqn)
+            children = list(container._modules.values())
+            container._modules = {str(new): children[old] for new, old in enumerate(cut.kept)}
+
+    def stretch(self, trace: StepTrace) -> StepTrace:
+        """The step of the whole model."""
+        segments = trace.segments
+        for cut in self.cuts:
+            segments = _stretch(cut, _renamed(segments, {cut.name(n): cut.name(o) for n, o in enumerate(cut.kept)}))
+        return StepTrace(segments)
+
+    def whole_names(self, module_fqns: Iterable[str]) -> list[str]:
+        """Modules of the whole model, by those that were found on the stage."""
+        found = list(module_fqns)
+        for cut in self.cuts:
+            found = [name for module_fqn in found for name in _whole_names(cut, module_fqn)]
+        return found
+
+
+def open_shallow(model: nn.Module, inputs: Inputs, device_type: str, plain: StepTrace) -> ShallowRehearsal | None:
+    """None where the model has no long runs of equal blocks, or a shorter model does not behave like the whole."""
+    cuts = find_cuts(model)
+    if not cuts:
+        return None
+    try:
+        shallow = ShallowRehearsal(model, inputs, device_type, cuts)
+        stretched = shallow.stretch(shallow.stage.run())
+    except Exception as error:  # a forward that counts its blocks, for one
+        logger.debug("the model does not run at a fraction of its depth: %s: %s", type(error).__name__, error)
+        return None
+    return shallow if stretched.segments == plain.segments else None
+
+
+def _renamed(segments: tuple[Segment, ...], names: dict[str, str]) -> tuple[Segment, ...]:
+    return tuple(dataclasses.replace(s, module_fqn=names.get(s.module_fqn, s.module_fqn)) for s in segments)
+
+
+def _stretch(cut: Cut, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Put the blocks that are left out back between those around them, on the way there and on the way back."""
+    stand_in, behind, before = cut.stands_in, cut.name(cut.left_out.stop), cut.name(cut.start + KEPT - 2)
+    left_out = [cut.name(position) for position in cut.left_out]
+    start, end = _first(segments, "forward", stand_in), _first(segments, "forward", behind)
+    copies = [_renamed(segments[start:end], {stand_in: name}) for name in left_out]
+    segments = (*segments[:end], *itertools.chain(*copies), *segments[end:])
+    start, end = _first(segments, "backward", stand_in), _first(segments, "backward", before)
+    copies = [_renamed(segments[start:end], {stand_in: name}) for name in reversed(left_out)]
+    return (*segments[:start], *itertools.chain(*copies), *segments[start:])
+
+
+def _first(segments: tuple[Segment, ...], phase: Phase, module_fqn: str) -> int:
+    return next(i for i, s in enumerate(segments) if (s.phase, s.module_fqn) == (phase, module_fqn))
+
+
+def _whole_names(cut: Cut, module_fqn: str) -> list[str]:
+    """This module's name in the whole model; and for one in the stand-in, also those of all it stands for."""
+    for new, old in enumerate(cut.kept):
+        prefix = f"{cut.name(new)}."
+        if f"{module_fqn}.".startswith(prefix):
+            rest = f"{module_fqn}."[len(prefix) :].rstrip(".")
+            positions = [old, *(cut.left_out if cut.name(old) == cut.stands_in else ())]
+            return [f"{cut.name(position)}.{rest}".rstrip(".") for position in positions]
+    return [module_fqn]
