@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 from memscale._hardware import Hardware
+from memscale._peak import TILE_HEAD, tile_name
+from memscale._plan import TileHead
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace, TensorSpec
 
 MB = 10**6
@@ -49,26 +51,35 @@ class Block:
     temporaries: int = 20
     gradients: int = 5
     time: int = 100
+    keeps_offloaded: int = 2
+    parameters: int = 5
+
+    def kept(self, how: str) -> int:
+        return {
+            "plain": self.keeps,
+            "selective": self.keeps_selective,
+            "checkpoint": self.keeps_checkpointed,
+            "offload": self.keeps_offloaded,
+            "stream": self.keeps_checkpointed,
+        }[how]
 
 
-def trace_of(blocks: dict[str, Block], how: str) -> StepTrace:
+def trace_of(blocks: dict[str, Block], how: str, *, head: int = 50) -> StepTrace:
     """Stem, blocks, head; head, blocks backwards."""
-    kept = {
-        fqn: {"plain": b.keeps, "selective": b.keeps_selective, "checkpoint": b.keeps_checkpointed}[how]
-        for fqn, b in blocks.items()
-    }
-    extra = {"plain": 0.0, "selective": 0.5, "checkpoint": 1.0}[how]
+    extra = {"plain": 0.0, "selective": 0.5, "checkpoint": 1.0, "offload": 0.0, "stream": 1.0}[how]
+    streamed = how == "stream"
     segments = [segment("forward", "", 1, 1, 1)]
     for fqn, block in blocks.items():
-        segments.append(segment("forward", fqn, kept[fqn] + block.temporaries, kept[fqn], block.time))
+        kept, visits = block.kept(how), block.parameters * streamed
+        segments.append(segment("forward", fqn, kept + block.temporaries + visits, kept, block.time))
         segments.append(segment("forward", "", 0, 0))
-    segments.append(segment("forward", "", 50, 30, 50))
-    segments.append(segment("backward", "", 60, -30, 50))
+    segments.append(segment("forward", "", head, head * 3 // 5, 50))
+    segments.append(segment("backward", "", head * 6 // 5, -(head * 3 // 5), 50))
     for fqn, block in reversed(blocks.items()):
-        recomputed = block.keeps - kept[fqn]
-        peak = recomputed + block.temporaries + block.gradients
+        kept, visits = block.kept(how), block.parameters * streamed
+        peak = max(0, block.keeps - kept) + block.temporaries + block.gradients + visits
         moved = int(block.time * (2 + extra))
-        segments.append(segment("backward", fqn, peak, block.gradients - kept[fqn], moved))
+        segments.append(segment("backward", fqn, peak, block.gradients * (not streamed) - kept, moved))
         segments.append(segment("backward", "", 0, 0))
     segments.append(segment("backward", "", 1, 0, 1))
     return StepTrace(tuple(segments), gradients_at_peak=0, activations_at_peak=0)
@@ -85,20 +96,37 @@ def profile_of(
         blocks = {f"blocks.{index}": Block() for index in range(blocks)}
     layers = (
         Layer("stem", "Embedding", 10 * MB, 10 * MB, False, "stem", 1),
-        *(Layer(fqn, "Block", 5 * MB, 5 * MB, True, f"{block}", 1) for fqn, block in blocks.items()),
+        *(Layer(fqn, "Block", b.parameters * MB, b.gradients * MB, True, f"{b}", 1) for fqn, b in blocks.items()),
         Layer("head", "Linear", 10 * MB, 10 * MB, False, "head", 1),
     )
+    num_parameters = 20 + sum(block.parameters for block in blocks.values())
     profile = Profile(
         device_type="cuda",
         source="static",
         model_class="Model",
         inputs=(TensorSpec("x", (16, 128), "float32"),),
-        parameter_bytes=(20 + 5 * len(blocks)) * MB,
+        parameter_bytes=num_parameters * MB,
         buffer_bytes=0,
         input_bytes=1 * MB,
         layers=layers,
-        optimizer=optimizer or OptimizerCost("adamw", 2 * (20 + 5 * len(blocks)) * MB, 10 * MB, 100 * MB),
+        optimizer=optimizer or OptimizerCost("adamw", 2 * num_parameters * MB, 10 * MB, 100 * MB),
         plain=trace_of(blocks, "plain"),
         variants={name: trace_of(blocks, name) for name in variants},
     )
     return dataclasses.replace(profile, **changes)
+
+
+def full_profile(blocks: dict[str, Block] | int, **changes: Any) -> Profile:
+    """With every treatment, and an optimizer whose state can wait elsewhere."""
+    profile = profile_of(blocks, variants=("selective", "offload", "checkpoint", "stream"))
+    size = profile.parameter_bytes
+    whole = OptimizerCost("adamw", 2 * size, size, 7 * size, offloaded_step_bytes=min(size, 30 * MB))
+    rest = OptimizerCost("adamw", 40 * MB, 20 * MB, 140 * MB)
+    return dataclasses.replace(profile, optimizer=whole, rest_optimizer=rest, **changes)
+
+
+def with_tiled_head(profile: Profile, blocks: dict[str, Block], heads: dict[int, int]) -> Profile:
+    """Also traced with the head in tiles: by rows, what head and loss then need."""
+    traces = {tile_name(TILE_HEAD, rows): trace_of(blocks, "plain", head=head) for rows, head in heads.items()}
+    head = TileHead("head", rows=min(heads))
+    return dataclasses.replace(profile, head=head, variants={**profile.variants, **traces})

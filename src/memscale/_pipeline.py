@@ -32,18 +32,20 @@ from memscale._plan import (
     Checkpoint,
     OffloadActivations,
     Plan,
+    Reason,
     StreamParameters,
     TileAttention,
     TileHead,
     TileMlp,
 )
 from memscale._policy import Strategy, choose_strategy
-from memscale._profile import OptimizerCost
+from memscale._profile import OptimizerCost, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.optimizers import optimizer_cost
 from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, try_variant
 from memscale._profile.rehearsal import Attach, Rehearsal
+from memscale._profile.shallow import ShallowRehearsal, open_shallow
 from memscale.techniques import tiling
 from memscale.techniques.offload.buckets import split_into_buckets
 from memscale.techniques.offload.separable import NotSeparable, check_separable
@@ -93,6 +95,7 @@ class Study:
         before_real: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
+        self.inputs = inputs
         self.optimizer = optimizer
         self.hardware = hardware
         settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
@@ -104,6 +107,7 @@ class Study:
         self._tried: set[str] = set()
         self._tiles: _Tiles | None = None
         self._resident: dict[tuple[str, ...], OptimizerCost] = {}
+        self._traces: dict[str, StepTrace] = {}
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
@@ -113,11 +117,14 @@ class Study:
         self._try(self._treatments(config), config)
         if config.enable_tiling:
             self._try_head(config)
-        plan = self._decide_and_rehearse(strategy)
-        if config.enable_tiling and (config.force_optimize or not plan.fits):
-            self._try_inside(config)  # dear to find out, and of use only when nothing else is left
+        if not config.enable_tiling:
+            return self._decide_and_rehearse(strategy)
+        if not config.force_optimize:
             plan = self._decide_and_rehearse(strategy)
-        return plan
+            if plan.fits:
+                return plan
+        self._try_inside(config)  # dear to find out, and of use only when nothing else is left
+        return self._decide_and_rehearse(strategy)
 
     def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
@@ -142,12 +149,19 @@ class Study:
         """The number holds: run this very plan on the stage, and promise what that shows."""
         if not plan.actions:
             return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
-        trace = self.rehearsal.run(self._attacher(plan.actions, config))
+        trace = self._rehearsed(plan.actions, config)
         choice = choice_of(plan.actions)
         peak_bytes = CostModel(self.profile, self.hardware).peak_of(trace, choice, self._resident_optimizer(choice))
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
         return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True)
+
+    def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
+        without_reasons = [dataclasses.replace(action, reason=Reason("")) for action in actions]
+        key = f"{without_reasons} {config.async_offload}"
+        if key not in self._traces:
+            self._traces[key] = self.rehearsal.run(self._attacher(actions, config))
+        return self._traces[key]
 
     def _resident_optimizer(self, choice: Choice) -> OptimizerCost | None:
         """The optimizer over what is not streamed, to the byte."""
@@ -167,7 +181,7 @@ class Study:
         for name, actions in variants.items():
             if name not in self._tried:
                 self._tried.add(name)
-                trace = try_variant(self.rehearsal, self._attacher(actions, config), name)
+                trace = self._tried_trace(name, actions, config)
                 if trace is not None:
                     traces[name] = trace
         rest = self.profile.rest_optimizer
@@ -175,6 +189,22 @@ class Study:
             blocks = tuple(find_blocks(self.rehearsal.model))
             rest = optimizer_cost(self.model, self.optimizer, self.hardware.device_type, without=blocks)
         self.profile = dataclasses.replace(self.profile, variants=traces, rest_optimizer=rest)
+
+    def _tried_trace(self, name: str, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
+        """On a shorter model where that shows the same."""
+        shallow = self.shallow
+        if shallow is not None:
+            names = {None, *(name for name, _ in shallow.stage.model.named_modules())}
+            here = tuple(action for action in actions if getattr(action, "module_fqn", None) in names)
+            trace = try_variant(shallow.stage, self._attacher(here, config), name)
+            return None if trace is None else shallow.stretch(trace)
+        return try_variant(self.rehearsal, self._attacher(actions, config), name)
+
+    @functools.cached_property
+    def shallow(self) -> ShallowRehearsal | None:
+        if not self.rehearsal.is_fake:
+            return None
+        return open_shallow(self.model, self.inputs, self.hardware.device_type, self.profile.plain)
 
     def _treatments(self, config: Config) -> dict[str, tuple[Action, ...]]:
         """By eligible treatment: the actions that give it to every block."""
@@ -212,7 +242,7 @@ class Study:
     @property
     def tiles(self) -> _Tiles:
         if self._tiles is None:
-            self._tiles = _find_tiles(self.rehearsal)
+            self._tiles = _find_tiles(self.rehearsal, self.shallow)
         return self._tiles
 
     def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
@@ -232,8 +262,9 @@ class _Tiles:
     num_inside: tuple[int, ...]
 
 
-def _find_tiles(rehearsal: Rehearsal) -> _Tiles:
+def _find_tiles(whole: Rehearsal, shallow: ShallowRehearsal | None) -> _Tiles:
     """By a recorded forward."""
+    rehearsal = whole if shallow is None else shallow.stage
     with rehearsal.stage():
         recording = tiling.record(rehearsal.model, rehearsal.inputs.args, rehearsal.inputs.kwargs)
         finders = (tiling.find_head, tiling.find_attentions, tiling.find_mlps)
@@ -245,12 +276,21 @@ def _find_tiles(rehearsal: Rehearsal) -> _Tiles:
     if head:
         head_rows = _head_rows(head.numbers["num_rows"], head.numbers["rows"])
         action = TileHead(head.module_fqns[0], rows=head_rows[0], weight_fqn=head.weight_fqn)
-    lengths = {**attentions.numbers, **mlps.numbers}
-    inside = [TileAttention(fqn, rows=-(-lengths[fqn] // 2)) for fqn in attentions.module_fqns]
-    longest = max(lengths.values(), default=0)
+    inside: list[TileAttention | TileMlp] = []
+    for fqn in attentions.module_fqns:
+        rows = -(-attentions.numbers[fqn] // 2)
+        inside += [TileAttention(name, rows=rows) for name in _whole_names(shallow, fqn)]
+    for fqn in mlps.module_fqns:
+        inside += [TileMlp(name, num_tiles=2) for name in _whole_names(shallow, fqn)]
+    longest = max([*attentions.numbers.values(), *mlps.numbers.values()], default=0)
     num_inside = sorted({2, min(MAX_INNER_TILES, _power_of_two_below(longest // MIN_INNER_ROWS + 1))} - {0, 1})
-    mlp_actions = [TileMlp(fqn, num_tiles=2) for fqn in mlps.module_fqns]
-    return _Tiles(action, head_rows, (*inside, *mlp_actions), tuple(num_inside))
+    order = {name: index for index, (name, _) in enumerate(whole.model.named_modules())}
+    inside.sort(key=lambda action: order[action.module_fqn])
+    return _Tiles(action, head_rows, tuple(inside), tuple(num_inside))
+
+
+def _whole_names(shallow: ShallowRehearsal | None, module_fqn: str) -> list[str]:
+    return [module_fqn] if shallow is None else shallow.whole_names([module_fqn])
 
 
 def _head_rows(num_rows: int, suggested: int) -> tuple[int, ...]:

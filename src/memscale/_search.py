@@ -135,7 +135,8 @@ class _Searcher:
         """The whole model's front. It is not thinned: there is nothing left to merge it with."""
         if not blocks:
             return Front(np.zeros((1, 8), np.int64), np.zeros(1), np.zeros((1, 0), np.int8))
-        stretches = tuple((block, len(list(group))) for block, group in itertools.groupby(blocks))
+        runs = [(block, len(list(group))) for block, group in itertools.groupby(blocks)]
+        stretches = tuple((block, 1) for block in blocks) if self.is_exact else tuple(runs)
         self._max_product = min(60_000, max(MIN_FRONT**2, _MAX_WAYS // len(stretches)))
         return self._merge_all(stretches)
 
@@ -157,14 +158,11 @@ class _Searcher:
         return _on_grid(earlier, self._needs(earlier), limit), _on_grid(later, self._needs(later), limit)
 
     def _alike(self, block: int, length: int) -> Front:
-        """Equal blocks: how many get which treatment. Those that rise highest in backward come first.
-
-        Their turn is last there, when the others' activations are gone; no other order has a lower peak.
-        """
+        """Equal blocks: how many get which treatment, in the order of treatments with the lowest peak in backward."""
         front = self._blocks[block]
         if length == 1:
             return front
-        front = front.take(np.argsort(-front.columns[:, BACKWARD_PEAK], kind="stable"))
+        front = front.take(_lowest_order(front))
         counts = np.array(sorted(_counts(length, len(front))))
         powers = _Powers(front, length)
         whole = powers.take(0, counts[:, 0])
@@ -236,6 +234,20 @@ def _paired(earlier: Front, later: Front) -> Front:
     columns[:, FORWARD_PEAK] = np.maximum(a[:, FORWARD_PEAK], a[:, FORWARD_NET] + b[:, FORWARD_PEAK])
     columns[:, BACKWARD_PEAK] = np.maximum(b[:, BACKWARD_PEAK], b[:, BACKWARD_NET] + a[:, BACKWARD_PEAK])
     return Front(columns, earlier.ms + later.ms, np.concatenate([earlier.picks, later.picks], axis=1))
+
+
+def _lowest_order(block: Front) -> list[int]:
+    """Treatments in the order of blocks that gives the lowest peak in backward, which runs from the last to the first.
+
+    A classic of scheduling: first those that leave more than they free, the lowest rise first; then the others, the
+    highest rise first, whose turn is last, when the others' activations are gone.
+    """
+
+    def key(row: int) -> tuple[int, int]:
+        frees, rise = -int(block.columns[row, BACKWARD_NET]), int(block.columns[row, BACKWARD_PEAK])
+        return (0, frees + rise) if frees < 0 else (1, -rise)
+
+    return sorted(range(len(block)), key=key)
 
 
 class _Powers:

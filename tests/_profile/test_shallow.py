@@ -1,0 +1,117 @@
+"""A model at a fraction of its depth shows what the whole one would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memscale import Config, Hardware
+from memscale._execute import Executor
+from memscale._pipeline import Study, make_plan
+from memscale._plan import Checkpoint, OffloadActivations
+from memscale._policy import choose_strategy
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks
+from memscale._profile.rehearsal import FakeRehearsal
+from memscale._profile.shallow import KEPT, find_cuts, open_shallow
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width, bias=bias), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.mlp(self.norm(hidden))
+
+
+class Deep(nn.Module):
+    """A first block of its own, then many that are equal."""
+
+    def __init__(self, depth: int = 14, counts: int | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 16)
+        self.layers = nn.ModuleList([Block(16, bias=False), *(Block(16) for _ in range(depth - 1))])
+        self.head = nn.Linear(16, 1000)
+        self.counts = counts
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for position in range(self.counts or len(self.layers)):
+            hidden = self.layers[position](hidden)
+        return self.head(hidden)
+
+
+IDS = torch.randint(0, 1000, (2, 32))
+INPUTS = Inputs.from_sample(IDS)
+
+
+def stretched(model: nn.Module, kind: type) -> tuple[object, object]:
+    """The step with every block treated so: on the whole model, and stretched from the shorter one."""
+
+    def attach(target: nn.Module) -> Executor:
+        executor = Executor(target)
+        executor.attach([kind(fqn) for fqn in find_blocks(target)])
+        return executor
+
+    whole = FakeRehearsal(model, INPUTS, "cuda")
+    shallow = open_shallow(model, INPUTS, "cuda", whole.run())
+    assert shallow is not None
+    return whole.run(attach).segments, shallow.stretch(shallow.stage.run(attach)).segments
+
+
+def test_the_cut_is_the_run_of_equal_blocks() -> None:
+    (cut,) = find_cuts(Deep(14))
+    assert (cut.container_fqn, cut.start, cut.end) == ("layers", 1, 14)
+    assert cut.kept == [0, 1, 2, 3, 11, 12, 13]
+    assert list(cut.left_out) == list(range(1 + KEPT, 14 - KEPT))
+    assert find_cuts(Deep(6)) == []
+
+
+@pytest.mark.parametrize("kind", [Checkpoint, OffloadActivations])
+def test_what_is_tried_on_it_is_what_the_whole_model_shows(kind: type) -> None:
+    ours, whole = stretched(Deep(), kind)
+    assert ours == whole
+
+
+def test_names_of_the_whole_model() -> None:
+    model = Deep(12)
+    shallow = open_shallow(model, INPUTS, "cuda", FakeRehearsal(model, INPUTS, "cuda").run())
+    assert shallow is not None
+    found = [f"layers.{position}.mlp" for position in range(len(shallow.stage.model.layers))]
+    assert sorted(shallow.whole_names([*found, "head"])) == sorted([*(f"layers.{i}.mlp" for i in range(12)), "head"])
+
+
+def test_a_model_that_counts_its_blocks_is_tried_whole() -> None:
+    model = Deep(12, counts=12)
+    assert open_shallow(model, INPUTS, "cuda", FakeRehearsal(model, INPUTS, "cuda").run()) is None
+    plan = make_plan(
+        model, INPUTS, Config(force_optimize=True, enable_logging=False), hardware=Hardware.from_name("T4")
+    )
+    assert len(plan.actions) >= 12
+
+
+def test_a_model_that_treats_its_blocks_differently_is_tried_whole() -> None:
+    class Odd(Deep):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(ids)
+            for position, layer in enumerate(self.layers):
+                hidden = layer(hidden) if position != 6 else layer(torch.cat([hidden, hidden]))[: len(hidden)]
+            return self.head(hidden)
+
+    model = Odd(14)
+    assert open_shallow(model, INPUTS, "cuda", FakeRehearsal(model, INPUTS, "cuda").run()) is None
+
+
+def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(mode="aggressive", force_optimize=True, use_mixed_precision=False, use_8bit_optimizer=False)
+    plans = []
+    for is_on in (True, False):
+        if not is_on:
+            monkeypatch.setattr("memscale._pipeline.open_shallow", lambda *_: None)
+        study = Study(Deep(), INPUTS, config, "adamw", Hardware.from_name("T4"))
+        plans.append(study.plan(choose_strategy(config)))
+    assert plans[0] == plans[1]
+    assert len(plans[0].actions) >= 14

@@ -1,0 +1,201 @@
+"""The search against brute force, and its laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memscale import Config
+from memscale._decide import decide
+from memscale._peak import Choice, CostModel, Outcome, Run
+from memscale._plan import TileHead
+from memscale._search import EXACT_BLOCKS, Candidate, search
+from tests.profiles import Block, full_profile, hardware_of, trace_of, with_tiled_head
+
+RUNS = (Run(), Run(offloads_optimizer=True))
+
+blocks = st.builds(
+    Block,
+    keeps=st.integers(20, 400),
+    keeps_selective=st.integers(5, 200),
+    keeps_checkpointed=st.integers(1, 50),
+    keeps_offloaded=st.integers(0, 20),
+    temporaries=st.integers(0, 100),
+    gradients=st.integers(0, 80),
+    parameters=st.integers(1, 80),
+    time=st.integers(1, 500),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn, max_size: int = 4) -> dict[str, Block]:
+    """Some equal, some not, in any order."""
+    kinds = draw(st.lists(blocks, min_size=1, max_size=3))
+    order = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=max_size))
+    return {f"b.{index}": block for index, block in enumerate(order)}
+
+
+def all_outcomes(model: CostModel) -> list[Outcome]:
+    """Every treatment for every block, in every run."""
+    names = tuple(model.blocks)
+    return [
+        model.evaluate(Choice(tuple((n, t) for n, t in zip(names, row, strict=True) if t != "keep"), run))
+        for run in RUNS
+        for row in itertools.product(("keep", *model.treatments), repeat=len(names))
+    ]
+
+
+def fastest(outcomes: list[Outcome], budget: float) -> float:
+    return min((outcome.step_ms for outcome in outcomes if outcome.peak_bytes <= budget), default=float("inf"))
+
+
+def found_by(model: CostModel, *, counts_waiting: bool = False) -> list[Candidate]:
+    return search(model, RUNS, model.treatments, counts_waiting=counts_waiting)
+
+
+@settings(max_examples=25, deadline=None)
+@given(models(), st.sampled_from([1e8, 1e9, 1e10]))
+def test_as_good_as_brute_force(found: dict[str, Block], link: float) -> None:
+    model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=link))
+    ours, everything = [c.outcome for c in found_by(model)], all_outcomes(model)
+    lowest = min(outcome.peak_bytes for outcome in everything)
+    assert min(outcome.peak_bytes for outcome in ours) == lowest
+    highest = max(outcome.peak_bytes for outcome in everything)
+    for step in range(31):
+        budget = lowest + (highest - lowest) * step / 30
+        assert fastest(ours, budget) == pytest.approx(fastest(everything, budget), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kinds", [1, 2, 8])
+def test_as_good_as_brute_force_on_eight_blocks(num_kinds: int) -> None:
+    """Treatments are limited to four a block, so that brute force ends within a test."""
+    kinds = [
+        Block(keeps=60 + 37 * i, temporaries=11 * i % 50, parameters=5 + 9 * i, time=40 + 53 * i % 200)
+        for i in range(8)
+    ]
+    found = {f"b.{i}": kinds[i * num_kinds // 8] for i in range(8)}
+    model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=2e9))
+    treatments = ("checkpoint", "offload", "stream")
+    ours = [c.outcome for c in search(model, [Run()], treatments, counts_waiting=False)]
+    rows = itertools.product(("keep", *treatments), repeat=8)
+    everything = [
+        model.evaluate(Choice(tuple((n, t) for n, t in zip(found, row, strict=True) if t != "keep"))) for row in rows
+    ]
+    lowest, highest = (f(outcome.peak_bytes for outcome in everything) for f in (min, max))
+    for step in range(101):
+        budget = lowest + (highest - lowest) * step / 100
+        assert fastest(ours, budget) == pytest.approx(fastest(everything, budget), rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(models(max_size=12), st.booleans())
+def test_what_is_offered_is_what_the_model_says(found: dict[str, Block], counts_waiting: bool) -> None:
+    model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=1e9))
+    for candidate in found_by(model, counts_waiting=counts_waiting):
+        again = model.evaluate(candidate.choice)
+        assert again.peak_bytes == candidate.outcome.peak_bytes
+        assert (again.host_bytes, again.movable_bytes) == (
+            candidate.outcome.host_bytes,
+            candidate.outcome.movable_bytes,
+        )
+        assert again.step_ms == pytest.approx(candidate.outcome.step_ms, rel=1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(models(max_size=16), st.lists(st.integers(50, 4000), min_size=2, max_size=5))
+def test_a_larger_budget_is_never_slower_and_is_kept(found: dict[str, Block], budgets: list[int]) -> None:
+    profile, hardware = full_profile(found), hardware_of(link_bytes_per_s=1e9)
+    plans = [
+        decide(profile, hardware, Config(memory_budget_gb=budget / 1e3), raise_if_unfit=False)
+        for budget in sorted(budgets)
+    ]
+    for tighter, looser in itertools.pairwise(plans):
+        if tighter.fits:
+            assert looser.fits
+            assert looser.predicted_slowdown <= tighter.predicted_slowdown
+    assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans if plan.fits)
+
+
+def test_long_models_lose_little() -> None:
+    """Equal blocks with two odd ones among them, thinned, against the best of all mixtures of two treatments."""
+    found = {f"b.{i}": Block(time=100 + 50 * (i in (7, 20)), parameters=20) for i in range(EXACT_BLOCKS * 4)}
+    model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=1e9))
+    ours = [c.outcome for c in found_by(model)]
+    mixtures = []
+    names = tuple(found)
+    for first, second in itertools.permutations(("keep", *model.treatments), 2):
+        for length in range(len(names) + 1):
+            row = [first] * length + [second] * (len(names) - length)
+            choice = tuple((n, t) for n, t in zip(names, row, strict=True) if t != "keep")
+            mixtures += [model.evaluate(Choice(choice, run)) for run in RUNS]
+    lowest, highest = (f(outcome.peak_bytes for outcome in mixtures) for f in (min, max))
+    assert min(outcome.peak_bytes for outcome in ours) <= lowest
+    for step in range(101):
+        budget = lowest + (highest - lowest) * step / 100
+        assert fastest(ours, budget) <= 1.01 * fastest(mixtures, budget)
+
+
+# ---- waiting elsewhere has its price
+
+
+def test_a_small_host_is_respected() -> None:
+    profile = full_profile(6)
+    hardware = hardware_of(link_bytes_per_s=1e9)
+    for host_gb in (0.001, 0.05, 0.2, 1.0):
+        config = Config(force_optimize=True, max_cpu_offload_gb=host_gb)
+        plan = decide(profile, hardware, config, raise_if_unfit=False)
+        assert plan.host_bytes + plan.movable_bytes <= host_gb * 1e9
+    roomy = decide(profile, hardware, Config(force_optimize=True))
+    tight = decide(profile, hardware, Config(force_optimize=True, max_cpu_offload_gb=0.05))
+    assert roomy.predicted_peak_bytes < tight.predicted_peak_bytes
+
+
+# ---- sizes of tiles
+
+BLOCKS = {f"blocks.{index}": Block() for index in range(4)}
+LARGE_HEAD = dataclasses.replace(full_profile(BLOCKS), plain=trace_of(BLOCKS, "plain", head=3200))
+TILED = with_tiled_head(LARGE_HEAD, BLOCKS, {128: 200, 1024: 1600})
+TILING_ONLY = Config(
+    mode="aggressive", enable_offloading=False, enable_checkpointing=False, use_mixed_precision=False,
+    use_8bit_optimizer=False,
+)  # fmt: skip
+
+
+def rows_within(budget_bytes: float) -> int:
+    """The rows that are chosen; 0: the head is not tiled."""
+    config = TILING_ONLY.replace(memory_budget_gb=budget_bytes / 1e9)
+    plan = decide(TILED, hardware_of(), config, raise_if_unfit=False)
+    assert not plan.fits or plan.predicted_peak_bytes <= budget_bytes
+    return next((action.rows for action in plan.actions if isinstance(action, TileHead)), 0)
+
+
+def peak_with(rows: int) -> int:
+    return CostModel(TILED, hardware_of()).evaluate(Choice((), Run(head_rows=rows))).peak_bytes
+
+
+def test_the_largest_tile_that_fits() -> None:
+    assert CostModel(TILED, hardware_of()).head_rows == (128, 256, 512, 1024)
+    assert peak_with(0) > peak_with(1024) > peak_with(512) > peak_with(256) > peak_with(128)
+    assert [rows_within(peak_with(rows)) for rows in (0, 1024, 512, 256, 128)] == [0, 1024, 512, 256, 128]
+    assert [rows_within(peak_with(rows) - 1) for rows in (0, 1024, 512, 256)] == [1024, 512, 256, 128]
+
+
+def test_force_takes_the_smallest_tile_that_gains() -> None:
+    plan = decide(TILED, hardware_of(), TILING_ONLY.replace(force_optimize=True))
+    assert [action.rows for action in plan.actions if isinstance(action, TileHead)] == [128]
+    assert plan.predicted_peak_bytes == peak_with(128)
+
+
+def test_the_chord_is_not_below_the_sizes_between() -> None:
+    """What needs the larger of 400 and two a row lies on the chord or below it."""
+    ends = {rows: max(400, 2 * rows) for rows in (128, 1024)}
+    model = CostModel(with_tiled_head(LARGE_HEAD, BLOCKS, ends), hardware_of())
+    for rows in (256, 512):
+        truth = CostModel(with_tiled_head(LARGE_HEAD, BLOCKS, {rows: max(400, 2 * rows)}), hardware_of())
+        choice = Choice((), Run(head_rows=rows))
+        assert model.evaluate(choice).peak_bytes >= truth.evaluate(choice).peak_bytes
