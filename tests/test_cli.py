@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
@@ -192,6 +193,8 @@ def test_progress_on_a_terminal_is_a_status_that_goes_away(shell: Shell, monkeyp
     shell("doctor")
     assert "looking at this machine ..." in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K")  # the line is erased
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        thread.join(timeout=60)  # rich tells its thread to end and does not wait for it
 
 
 # ---- plan
