@@ -132,7 +132,7 @@ class Executor:
             undo.callback(self._recomputed.clear)
             undo.callback(self._transfers.clear)
             undo.callback(self._forget_precision)
-            if actions and self._device().type == "cpu" and not self._is_fake():
+            if any(_fills_host(action, self._device()) for action in actions) and not self._is_fake():
                 return_freed_memory(undo)
             self._place(actions, undo)
             for action in sorted(actions, key=_is_around_blocks):
@@ -301,6 +301,11 @@ class Executor:
 def _is_around_blocks(action: Action) -> bool:
     """What is inside a block is attached before what recomputes or moves the block as a whole."""
     return not isinstance(action, TileHead | TileAttention | TileMlp)
+
+
+def _fills_host(action: Action, device: torch.device) -> bool:
+    """Whether host memory must be what live tensors take: there is the model's device, or a tier with a budget."""
+    return device.type == "cpu" or isinstance(action, OffloadActivations | OffloadOptimizer | StreamParameters)
 
 
 def execute(model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None) -> Executor:

@@ -3,11 +3,11 @@
     python -m memscale.benchmarks.offload train [--model gpt2-xl] [--device-gb 2] [--offload-dir DIR] [--device cpu]
     python -m memscale.benchmarks.offload overlap [--layers N] [--card "RTX 3090"]
 
-`train`: training steps of a GPT-2 with everything streamed: parameters and gradients on the host, boundaries of the
-recomputed layers offloaded, optimizer state on disk. On `simgpu` the device has a hard capacity, and device bytes are
-the allocator's, exact; host bytes are the process's resident memory less the simulated device's, which also lies there.
-On `cpu` the device is RAM: layers are recomputed, and boundaries and optimizer state wait on disk; tracked bytes (live
-tensors) are shown beside resident ones. Exits with 1 if a bar is missed.
+`train`: training steps of a GPT-2 with everything streamed, embedding and head included: parameters and gradients on
+the host, boundaries of the recomputed layers and optimizer state on disk. On `simgpu` the device has a hard capacity,
+and device bytes are the allocator's, exact; host bytes are the process's resident memory less the simulated device's,
+which also lies there. On `cpu` the device is RAM: layers are recomputed, and boundaries and optimizer state wait on
+disk; tracked bytes (live tensors) are shown beside resident ones. Exits with 1 if a bar is missed.
 
 `overlap`: how much of the transfer time of activation offload is hidden behind compute, on the virtual clock of a card:
 a model of time, never a measurement. Layers repeat, so a few of them show what all of them would; the blocking way is
@@ -17,6 +17,7 @@ shown beside it. simgpu must be installed for this, and for `train` on simgpu.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import os
@@ -30,12 +31,14 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memscale
 from memscale._config import AsyncOffloadConfig
 from memscale._execute import ExecutionSettings, Executor
-from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
+from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.layers import find_blocks
+from memscale.techniques.offload.streaming import rest_of
 
 SIZES = {
     "gpt2-tiny": (4, 256, 4),
@@ -46,7 +49,8 @@ SIZES = {
 }
 GB = 1_000_000_000
 MIN_HIDDEN = 0.9
-_LOG_EVERY_S = 15
+_LOG_EVERY_S = 15.0
+_SETTLING_SAMPLES = 15
 
 
 def build(name: str, num_layers: int | None = None) -> nn.Module:
@@ -73,9 +77,11 @@ class ResidentPeak:
 
     def _watch(self) -> None:
         process = psutil.Process()
+        recent: collections.deque[int] = collections.deque([0], maxlen=_SETTLING_SAMPLES)
         while not self._stop.wait(0.02):
-            device_bytes = torch.accelerator.memory_allocated() if self._on_simgpu else 0
-            self.peak_bytes = max(self.peak_bytes, process.memory_info().rss - device_bytes)
+            recent.append(torch.accelerator.memory_allocated() if self._on_simgpu else 0)
+            if max(recent) == recent[-1]:  # what plays the device was not freed just now: unmapping it takes a moment
+                self.peak_bytes = max(self.peak_bytes, process.memory_info().rss - recent[-1])
 
     def __enter__(self) -> ResidentPeak:
         self._thread.start()
@@ -91,17 +97,22 @@ class Progress:
 
     def __init__(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         self._blocks = find_blocks(model)
-        self._done = 0
+        self._done = self._num_buckets = 0
         self._start = time.perf_counter()
         self._said = -_LOG_EVERY_S
         for block in self._blocks.values():
             undo.callback(block.register_forward_hook(self._tick).remove)
             undo.callback(block.register_full_backward_hook(self._tick).remove)
+        undo.callback(register_optimizer_step_pre_hook(self._tick_bucket).remove)
 
     def _tick(self, *_: Any) -> None:
         self._done = self._done % (2 * len(self._blocks)) + 1
         phase = "forward" if self._done <= len(self._blocks) else "backward"
         self.say(f"{phase}, layer {self._done} of {2 * len(self._blocks)}")
+
+    def _tick_bucket(self, *_: Any) -> None:
+        self._num_buckets += 1
+        self.say(f"optimizer, bucket {self._num_buckets} of all steps")
 
     def say(self, text: str) -> None:
         """On a terminal at once, in one line; into a log now and then."""
@@ -125,14 +136,15 @@ class TrainResult:
     seconds: float
 
 
-def actions_for(model: nn.Module, device_type: str) -> tuple[Action, ...]:
-    blocks = list(find_blocks(model))
-    kind = Checkpoint if device_type == "cpu" else StreamParameters
-    return (
-        *(kind(module_fqn) for module_fqn in blocks),
-        *(OffloadActivations(module_fqn) for module_fqn in blocks),
-        OffloadOptimizer(bucket_bytes=64 * 1024 * 1024),
-    )
+def actions_for(model: nn.Module, device_type: str, tile_rows: int | None = None) -> tuple[Action, ...]:
+    """Everything that leaves the device: on a CPU, where parameters have nowhere to go, all but those."""
+    blocks = tuple(find_blocks(model))
+    on_cpu = device_type == "cpu"
+    recomputed = [Checkpoint(fqn) if on_cpu else StreamParameters(fqn) for fqn in blocks]
+    rest = [] if on_cpu else [StreamParameters(fqn) for fqn in rest_of(model, blocks)]
+    head = [] if tile_rows is None else [TileHead("lm_head", rows=tile_rows)]
+    away = [OffloadActivations(fqn) for fqn in blocks]
+    return (*head, *rest, *recomputed, *away, OffloadOptimizer(bucket_bytes=64 * 1024 * 1024))
 
 
 def train(arguments: argparse.Namespace, offload_dir: str) -> TrainResult:
@@ -150,7 +162,7 @@ def train(arguments: argparse.Namespace, offload_dir: str) -> TrainResult:
         )
         executor = Executor(model, settings, optimizer)
         undo.callback(executor.detach)
-        executor.attach(actions_for(model, device.type))
+        executor.attach(actions_for(model, device.type, arguments.tile_rows))
         progress = Progress(model, undo)
         if on_simgpu:
             torch.accelerator.reset_peak_memory_stats()
@@ -184,7 +196,6 @@ def _step(
     ids = ids.to(device)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    progress.say("optimizer step")
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
@@ -299,6 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--offload-dir", help="a directory on a disk; a temporary one if not given")
     training.add_argument("--steps", type=int, default=2, help="the first makes the state, the second fetches it")
     training.add_argument("--layers", type=int, help="fewer layers than the model has")
+    training.add_argument("--tile-rows", type=int, help="tile the head: so many rows of logits at once")
     training.add_argument("--asynchronous", action="store_true")
     overlapping = commands.add_parser("overlap", help="is the transfer time hidden")
     overlapping.add_argument("--card", default="RTX 3090")

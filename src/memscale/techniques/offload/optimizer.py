@@ -106,6 +106,7 @@ class Adoption:
         self._versions = _versions(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
         self._handle: Any = None
+        self._has_seen_any = False
 
     def watch(self) -> None:
         self._handle = register_optimizer_step_pre_hook(self._before_any_step)
@@ -128,6 +129,7 @@ class Adoption:
 
     def take(self, optimizer: Optimizer) -> None:
         """Adopt an optimizer, or say once why not."""
+        self._has_seen_any = True  # it may be gone when the model is detached
         self._known[optimizer] = None
         try:
             check_separable(optimizer)
@@ -157,7 +159,7 @@ class Adoption:
                 if adopted is not None:
                     last.callback(adopted.detach)
         model = self._model() if self._model is not None else None
-        if not self._known and model is not None and _was_trained(model, self._versions):
+        if not self._has_seen_any and model is not None and _was_trained(model, self._versions):
             warnings.warn(
                 f"no optimizer of this {type(model).__name__} was ever seen to step, so no optimizer state was "
                 "offloaded; only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",

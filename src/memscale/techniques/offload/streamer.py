@@ -162,6 +162,8 @@ class Passage:
 class Layer(Protocol):
     """What is streamed."""
 
+    needs_weights_in_backward: bool
+
     def parameters(self) -> list[torch.Tensor]: ...
 
 
@@ -237,6 +239,13 @@ class Streamer:
             copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self.device)
             return copy.copy_(parameter)
 
+    def bring_one(self, parameter: torch.Tensor) -> torch.Tensor:
+        """One parameter's copy, for the current stream, out of turn."""
+        visit = Visit([parameter], [self._bring(parameter)], -1)
+        weight = visit.weights()[0]
+        visit.leave_homes()
+        return weight
+
     def _arrive(self, stop: Stop) -> int:
         """Note where we are; returns the number of this fetch."""
         before, self._last = self._last, stop
@@ -263,13 +272,18 @@ class Streamer:
             following = self._next.get(stop)
             if following is None or following[1] is not stop[1] or following[0] in after:
                 return
-            if stop[1] is Direction.BACKWARD and not self._pending[following[0]]:
-                return  # no graph waits for it: a frozen layer
+            if stop[1] is Direction.BACKWARD and not self._needed_in_backward(following[0]):
+                return
             stop = following
             visit = before.pop(stop[0], None)
             if visit is None or visit.place != place + distance:
                 visit = self._load(stop[0], place + distance)
             after[stop[0]] = visit
+
+    def _needed_in_backward(self, index: int) -> bool:
+        """Not if no graph waits for it (a frozen layer), nor if its backward reads no weights."""
+        layer = self.layers[index]()
+        return layer is not None and layer.needs_weights_in_backward and bool(self._pending[index])
 
     def fetch_forward(self, index: int, notes: Expectation | None) -> Visit:
         """Without notes there will be no backward."""
@@ -279,7 +293,8 @@ class Streamer:
         visit = self._take(before, index, place)
         if notes is not None:
             self._pending[index].add(notes)
-            if self.overlaps and self._next.get(stop) == (index, Direction.BACKWARD):
+            follows_at_once = self._next.get(stop) == (index, Direction.BACKWARD)
+            if self.overlaps and follows_at_once and self._needed_in_backward(index):
                 notes.kept = Visit(visit.parameters, visit.arrivals, place)
         if self.is_in_forward:
             self._look_ahead(stop, place, before, self._ahead)
@@ -316,7 +331,7 @@ class Streamer:
 
     def send_home(self, gradient: torch.Tensor, passage: Passage) -> torch.Tensor:
         """The gradient in host memory; complete when the passage's landing has been waited for."""
-        if gradient.device == passage.host or not self._overlaps_for(gradient):
+        if gradient.device == passage.host or not self._overlaps_for(gradient) or gradient.nbytes > LANDING_BYTES:
             return gradient.to(passage.host)
         if not _is_dense(gradient):
             gradient = gradient.contiguous()

@@ -17,6 +17,7 @@ so the total may differ from a plain model's in the last bit.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ from memscale._recompute import RecomputedForward, Region
 from memscale.techniques.offload import followers
 from memscale.techniques.offload.homes import LARGEST_SEGMENT_BYTES, Homes, Slot, StayHome, overlapping, slots_of
 from memscale.techniques.offload.host import HostStore
+from memscale.techniques.offload.lending import Lender, hollow_like
 from memscale.techniques.offload.stores import ShapeStore, Store
 from memscale.techniques.offload.streamer import Expectation, Passage, Stamp, Streamer, Visit
 from memscale.techniques.offload.transfers import Transfers
@@ -86,6 +88,7 @@ class StreamedForward(RecomputedForward):
         self.index = index
         self.anchor = streamer.anchor
         self.slots: list[Slot] = []
+        self.needs_weights_in_backward = verify or not _is_lookup(module)
 
     def parameters(self) -> list[torch.Tensor]:
         """As they are now (`load_state_dict(assign=True)` may have replaced them), once each."""
@@ -97,9 +100,12 @@ class StreamedForward(RecomputedForward):
             region.notes = notes
         visit = self.streamer.fetch_forward(self.index, notes)
         try:
-            with self._weights(visit):
+            with self._weights(visit) as lent:
                 del visit
-                return self.inner()(*args, **kwargs)
+                output = self.inner()(*args, **kwargs)
+            if notes is not None and any(lender.is_used for lender in lent):
+                notes.kept = None  # they are brought where they are used
+            return output
         except BaseException:
             self.streamer.drop_ahead()
             if notes is not None:
@@ -118,17 +124,23 @@ class StreamedForward(RecomputedForward):
                 f"a parameter of {self.module_fqn} was changed between the layer's forward and its backward: "
                 "the recompute would give other gradients. Call backward() before the optimizer steps."
             )
-        with self._weights(self.streamer.fetch_backward(self.index, notes)):
+        if self.needs_weights_in_backward:
+            visit = self.streamer.fetch_backward(self.index, notes)
+        else:
+            visit = Visit(self.parameters(), [hollow_like(p, self.streamer.device) for p in self.parameters()], -1)
+        with self._weights(visit):
             return self.inner()(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _weights(self, visit: Visit) -> Iterator[None]:
+    def _weights(self, visit: Visit) -> Iterator[list[Lender]]:
         """Device copies in the place of the parameters."""
         weights = {
             id(parameter): self._link(parameter, weight)
             for parameter, weight in zip(visit.parameters, visit.weights(), strict=True)
         }
         visit.arrivals = []  # the graph alone decides how long the copies live
+        lent = [Lender.of(weight) for weight in weights.values()]
+        versions = [(weakref.ref(w), w._version) for w in weights.values() if not w.is_inference()]
         real = [(slot, slot.get()) for slot in self.slots]
         try:
             for slot, parameter in real:
@@ -136,21 +148,38 @@ class StreamedForward(RecomputedForward):
                     slot.table()[slot.name] = weights[id(parameter)]
             del weights
             _refresh_flat_weights(real)
-            yield
+            yield [lender for lender in lent if lender is not None]
+            self._refuse_changed(versions)
         finally:
             for slot, parameter in real:
                 slot.table()[slot.name] = parameter
             _refresh_flat_weights(real)
             visit.leave_homes()
 
+    def _refuse_changed(self, versions: list[tuple[weakref.ref[torch.Tensor], int]]) -> None:
+        if any((weight := reference()) is not None and weight._version != before for reference, before in versions):
+            raise RuntimeError(
+                f"{self.module_fqn} changes its parameters in place in its forward (an embedding with max_norm does), "
+                "and a streamed layer would lose that; leave it out of parameter streaming"
+            )
+
     def _link(self, parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if not (parameter.requires_grad and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
+            return weight
+        if not parameter.requires_grad:
+            Lender(weight, parameter, self.streamer).attach()
             return weight
         passage = Passage(self.streamer, parameter, self.module_fqn)
         alias = _AtHome.apply(parameter, passage)  # type: ignore[no-untyped-call]
         linked: torch.Tensor = _Visiting.apply(alias, [weight], passage)  # type: ignore[no-untyped-call]
         _torch_private.run_first(linked.grad_fn)  # leave at once, not after the whole layer
+        Lender(linked, parameter, self.streamer).attach()
         return linked
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """A layer whose backward needs indices alone: its recompute ends before it reads the weight."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not module.sparse
 
 
 def _refresh_flat_weights(real: list[tuple[Slot, Any]]) -> None:
@@ -234,7 +263,21 @@ def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn
                 raise PlanError(f"{action.module_fqn!r} and {inside[part]!r} share a module: stream one of them")
         inside.update(dict.fromkeys(module.modules(), action.module_fqn))
         modules[action.module_fqn] = module
-    return modules
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    return dict(sorted(modules.items(), key=lambda item: places[id(item[1])]))  # as a first guess at their order
+
+
+def rest_of(model: nn.Module, block_fqns: Iterable[str]) -> tuple[str, ...]:
+    """What could be streamed beside the blocks: embeddings, norms, heads, each the smallest module with parameters.
+
+    Parameters of modules that contain others are left out; who streams a weight must stream all that share it.
+    """
+    inside = {part for module_fqn in block_fqns for part in model.get_submodule(module_fqn).modules()}
+    return tuple(
+        module_fqn
+        for module_fqn, module in model.named_modules()
+        if module not in inside and any(True for _ in module.parameters()) and not any(True for _ in module.children())
+    )
 
 
 def streamable(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:

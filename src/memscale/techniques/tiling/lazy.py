@@ -316,7 +316,9 @@ def lazy_linear(
         hidden = hidden.clone()  # inference tensors have no version: nobody could tell that this one was changed
     family = Family()
     versions = versions_of(hidden, weight, bias)
-    projection = Projection(hidden, weight, bias, linear_dtype(hidden), tile_rows, is_current, versions)
+    lender = getattr(weight, "memscale_lender", None)
+    lender = lender.use() if lender is not None else None
+    projection = Projection(hidden, weight, bias, linear_dtype(hidden), tile_rows, is_current, versions, lender)
     logits: LazyLogits = LazyProjection.apply(hidden, weight, bias, projection, family)  # type: ignore[no-untyped-call]
     if logits.grad_fn is not None:
         family.nodes.add(logits.grad_fn)

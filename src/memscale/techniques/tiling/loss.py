@@ -244,7 +244,8 @@ class _TiledLoss(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[2:])
         halves = any(p.dtype == torch.float16 for p in request.block.projections)
         early = request.reduction != "none" and any(needs) and not halves
-        losses, ctx.early = sweep.losses(tensors, needs if early else None)
+        with sweep.block.weights_present():
+            losses, ctx.early = sweep.losses(tensors, needs if early else None)
         if request.reduction == "none":
             return torch.empty_like(losses).index_copy_(0, sweep.rows.order, losses)
         return losses.sum() * sweep.scale
@@ -254,15 +255,16 @@ class _TiledLoss(torch.autograd.Function):
         sweep, tensors, needs = ctx.sweep, ctx.saved_tensors, list(ctx.needs_input_grad[2:])
         early, ctx.early = ctx.early, None  # handed over: a second backward makes them anew
         if torch.is_grad_enabled():
-            return (None, None, *_differentiable(sweep, tensors, needs, gradient))
+            with sweep.block.weights_present():
+                return (None, None, *_differentiable(sweep, tensors, needs, gradient))
         if sweep.request.logits.block.family.touched:
             return (_logit_gradient(sweep.request, gradient), None, *[None] * len(tensors))
         if early is not None:
             found = [each if each is None else each.mul_(gradient) for each in early]
-        elif gradient.dim():
-            found = sweep.gradients(tensors, needs, gradient[sweep.rows.order])
         else:
-            found = sweep.gradients(tensors, needs, gradient * sweep.scale)
+            upstream = gradient[sweep.rows.order] if gradient.dim() else gradient * sweep.scale
+            with sweep.block.weights_present():
+                found = sweep.gradients(tensors, needs, upstream)
         return (None, None, *(g if g is None else g.to(t.dtype) for g, t in zip(found, tensors, strict=True)))
 
 

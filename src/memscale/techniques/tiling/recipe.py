@@ -5,6 +5,7 @@ See NOTE [two paths] and NOTE [stale logits] in `lazy.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -32,6 +33,8 @@ class Projection:
     is_current: Callable[[], bool]
     """False once someone has changed the weight behind autograd's back."""
     versions: tuple[int | None, ...]
+    lender: Any = None
+    """Brings a streamed weight back while it is used; None for a weight that stays."""
 
     @property
     def num_rows(self) -> int:
@@ -172,6 +175,15 @@ class Block:
         """Flat inputs of the tiled loss: hidden, weight, bias of every projection."""
         return [t for p in self.projections for t in (p.flat_hidden(), p.weight, p.bias)]
 
+    @contextlib.contextmanager
+    def weights_present(self) -> Iterator[None]:
+        """Weights that are streamed have their values inside. See `memscale.techniques.offload.lending`."""
+        with contextlib.ExitStack() as away:
+            for projection in self.projections:
+                if projection.lender is not None:
+                    away.enter_context(projection.lender.present())
+            yield
+
     def check_current(self) -> None:
         for projection in self.projections:
             projection.check_current()
@@ -187,7 +199,7 @@ class Block:
     def values(self, rows: torch.Tensor | None) -> torch.Tensor:
         """Plain values, outside autograd and autocast; `rows` None means all."""
         self.check_current()
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.weights_present():
             return self.compute(self.tensors(), rows)
 
 
