@@ -52,19 +52,25 @@ class AsyncOffloadConfig:
     """How transfers between the device and the host overlap with compute."""
 
     pinned_pool_bytes: int = 512 * 1024 * 1024
-    """Pinned host memory that transfers may hold at once."""
+    """Pinned host memory through which transfers between a device and the disk go; beside `max_cpu_offload_gb`."""
     prefetch_depth: int = 2
-    """How many layers ahead of their use tensors are fetched."""
+    """How many layers ahead of their use parameters are fetched."""
+    prefetch_bytes: int = 64 * 1024 * 1024
+    """Device memory that activations fetched ahead of their use may take, beyond what is in use; 0: none are."""
+    window_bytes: int = 64 * 1024 * 1024
+    """Device memory that may still be held by activations and optimizer state on their way out."""
     num_transfer_streams: int | None = None
     """Side streams; None: two where the device has two copy engines, else one."""
     min_tensor_bytes: int = 1024 * 1024
     """Smaller tensors stay on the device."""
     debug: bool = False
-    """Check every transfer's order at some cost."""
+    """Compare every transferred tensor with what was sent, at some cost; a difference raises `OffloadError`."""
 
     def __post_init__(self) -> None:
         _check_int(self, "pinned_pool_bytes", minimum=1)
         _check_int(self, "prefetch_depth", minimum=1)
+        _check_int(self, "prefetch_bytes", minimum=0)
+        _check_int(self, "window_bytes", minimum=0)
         _check_int(self, "min_tensor_bytes", minimum=0)
         if self.num_transfer_streams is not None:
             _check_int(self, "num_transfer_streams", minimum=1)

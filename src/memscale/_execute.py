@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from memscale._plan import (
     OffloadOptimizer,
     Plan,
     QuantizeOptimizer,
+    Reason,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -34,10 +35,13 @@ from memscale._plan import (
 )
 from memscale._recompute import RecomputedForward
 from memscale.techniques import checkpointing, optimizer8bit, precision, tiling
-from memscale.techniques.offload import activations, optimizer, streaming, tiers
+from memscale.techniques.offload import activations, followers, optimizer, streaming, tiers
 from memscale.techniques.offload.transfers import Transfers
 
 logger = logging.getLogger("memscale")
+
+_StateAction: TypeAlias = OffloadOptimizer | QuantizeOptimizer
+"""What is done about optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Executor:
         self._undo = contextlib.ExitStack()
         self._recomputed: list[RecomputedForward] = []
         self._transfers: dict[str, Any] = {}
+        self._parked: _ParkedState | None = None
         self._precision: precision.Precision | None = None
         self._loss_scale: precision.LossScale | None = None
         """Outlives the plan: a later one goes on with it."""
@@ -110,7 +115,7 @@ class Executor:
         """Put this plan in the place of the one before. All or nothing."""
         if self.plan is None or self.plan.actions != plan.actions:
             self.suspend()
-            self.attach(plan.actions)
+            self.attach(plan.actions, waiting_bytes=plan.movable_bytes)
         self.plan = plan
 
     def apply_inside(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -121,14 +126,19 @@ class Executor:
             self._precision.enter(self.model, args, kwargs)
 
     def suspend(self) -> None:
-        """Take the plan's techniques off; the model stays ours."""
+        """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""
         self._techniques.close()
         self.plan = None
 
-    def attach(self, actions: Iterable[Action]) -> None:
-        """Attach these actions: those on single blocks, the head, then what moves tensors to other tiers."""
+    def attach(self, actions: Iterable[Action], waiting_bytes: int = 0) -> None:
+        """Attach these actions: those on single blocks, the head, then what moves tensors to other tiers.
+
+        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them.
+        """
         actions = tuple(actions)
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as failing, contextlib.ExitStack() as undo:
+            if self._parked is None:
+                failing.callback(self._unpark)
             undo.callback(self._recomputed.clear)
             undo.callback(self._transfers.clear)
             undo.callback(self._forget_precision)
@@ -137,10 +147,11 @@ class Executor:
             self._place(actions, undo)
             for action in sorted(actions, key=_is_around_blocks):
                 self._attach_one(action, undo)
-            self._attach_offloading(actions, undo)
+            self._attach_offloading(actions, undo, waiting_bytes)
             if any(isinstance(action, Checkpoint | StreamParameters) for action in actions):
                 _switch_off_caches(self.model, undo)
             self._techniques = undo.pop_all()
+            failing.pop_all()
 
     def _attach_one(self, action: Action, undo: contextlib.ExitStack) -> None:
         match action:
@@ -176,7 +187,7 @@ class Executor:
         if device is not None and not streams and not self._is_fake():
             place(self.model, device, undo)
 
-    def _attach_offloading(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
+    def _attach_offloading(self, actions: Sequence[Action], undo: contextlib.ExitStack, waiting_bytes: int) -> None:
         streamed = [action for action in actions if isinstance(action, StreamParameters)]
         sent_away = [action for action in actions if isinstance(action, OffloadActivations)]
         if streamed:
@@ -184,13 +195,36 @@ class Executor:
         # A rehearsal runs no optimizer step.
         kinds = OffloadOptimizer | QuantizeOptimizer
         optimizers = [] if self._is_fake() else [action for action in actions if isinstance(action, kinds)]
-        moves_state = any(isinstance(action, OffloadOptimizer) for action in optimizers)
-        transfers = self._open_tier(streamed, undo) if sent_away or moves_state else None
+        if self._parked is not None and not self._parked.goes_on_with(optimizers):
+            self._unpark()  # now that parameters are where this plan wants them
+        budget = self._tier_budget(streamed)
+        if self._parked is not None:
+            self._parked.resume(budget)
+        elif optimizers:
+            self._park(optimizers, budget)
+        transfers = self._parked.transfers if self._parked is not None else None
+        if transfers is None and sent_away:
+            transfers = self._open_tier(budget, undo)
+        if transfers is not None:
+            transfers.require_room(waiting_bytes)
+        if self._parked is not None:
+            self._transfers["optimizer"] = self._parked.adoption
         if sent_away:
             assert transfers is not None
             self._attach_activations(sent_away, transfers, undo)
-        if optimizers:
-            self._attach_optimizer(optimizers, transfers if moves_state else None, undo)
+
+    def _park(self, actions: Sequence[_StateAction], budget: int | None) -> None:
+        """Adopt the optimizer. Its state outlives the plan: a later one that treats it alike goes on with it."""
+        with contextlib.ExitStack() as undo:
+            moves_state = any(isinstance(action, OffloadOptimizer) for action in actions)
+            transfers = self._open_tier(budget, undo) if moves_state else None
+            adoption = self._attach_optimizer(actions, transfers, undo)
+            self._parked = _ParkedState(_without_reasons(actions), transfers, adoption, undo.pop_all())
+
+    def _unpark(self) -> None:
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            parked.undo.close()
 
     def _attach_streaming(self, actions: Sequence[StreamParameters], undo: contextlib.ExitStack) -> None:
         settings = self.settings
@@ -216,14 +250,12 @@ class Executor:
             undo,
             transfers=transfers,
             min_tensor_bytes=self.settings.async_config.min_tensor_bytes,
+            prefetch_bytes=self.settings.async_config.prefetch_bytes,
         )
 
     def _attach_optimizer(
-        self,
-        actions: Sequence[OffloadOptimizer | QuantizeOptimizer],
-        transfers: Transfers | None,
-        undo: contextlib.ExitStack,
-    ) -> None:
+        self, actions: Sequence[_StateAction], transfers: Transfers | None, undo: contextlib.ExitStack
+    ) -> optimizer.Adoption:
         """One adoption for both: what waits in 8 bits is what travels."""
         quantized = [action for action in actions if isinstance(action, QuantizeOptimizer)]
         packer = optimizer8bit.EightBit(quantized[0], self.model, undo) if quantized else None
@@ -231,18 +263,20 @@ class Executor:
         store = transfers.store if transfers is not None else None
         known = self._optimizer() if self._optimizer is not None else None
         if known is None:
-            adoption = optimizer.adopt(self.model, store, transfers, bucket_bytes, undo, packer)
-        else:
-            adoption = optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer)
-        self._transfers["optimizer"] = adoption
+            return optimizer.adopt(self.model, store, transfers, bucket_bytes, undo, packer)
+        return optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer)
 
-    def _open_tier(self, streamed: Sequence[StreamParameters], undo: contextlib.ExitStack) -> Transfers:
-        """One tier for activations and optimizer state, with what streaming leaves of the host budget."""
+    def _tier_budget(self, streamed: Sequence[StreamParameters]) -> int | None:
+        """What streaming leaves of the host budget."""
         budget = self.settings.host_budget_bytes
-        if budget is not None:
-            modules = [find_module(self.model, action.module_fqn) for action in streamed]
-            homes = {id(p): p.nbytes * (1 + p.requires_grad) for module in modules for p in module.parameters()}
-            budget = max(0, budget - sum(homes.values()))
+        if budget is None:
+            return None
+        modules = [find_module(self.model, action.module_fqn) for action in streamed]
+        homes = {id(p): p.nbytes * (1 + p.requires_grad) for module in modules for p in module.parameters()}
+        return max(0, budget - sum(homes.values()))
+
+    def _open_tier(self, budget: int | None, undo: contextlib.ExitStack) -> Transfers:
+        """One tier for activations and optimizer state."""
         return tiers.open_tier(
             self._device(),
             undo,
@@ -268,10 +302,10 @@ class Executor:
         """Take everything off again. A second call does nothing."""
         if not self.detached:
             self.detached = True
-            try:
-                self._techniques.close()
-            finally:
-                self._undo.close()
+            with contextlib.ExitStack() as last_first:
+                last_first.callback(self._undo.close)
+                last_first.callback(self._unpark)  # when parameters are back: their state goes where they are
+                last_first.callback(self._techniques.close)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the model's and the optimizer's state: the loss scale of fp16."""
@@ -296,6 +330,29 @@ class Executor:
             loss_scale=scale.value if scale is not None else None,
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ParkedState:
+    """Optimizer state that waits elsewhere, from one plan to the next."""
+
+    actions: tuple[_StateAction, ...]
+    transfers: Transfers | None
+    adoption: optimizer.Adoption
+    undo: contextlib.ExitStack
+
+    def goes_on_with(self, actions: Sequence[_StateAction]) -> bool:
+        return _without_reasons(actions) == self.actions
+
+    def resume(self, host_budget_bytes: int | None) -> None:
+        """Another plan is attached: parameters may have moved, and the host's budget with them."""
+        if self.transfers is not None:
+            tiers.set_host_budget(self.transfers.store, host_budget_bytes)
+        self.adoption.follow_devices()
+
+
+def _without_reasons(actions: Sequence[_StateAction]) -> tuple[_StateAction, ...]:
+    return tuple(dataclasses.replace(action, reason=Reason("")) for action in actions)
 
 
 def _is_around_blocks(action: Action) -> bool:
@@ -338,8 +395,10 @@ def place(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) ->
         return
     if len(homes) > 1:
         raise PlanError(f"the model lies on several devices ({', '.join(sorted(map(str, homes)))}); move it to one")
-    model.to(device)
+    following = followers.attach(model, undo)  # undone after the move: state follows its parameters both ways
     undo.callback(_move_back, weakref.ref(model), homes.pop())
+    model.to(device)
+    following.follow_all()
 
 
 def _move_back(model_ref: weakref.ref[nn.Module], device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,3 +16,9 @@ def _quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def plain_runs() -> dict[Any, Any]:
+    """Runs of plain models, by case, for the tests of one file."""
+    return {}

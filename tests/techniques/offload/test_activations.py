@@ -33,7 +33,6 @@ from tests.parity import seed
 from tests.techniques.offload.runs import (
     DEVICE,
     Gpt,
-    Run,
     backward,
     gradients,
     let_autograd_finish,
@@ -48,7 +47,6 @@ CPU = torch.device("cpu")
 ACCELERATOR = torch.accelerator
 WAYS = ("simgpu host sync", "simgpu host async", "simgpu disk async", "cpu disk sync", "cpu disk async")
 GPT = Case("gpt", Gpt, lambda n: {"ids": tokens(n)}, lambda logits: logits.square().mean())
-PLAIN_RUNS: dict[tuple[str, str], Run] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -105,15 +103,15 @@ def offloaded(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
-def test_trains_the_same(case: Case, way: str, tmp_path: pathlib.Path):
+def test_trains_the_same(case: Case, way: str, plain_runs: dict[Any, Any], tmp_path: pathlib.Path):
     device = device_of(way)
     seed(1)
     model = without_caches(case.build()).to(device)
     key = (case.name, device.type)
-    if key not in PLAIN_RUNS:
-        PLAIN_RUNS[key] = train(copy.deepcopy(model), case, device=device)
+    if key not in plain_runs:
+        plain_runs[key] = train(copy.deepcopy(model), case, device=device)
     with offloaded(model, way, tmp_path) as offloader:
-        train(model, case, device=device).assert_same(PLAIN_RUNS[key])
+        train(model, case, device=device).assert_same(plain_runs[key])
         assert offloader.stats.num_sent > 0
         assert offloader.stats.num_in_place < offloader.stats.num_saved, "something came back"
 

@@ -41,7 +41,6 @@ from tests.techniques.offload.runs import (
     without_caches,
 )
 
-PLAIN_RUNS: dict[str, Run] = {}
 MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
@@ -66,13 +65,13 @@ def assert_same_gradients(build: Any, asynchronous: bool, loss: Any = None, num_
 
 @MODES
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
-def test_trains_the_same(case: Case, asynchronous: bool):
+def test_trains_the_same(case: Case, asynchronous: bool, plain_runs: dict[str, Run]):
     plain, model = pair(lambda: without_caches(case.build()))
-    if case.name not in PLAIN_RUNS:
-        PLAIN_RUNS[case.name] = train(plain, case)
+    if case.name not in plain_runs:
+        plain_runs[case.name] = train(plain, case)
     del plain
     with streamed(model, asynchronous) as streamer:
-        train(model, case).assert_same(PLAIN_RUNS[case.name])
+        train(model, case).assert_same(plain_runs[case.name])
         assert streamer.stats.num_visits > 0
         assert all(p.device.type == "cpu" for layer in streamer.layers for p in layer().parameters())
     assert all(p.device.type == "cpu" for p in model.parameters())

@@ -40,7 +40,6 @@ from tests.techniques.offload.runs import (
 ACCELERATOR = torch.accelerator
 MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 TILE_ROWS = 8
-PLAIN_RUNS: dict[str, Run] = {}
 
 
 def whole_model(model: nn.Module) -> list[Action]:
@@ -67,17 +66,19 @@ def settle() -> int:
 
 @MODES
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
-def test_trains_the_same_with_nothing_resident(case: Case, asynchronous: bool, no_races: Any, no_leaks: Any):
+def test_trains_the_same_with_nothing_resident(
+    case: Case, asynchronous: bool, plain_runs: dict[str, Run], no_races: Any, no_leaks: Any
+):
     plain, model = pair(lambda: without_caches(case.build()))
-    if case.name not in PLAIN_RUNS:
-        PLAIN_RUNS[case.name] = train(plain, case)
+    if case.name not in plain_runs:
+        plain_runs[case.name] = train(plain, case)
     del plain
     executor = executor_of(model, whole_model(model), asynchronous)
     resident = {name for name, p in model.named_parameters() if p.device.type != "cpu"}
     assert resident <= {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings", "cls.predictions.bias"} | {
         "predictions.bias"
     }, "only parameters of modules that contain others stay"
-    train(model, case).assert_same(PLAIN_RUNS[case.name])
+    train(model, case).assert_same(plain_runs[case.name])
     executor.detach()
 
 

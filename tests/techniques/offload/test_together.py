@@ -14,15 +14,15 @@ from memscale._profile.layers import find_blocks
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import DEVICE, Run, pair, train, without_caches
 
-PLAIN_RUNS: dict[str, Run] = {}
-
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
-def test_trains_the_same(case: Case, asynchronous: bool, tmp_path: pathlib.Path, no_races: Any, no_leaks: Any):
+def test_trains_the_same(
+    case: Case, asynchronous: bool, plain_runs: dict[str, Run], tmp_path: pathlib.Path, no_races: Any, no_leaks: Any
+):
     plain, model = pair(lambda: without_caches(case.build()))
-    if case.name not in PLAIN_RUNS:
-        PLAIN_RUNS[case.name] = train(plain, case)
+    if case.name not in plain_runs:
+        plain_runs[case.name] = train(plain, case)
     del plain
     blocks = list(find_blocks(model))
     actions: list[Action] = [
@@ -40,7 +40,7 @@ def test_trains_the_same(case: Case, asynchronous: bool, tmp_path: pathlib.Path,
     kept: list[Any] = []
     executor = Executor(model, settings)
     executor.attach(actions)
-    train(model, case, keep=kept).assert_same(PLAIN_RUNS[case.name])
+    train(model, case, keep=kept).assert_same(plain_runs[case.name])
     moved = executor.stats().transfers
     assert moved["streaming"].num_visits > 0
     assert moved["activations"].num_sent > 0

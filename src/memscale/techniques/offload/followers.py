@@ -77,12 +77,13 @@ class Followers:
             key = (id(parameter), name)
             if value.dim() == 0 and value.device.type != "cpu":
                 self._moved_scalars.add(key)
-            elif _stays_on_host(name, value, group) and key not in self._moved_scalars:
+            elif stays_on_host(name, value, group) and key not in self._moved_scalars:
                 continue
             state[name] = value.to(parameter.device)
 
 
-def _stays_on_host(name: str, value: torch.Tensor, group: dict[str, Any]) -> bool:
+def stays_on_host(name: str, value: torch.Tensor, group: dict[str, Any]) -> bool:
+    """Whether this value of a parameter's state is on the host wherever the parameter is."""
     is_counter = name in _HOST_SCALARS and value.dim() == 0
     return is_counter and not (group.get("capturable") or group.get("fused"))
 

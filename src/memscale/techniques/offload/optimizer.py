@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_map_only
 from memscale import _torch_private
 from memscale._errors import OffloadError, PartialStepError
 from memscale.techniques.offload.buckets import Bucket, Choose, Waiting, split_into_buckets
+from memscale.techniques.offload.followers import stays_on_host
 from memscale.techniques.offload.separable import NotSeparable, SplitStep, check_separable, idle_shadow, is_shadow
 from memscale.techniques.offload.stores import Store
 from memscale.techniques.offload.transfers import Arrival, Transfers
@@ -147,6 +148,12 @@ class Adoption:
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1
 
+    def follow_devices(self) -> None:
+        """Parameters may have moved since: their state waits for them where they are now."""
+        for optimizer, adopted in list(self._known.items()):
+            if adopted is not None:
+                adopted.follow_devices(optimizer)
+
     def adopted(self, optimizer: Optimizer) -> bool:
         return self._known.get(optimizer) is not None
 
@@ -218,6 +225,7 @@ class AdoptedOptimizer:
             return
         lost = self.visits.restore(optimizer.state, self.buckets)
         self.buckets, self._bucket_of = [], {}
+        self._move_what_stayed(optimizer)
         if lost:
             raise OffloadError(
                 f"the state of {len(lost)} buckets of {type(optimizer).__name__} could not be read back and is gone; "
@@ -233,6 +241,33 @@ class AdoptedOptimizer:
                 self.visits.park(optimizer.state, bucket, known, Visit(known), exactly=True)
                 self.visits.let_go(bucket)
         self._raise_failures("no step is affected")
+
+    def follow_devices(self, optimizer: Optimizer) -> None:
+        """Buckets whose parameters are no longer on one device, or on one of another kind, are made anew."""
+        stale = [bucket for bucket in self.buckets if not self._is_sound(bucket)]
+        for bucket in stale:
+            self.visits.dissolve(optimizer.state, bucket)
+            self.buckets.remove(bucket)
+            for parameter in bucket.parameters:
+                del self._bucket_of[id(parameter)]
+        self._move_what_stayed(optimizer)
+        self._send_away(optimizer)
+
+    def _move_what_stayed(self, optimizer: Optimizer) -> None:
+        """What is too small to travel is beside its parameter."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                entry = optimizer.state.get(parameter)
+                values: dict[Any, Any] = entry.kept if isinstance(entry, Waiting) and entry.bucket else entry or {}
+                for name, value in [*values.items()]:
+                    if isinstance(value, torch.Tensor) and not stays_on_host(name, value, group):
+                        values[name] = value.to(parameter.device)
+
+    def _is_sound(self, bucket: Bucket) -> bool:
+        devices = {parameter.device for parameter in bucket.parameters}
+        if bucket.memory is not None:
+            devices.add(bucket.memory.device)
+        return len(devices) == 1 and bucket.moves == (self.visits.tier_of(devices.pop()) is not None)
 
     def _update_buckets(self, optimizer: Optimizer) -> None:
         """Every parameter has a bucket; those that came with `add_param_group` get new ones."""

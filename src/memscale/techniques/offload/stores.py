@@ -107,6 +107,7 @@ class Ticket:
     __slots__ = (
         "__weakref__",
         "checksum",
+        "digest",
         "freed",
         "jobs",
         "layout",
@@ -126,6 +127,8 @@ class Ticket:
         self.num_bytes = layout.num_bytes
         self.spot = spot
         self.checksum: int | None = None
+        self.digest: torch.Tensor | None = None
+        """With `debug`: a digest of what was sent, on its device."""
         self.freed = False
         self.written: torch.Event | None = None
         """The copy into the store; every reader waits for it."""

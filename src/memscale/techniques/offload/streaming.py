@@ -35,6 +35,7 @@ from memscale.techniques.offload.host import HostStore
 from memscale.techniques.offload.lending import Lender, hollow_like
 from memscale.techniques.offload.stores import ShapeStore, Store
 from memscale.techniques.offload.streamer import Expectation, Passage, Stamp, Streamer, Visit
+from memscale.techniques.offload.tiers import has_streams
 from memscale.techniques.offload.transfers import Transfers
 
 GRADIENT_WINDOW_BYTES = 32 * 1024 * 1024
@@ -208,6 +209,7 @@ def attach(
     modules = _find(actions, model)
     device = torch.empty(0, device=device).device  # with its index, as tensors show it
     is_fake = any(_torch_private.is_fake(parameter) for parameter in model.parameters())
+    asynchronous = asynchronous and has_streams(device)
     if device.type == "cpu" and not is_fake:
         raise PlanError("parameters are streamed between the host and an accelerator; this plan computes on the CPU")
     streamer = _open(device, undo, asynchronous, is_fake, prefetch_depth, host_budget_bytes, gradient_window_bytes)

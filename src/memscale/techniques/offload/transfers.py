@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from memscale._errors import StoreFullError
+from memscale._errors import OffloadError, StoreFullError
 from memscale.techniques.offload.disk import CHUNK_BYTES
 from memscale.techniques.offload.host import HostStore, lay_over
 from memscale.techniques.offload.stores import Fence, Layout, Store, Ticket
@@ -107,11 +107,14 @@ class Transfers:
         window_bytes: int = WINDOW_BYTES,
         staging_bytes: int = STAGING_BYTES,
         num_threads: int = 2,
+        debug: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.store = store
         self.asynchronous = asynchronous
         self.window_bytes = window_bytes
+        self.debug = debug and store.keeps_bytes
+        """Compare what comes back with what was sent: a wait that is missing shows as an error, not as a number."""
         self.stats = TransferStats()
         on_accelerator = self.device.type != "cpu" and store.keeps_bytes
         self.staging = HostStore(staging_bytes, pinned=on_accelerator)
@@ -139,8 +142,10 @@ class Transfers:
             layout = Layout.of(tensor)
             assert ticket is None or ticket.num_bytes == layout.num_bytes, "a ticket is refilled with its own layout"
             target = ticket if ticket is not None else self.store.reserve(layout)
+            line = layout.flatten(tensor)
+            target.digest = _digest(line) if self.debug else None
             try:
-                self._start_send(target, layout.flatten(tensor))
+                self._start_send(target, line)
             except BaseException:
                 if ticket is None:
                     self.store.free(target)
@@ -326,6 +331,11 @@ class Transfers:
 
     # ------------------------------------------------------------------------------------------------ the rest
 
+    def require_room(self, num_bytes: int) -> None:
+        """Raise `StoreFullError` unless so many bytes can wait in all, with those that do already."""
+        held = sum(leaf.counters.held_bytes for leaf in self.store.leaves())
+        self.store.require_room(max(0, num_bytes - held))
+
     def free(self, ticket: Ticket) -> None:
         """The tensor is no longer needed, nor is the error if writing it failed."""
         ticket.store.free(ticket)
@@ -397,6 +407,12 @@ class Transfers:
         self.stats.host_waited_s += time.perf_counter() - start
 
 
+def _digest(line: torch.Tensor) -> torch.Tensor:
+    """Of its bytes; computed where they are, in the order of the current stream."""
+    wide = line.view(torch.int32) if line.numel() % 4 == 0 and line.storage_offset() % 4 == 0 else line
+    return wide.sum(dtype=torch.int64)
+
+
 def _write(ticket: Ticket, source: torch.Tensor) -> None:
     try:
         ticket.store.write(ticket, [source])
@@ -453,7 +469,16 @@ class Arrival:
         if self.event is not None:
             order(torch.accelerator.current_stream(self.line.device), self.event, "compute after arrival")
         self._waited = True
+        self._check_digest()
         return self.ticket.layout.rebuild(self.line)
+
+    def _check_digest(self) -> None:
+        sent = self.ticket.digest
+        if sent is not None and int(sent) != int(_digest(self.line.view(torch.uint8))):
+            raise OffloadError(
+                f"a tensor of {self.ticket.num_bytes} bytes came back from the {self.ticket.store.name} store changed: "
+                "a transfer was overtaken by compute. Please report this; async_offload=False avoids it"
+            )
 
     def _check_read(self) -> None:
         """Raise what the read raised; its traceback keeps this arrival, which must not keep any memory then."""

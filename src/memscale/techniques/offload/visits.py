@@ -222,9 +222,9 @@ class Visits:
             entry = entries.get(parameter)
             if isinstance(entry, Waiting):
                 values = visit.state[parameter]
-                packed = bucket.packed_names_of(index)
+                packed, device = bucket.packed_names_of(index), parameter.device
                 tensors = {
-                    name: view if name in packed else own_copy(view)
+                    name: (view if name in packed else own_copy(view)).to(device)
                     for (i, name), view in visit.views.items()
                     if i == index
                 }
@@ -232,6 +232,11 @@ class Visits:
                     entry.fill(tensors)
                     values = {**values, **tensors}
                 entries[parameter] = values
+
+    def dissolve(self, entries: Entries, bucket: Bucket) -> None:
+        """The bucket's entries become ordinary dicts."""
+        self._restore_one(entries, bucket)
+        self.drop(bucket)
 
     def drop(self, bucket: Bucket) -> None:
         """What the store has of a bucket is not needed any more."""

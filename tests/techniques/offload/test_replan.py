@@ -1,0 +1,213 @@
+"""One plan after another on a model that trains: waiting state goes on waiting, and room is asked for beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memscale._config import AsyncOffloadConfig
+from memscale._errors import StoreFullError
+from memscale._execute import ExecutionSettings, Executor
+from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Reason, StreamParameters
+from memscale.techniques.offload import tiers
+from memscale.techniques.offload.buckets import Waiting
+from tests.parity import plan_of, seed
+from tests.techniques.offload.runs import DEVICE, Gpt, backward, let_autograd_finish, loss_of, pair, same, weights
+from tests.test_patching import snapshot
+
+BUCKET_BYTES = 8192
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+CHECKPOINTED = tuple(Checkpoint(fqn) for fqn in BLOCKS)
+STREAMED = tuple(StreamParameters(fqn) for fqn in BLOCKS)
+MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def state_away(why: str = "asked for") -> OffloadOptimizer:
+    return OffloadOptimizer(BUCKET_BYTES, Reason(why))
+
+
+def executor_for(model: nn.Module, **settings: Any) -> Executor:
+    executor = Executor(model, ExecutionSettings(device=DEVICE, **settings))
+    executor.adopt()
+    return executor
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def trained_plainly(model: nn.Module, num_steps: int) -> dict[str, torch.Tensor]:
+    steps(model, make_optimizer(model), 0, num_steps)
+    return weights(model)
+
+
+@MODES
+@pytest.mark.parametrize("has_disk", [False, True], ids=["host", "disk"])
+def test_plans_follow_one_another_and_training_is_the_same(
+    asynchronous: bool, has_disk: bool, tmp_path: pathlib.Path, no_races: Any, no_leaks: Any
+):
+    plain, model = pair(Gpt)
+    plans: list[tuple[Action, ...]] = [
+        (*CHECKPOINTED, state_away()),
+        (*CHECKPOINTED[:1], state_away("a larger batch")),
+        (*STREAMED[:2], *CHECKPOINTED[2:], state_away()),
+        (*STREAMED, OffloadActivations("blocks.1"), state_away()),
+        STREAMED,
+        (*STREAMED[1:], state_away()),
+        (state_away(),),
+        (),
+    ]
+    expected = trained_plainly(plain, 2 * len(plans))
+    del plain
+    executor = executor_for(model, asynchronous=asynchronous, offload_dir=str(tmp_path) if has_disk else None)
+    optimizer = None
+    for number, actions in enumerate(plans):
+        executor.apply(plan_of(actions))
+        optimizer = optimizer or make_optimizer(model)
+        steps(model, optimizer, 2 * number, 2 * number + 2)
+    executor.detach()
+    assert same(weights(model), expected)
+    assert not any(isinstance(entry, Waiting) for entry in optimizer.state.values())
+    assert all(t.device == p.device for p, s in optimizer.state.items() for t in s.values() if t.dim())
+    del optimizer
+
+
+def test_the_state_never_comes_back_to_the_device_between_two_plans(no_leaks: Any):
+    model = Gpt(6, 64)
+    executor = executor_for(model)
+    executor.apply(plan_of([*CHECKPOINTED, state_away()]))
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 2)
+    adoption = executor.stats().transfers["optimizer"]
+    state_bytes = 2 * sum(p.nbytes for p in model.parameters())
+    optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    executor.apply(plan_of([*CHECKPOINTED[1:], state_away("a larger batch")]))
+    assert torch.accelerator.max_memory_allocated() - before < 0.1 * state_bytes
+    steps(model, optimizer, 2, 3)
+    assert executor.stats().transfers["optimizer"] is adoption
+    assert adoption.num_steps == 3
+    executor.detach()
+    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.device == DEVICE)
+    assert held == 0, "the model was wrapped on the CPU and is back there"
+
+
+def test_a_suspended_plan_leaves_the_state_where_it_waits(no_leaks: Any):
+    model = Gpt().to(DEVICE)
+    executor = executor_for(model)
+    executor.apply(plan_of([state_away()]))
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 1)
+    executor.suspend()
+    assert any(isinstance(entry, Waiting) for entry in optimizer.state.values())
+    executor.apply(plan_of(CHECKPOINTED))
+    assert not any(isinstance(entry, Waiting) for entry in optimizer.state.values())
+    executor.detach()
+
+
+# --------------------------------------------------------------------------------------------------------------- room
+
+
+def test_a_plan_whose_tensors_have_nowhere_to_wait_is_refused_beforehand(no_leaks: Any):
+    model = Gpt().to(DEVICE)
+    before = snapshot(model)
+    executor = Executor(model, ExecutionSettings(device=DEVICE, host_budget_bytes=100_000))
+    plan = dataclasses.replace(plan_of([*CHECKPOINTED, state_away()]), movable_bytes=200_000)
+    with pytest.raises(StoreFullError, match=r"200000 bytes are to wait.*100000"):
+        executor.apply(plan)
+    assert snapshot(model) == before
+    executor.apply(dataclasses.replace(plan, movable_bytes=90_000))
+    executor.detach()
+
+
+def test_what_waits_already_counts(no_leaks: Any):
+    model = Gpt()
+    state_bytes = 2 * sum(p.nbytes for p in model.parameters())
+    executor = Executor(model, ExecutionSettings(device=DEVICE, host_budget_bytes=2 * state_bytes))
+    plan = dataclasses.replace(plan_of([*CHECKPOINTED, state_away()]), movable_bytes=int(1.5 * state_bytes))
+    executor.apply(plan)
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 1)
+    executor.apply(dataclasses.replace(plan, actions=(*CHECKPOINTED[1:], state_away())))
+    executor.detach()
+
+
+def test_a_failed_attach_gives_the_tier_back(tmp_path: pathlib.Path, no_leaks: Any):
+    model = Gpt()
+    executor = Executor(model, ExecutionSettings(device=DEVICE, offload_dir=str(tmp_path), asynchronous=True))
+    with pytest.raises(Exception, match=r"blocks\.9"):
+        executor.attach([state_away(), OffloadActivations("blocks.9")])
+    assert list(tmp_path.iterdir()) == []
+    executor.attach([state_away()])
+    executor.detach()
+
+
+# ----------------------------------------------------------------------------------------------------------- warnings
+
+
+def test_an_optimizer_that_died_was_seen_all_the_same():
+    seed(1)
+    model = Gpt()
+    executor = executor_for(model)
+    executor.apply(plan_of([state_away()]))
+    steps(model, make_optimizer(model), 0, 1)
+    let_autograd_finish()
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executor.detach()
+
+
+def test_a_model_that_nobody_was_seen_to_step_is_told():
+    model = Gpt()
+    executor = executor_for(model)
+    executor.apply(plan_of([state_away()]))
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match="no optimizer of this Gpt was ever seen"):
+        executor.detach()
+
+
+# --------------------------------------------------------------------------------------------------------- the device
+
+
+def test_a_device_with_one_copy_engine_gets_one_stream(simgpu_device: Any, monkeypatch: pytest.MonkeyPatch):
+    assert tiers.num_copy_engines(DEVICE) == 2
+    module = torch.get_device_module(DEVICE)
+    properties = module.get_device_properties(DEVICE)
+    properties.async_engine_count = 1
+    monkeypatch.setattr(module, "get_device_properties", lambda device=None: properties)
+    assert tiers.num_copy_engines(DEVICE) == 1
+
+
+def test_a_device_without_streams_is_served_without_them(simgpu_device: Any, monkeypatch: pytest.MonkeyPatch):
+    assert tiers.has_streams(DEVICE)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("this device has no streams")
+
+    model = Gpt()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "Stream", refuse)
+        assert not tiers.has_streams(DEVICE)
+        small = AsyncOffloadConfig(min_tensor_bytes=1024)
+        executor = executor_for(model, asynchronous=True, async_config=small)
+        executor.apply(plan_of([OffloadActivations("blocks.0"), StreamParameters("blocks.1"), state_away()]))
+        steps(model, make_optimizer(model), 0, 2)
+        assert executor.stats().transfers["activations"].num_sent > 0
+        executor.detach()
