@@ -19,6 +19,8 @@ def _quick_collections() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain_runs() -> dict[Any, Any]:
+def plain_runs() -> Iterator[dict[Any, Any]]:
     """Runs of plain models, by case, for the tests of one file."""
-    return {}
+    runs: dict[Any, Any] = {}
+    yield runs
+    runs.clear()  # the last test still holds them
