@@ -106,8 +106,8 @@ def apply_all_optimizations(
         if conversion is not None:
             undo.callback(conversion.undo)
         # What came is the baseline of the plan; a copy, since nothing of ours keeps a replaced optimizer alive.
-        report = _StackReport(config, detail, copy.copy(known))
-        executor = _attach(_model_of(model), config, inputs, used, reporter=report)
+        report, baseline = _StackReport(config, detail), copy.copy(known)
+        executor = _attach(_model_of(model), config, inputs, used, baseline=baseline, reporter=report)
         executor.on_detach(undo.pop_all().close)
     return model, used
 
@@ -132,10 +132,9 @@ def _convert(optimizer: Optimizer, model: nn.Module, config: Config) -> tuple[Co
 class _StackReport:
     """Says after every plan what the full stack came to."""
 
-    def __init__(self, config: Config, optimizer_detail: str | None, baseline: Optimizer) -> None:
+    def __init__(self, config: Config, optimizer_detail: str | None) -> None:
         self.config = config
         self.optimizer_detail = optimizer_detail
-        self.baseline = baseline
 
     def __call__(self, executor: Executor, plan: Plan, hardware: Hardware) -> None:
         executor.outcomes = stack.outcomes(plan, self.config, hardware, self.optimizer_detail)
@@ -194,9 +193,11 @@ def _num_elements(inputs: Inputs) -> int:
     return sum(tensor.numel() for tensor in inputs.tensors())
 
 
-def _attach_unplanned(model: nn.Module, config: Config, optimizer: Optimizer | None) -> Executor:
+def _attach_unplanned(
+    model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None
+) -> Executor:
     """Wrap a model whose real batches are to come: the plan is made at its first training forward."""
-    return _attach(model, config, None, optimizer, derive=False)
+    return _attach(model, config, None, optimizer, derive=False, baseline=baseline)
 
 
 def _attach(
@@ -206,9 +207,13 @@ def _attach(
     optimizer: Optimizer | None,
     *,
     derive: bool = True,
+    baseline: Optimizer | None = None,
     reporter: _StackReport | None = None,
 ) -> Executor:
-    """Wrap all or nothing: an error half-way leaves the model as it was."""
+    """Wrap all or nothing: an error half-way leaves the model as it was.
+
+    `baseline` is the optimizer that the unmodified model would train with, where that is another.
+    """
     earlier = executor_of(model)
     if earlier is not None:
         logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
@@ -222,7 +227,7 @@ def _attach(
         if config.enable_logging:
             console.show_hardware(hardware)
         _warn_of_slow_math(config, hardware)
-        baseline = optimizer if reporter is None else reporter.baseline
+        baseline = optimizer if baseline is None else baseline
         planner = _Planner(executor, config, "adamw" if baseline is None else baseline, hardware, reporter)
         if inputs is None and derive:
             inputs = derive_inputs(model)

@@ -7,6 +7,7 @@ import logging
 import pathlib
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import memscale
 from memscale import _api
 from memscale._execute import executor_of
-from memscale._plan import Checkpoint
+from memscale._plan import Checkpoint, MixedPrecision
 from memscale.integrations.huggingface import STATE_FILE, _Callback, wrap_trainer
 
 VOCABULARY, LENGTH = 64, 16
@@ -29,15 +30,9 @@ def _no_progress_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
 
 
-def attach_later(model: nn.Module, config: memscale.Config, optimizer: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_api, "derive_inputs", lambda model: None)
-        return _api._attach(model, config, None, optimizer)
-
-
 def wrap(trainer: Trainer, **fields: Any) -> Trainer:
     options = {"mode": "conservative", "force_optimize": True, "enable_logging": False, **fields}
-    return wrap_trainer(trainer, memscale.Config(**options), attach_later)
+    return memscale.wrap(trainer, memscale.Config(**options))
 
 
 def samples(count: int, length: int = LENGTH, seed: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -197,7 +192,172 @@ def test_the_trainers_bf16_is_not_doubled(tmp_path, caplog):
     ours.train()
     assert_same_training(ours, plain)
     assert "bf16: its autocast stays in charge" in caplog.text
-    assert not any(type(action).__name__ == "MixedPrecision" for action in executor_of(ours.model).plan.actions)
+    assert not any(isinstance(action, MixedPrecision) for action in executor_of(ours.model).plan.actions)
+
+
+def test_the_trainers_fp16_is_not_doubled(tmp_path, caplog):
+    """Accelerate's fp16 needs a GPU, so only what it says is tried here."""
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.accelerator.state._mixed_precision = "fp16"
+    with caplog.at_level(logging.INFO, logger="memscale"):
+        wrap(trainer, use_mixed_precision=True)
+    trainer.accelerator.state._mixed_precision = "no"
+    assert "fp16: its autocast stays in charge" in caplog.text
+    trainer.train()
+    assert not any(isinstance(action, MixedPrecision) for action in executor_of(trainer.model).plan.actions)
+    memscale.detach(trainer)
+
+
+# ---- 16 bits by MemScale
+
+
+def test_bf16_by_memscale_is_bf16_by_the_trainer(tmp_path):
+    plain = make_trainer(tmp_path, bf16=True, max_steps=3)
+    plain.train()
+    ours = wrap(make_trainer(tmp_path, max_steps=3), use_mixed_precision=True, enable_checkpointing=False)
+    ours.train()
+    assert any(isinstance(action, MixedPrecision) for action in executor_of(ours.model).plan.actions)
+    for mine, theirs in zip(losses(ours), losses(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.fixture
+def fp16(monkeypatch):
+    """As on a card that has fast fp16 and no bf16."""
+    monkeypatch.setattr(MixedPrecision, "choose_dtype", staticmethod(lambda *args, **kwargs: "float16"))
+
+
+def test_fp16_in_the_trainer(tmp_path, fp16):
+    plain = make_trainer(tmp_path, max_grad_norm=0.5)
+    plain.train()
+    ours = wrap(make_trainer(tmp_path, max_grad_norm=0.5), use_mixed_precision=True)
+    ours.train()
+    stats = executor_of(ours.model).stats()
+    assert stats.loss_scale == 2.0 ** (16 - stats.num_skipped_steps)
+    norms = [[entry["grad_norm"] for entry in t.state.log_history if "loss" in entry] for t in (ours, plain)]
+    for mine, theirs in zip(norms[0] + losses(ours), norms[1] + losses(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=0.02)  # the trainer clips and logs true values
+    memscale.detach(ours)
+
+
+class Overflow(TrainerCallback):
+    """Makes the loss infinite in one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.handle = None
+        if state.global_step == self.step:
+            self.handle = model.register_forward_hook(self.spoil)
+
+    def spoil(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output["loss"] = output["loss"] * float("inf")
+        return output
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+def test_an_fp16_run_resumes_with_its_scale(tmp_path, fp16):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0}
+    whole = wrap(make_trainer(tmp_path / "whole", callbacks=[Overflow(1)], **options), use_mixed_precision=True)
+    whole.train()
+    assert executor_of(whole.model).stats().num_skipped_steps == 1
+    first = wrap(make_trainer(tmp_path / "parts", callbacks=[Overflow(1)], **options), use_mixed_precision=True)
+    first.add_callback(StopAt(3))
+    first.train()
+    saved = json.loads((tmp_path / "parts" / "checkpoint-3" / STATE_FILE).read_text())
+    assert saved == {"loss_scale": {"scale": 2.0**15, "good_steps": 1, "num_skipped_steps": 1}}
+    second = wrap(make_trainer(tmp_path / "parts", model=build(), **options), use_mixed_precision=True)
+    second.train(resume_from_checkpoint=True)
+    assert losses(second)[3:] == losses(whole)[3:]
+    assert executor_of(second.model).state_dict() == executor_of(whole.model).state_dict()
+    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for trainer in (whole, first, second):
+        memscale.detach(trainer)
+
+
+# ---- the 8-bit optimizer
+
+
+def inner(trainer: Trainer) -> Any:
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def wide() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind"),
+    [
+        ("adamw_torch", bnb.optim.AdamW8bit),
+        ("adamw_torch_fused", bnb.optim.AdamW8bit),
+        ("adagrad", bnb.optim.Adagrad8bit),
+    ],
+)
+def test_the_8_bit_class_comes_through_the_trainers_creation(tmp_path, optim, kind):
+    options = {"optim": optim, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1}
+    trainer = wrap(make_trainer(tmp_path, model=wide(), **options), use_8bit_optimizer=True)
+    trainer.train()
+    optimizer = inner(trainer)
+    assert type(optimizer) is kind
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    states = {name: optimizer.state[p]["state1"].dtype for name, p in trainer.model.named_parameters()}
+    assert states["transformer.h.0.mlp.c_fc.weight"] == torch.uint8
+    assert states["transformer.wte.weight"] == torch.float32
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(set(rates)) > 2  # the trainer's scheduler moves the rate that the optimizer sees
+    memscale.detach(trainer)
+    assert type(inner(trainer)).__module__.startswith("torch.")
+    assert {v.dtype for entry in inner(trainer).state.values() for v in entry.values()} == {torch.float32}
+    assert "create_optimizer" not in vars(trainer)
+
+
+def test_an_8_bit_run_resumes_bit_for_bit(tmp_path):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = wrap(make_trainer(tmp_path / "whole", model=wide(), **options), use_8bit_optimizer=True)
+    whole.train()
+    first = wrap(make_trainer(tmp_path / "parts", model=wide(), **options), use_8bit_optimizer=True)
+    first.add_callback(StopAt(3))
+    first.train()
+    second = wrap(make_trainer(tmp_path / "parts", model=wide(), **options), use_8bit_optimizer=True)
+    second.train(resume_from_checkpoint=True)
+    assert losses(second)[3:] == losses(whole)[3:]
+    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for trainer in (whole, first, second):
+        memscale.detach(trainer)
+
+
+def test_an_optimizer_that_was_given_stays_and_waits_in_8_bits(tmp_path):
+    model = wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer = make_trainer(tmp_path, model=model)
+    trainer.optimizer = optimizer
+    wrap(trainer, use_8bit_optimizer=True)
+    trainer.train()
+    assert inner(trainer) is optimizer
+    assert executor_of(model).stats().transfers["optimizer"].packed_bytes > 0
+    memscale.detach(trainer)
+    assert all(type(entry) is dict for entry in optimizer.state.values())
+
+
+def test_the_full_stack_in_the_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, model=wide(), max_steps=8, learning_rate=3e-3)
+    wrap(trainer, mode="aggressive", use_mixed_precision=True, offload_dir=str(tmp_path))
+    trainer.train()
+    kinds = {type(action).__name__ for action in executor_of(trainer.model).plan.actions}
+    assert kinds >= {"MixedPrecision", "QuantizeOptimizer"}
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert trainer.state.log_history[-1]["memscale_reduction"] > 0
+    memscale.detach(trainer)
 
 
 class CacheWatcher(TrainerCallback):
@@ -307,8 +467,8 @@ def test_what_the_executor_keeps_is_in_the_checkpoint(tmp_path):
     """The scale of fp16, say: written by every save, read when the run resumes from it."""
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 
-    def attach(model: nn.Module, config: memscale.Config, optimizer: Any) -> Any:
-        executor = attach_later(model, config, optimizer)
+    def attach(model: nn.Module, config: memscale.Config, optimizer: Any, baseline: Any) -> Any:
+        executor = _api._attach_unplanned(model, config, optimizer, baseline)
         executor.state_dict = lambda: {"scale": 128.0}
         executor.load_state_dict = loaded.append
         return executor

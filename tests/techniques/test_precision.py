@@ -592,6 +592,31 @@ def test_gradients_of_inputs_are_true():
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=1e-5)
 
 
+def test_a_loss_may_be_changed_in_place_and_logits_may_not():
+    model = nn.Linear(4, 4)
+    reference = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+
+    class Net(nn.Module):
+        def __init__(self, line):
+            super().__init__()
+            self.line = line
+
+        def forward(self, x):
+            logits = self.line(x)
+            return logits.float().square().mean(), logits
+
+    net, plain = Net(model), Net(reference)
+    with in_16_bits(net, "float16"):
+        loss, logits = net(x)
+        loss /= 4
+        loss.backward()
+        with pytest.raises(RuntimeError, match="inplace"):
+            logits.div_(2)
+    (plain(x)[0] / 4).backward()
+    assert torch.allclose(model.weight.grad, reference.weight.grad, rtol=1e-2, atol=1e-4)
+
+
 def test_second_derivatives_are_refused():
     model, x = simple(), features(0).requires_grad_()
     with in_16_bits(model, "float16"), pytest.raises(MemScaleError, match="create_graph"):

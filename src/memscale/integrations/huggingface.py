@@ -7,6 +7,10 @@ The model is planned at the first training step, from the real batch and with th
 trainer does already is recognised: under `gradient_checkpointing` nothing is checkpointed again, under `bf16` or `fp16`
 the trainer's autocast and scaler stay in charge. Peak memory, reduction and samples per second appear in its logs.
 
+With `use_8bit_optimizer`, what the trainer's `create_optimizer` makes is replaced by bitsandbytes' own 8-bit class at
+once, before a scheduler or a checkpoint sees it. An optimizer that the trainer was given stays what it is, and its
+waiting state is in 8 bits.
+
 On an accelerator the peak is the allocator's. A CPU keeps no such counter, so one step is measured: the second, when
 optimizer state exists. It counts the model, its gradients and optimizer state, and
 all that the step computes; tensors of others in the same process are left out.
@@ -33,6 +37,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from memscale._config import Config
 from memscale._memory import LiveBytes
 from memscale._patching import OwnHook
+from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
 logger = logging.getLogger("memscale")
 
@@ -57,8 +62,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-Attach = Callable[[nn.Module, Config, Optimizer | None], Attached]
-"""Wraps a model without planning: the plan is made at its first training forward."""
+Attach = Callable[[nn.Module, Config, Optimizer | None, Optimizer | None], Attached]
+"""Wraps a model without planning: the plan is made at its first training forward. Given are the model, the config, the
+optimizer, and the one that it replaces, if any."""
 
 
 def wrap_trainer(trainer: Trainer, config: Config, attach: Attach) -> Trainer:
@@ -96,6 +102,9 @@ class _Session:
         self.optimizer: Optimizer | None = None
         self.meter = _Meter()
         self.resume_from: str | None = None
+        self.conversion: Conversion | None = None
+        self.replaced: Optimizer | None = None
+        """What the trainer had made, while bitsandbytes' class stands in for it."""
 
     @property
     def trainer(self) -> Trainer:
@@ -110,11 +119,16 @@ class _Session:
         self._undo.callback(_remove, callbacks, callback)
         replacement = _Train(self, self.trainer)
         vars(self.trainer)["train"] = replacement
-        self._undo.callback(_restore_train, self._trainer, replacement)
+        self._undo.callback(_restore_method, self._trainer, "train", replacement)
+        if self.config.use_8bit_optimizer:
+            creation = _CreateOptimizer(self, self.trainer)
+            vars(self.trainer)["create_optimizer"] = creation
+            self._undo.callback(_restore_method, self._trainer, "create_optimizer", creation)
+            self._undo.callback(self._give_back_optimizer)
 
     def attach_to(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self.executor = None  # an earlier one goes without ending the session
-        executor = self._attach(model, self.config, optimizer)
+        executor = self._attach(model, self.config, optimizer, self.replaced)
         executor.on_detach(self._on_detach, executor)
         feeder = model.register_forward_pre_hook(_Feeder(self.meter), prepend=True, with_kwargs=True)
         executor.on_detach(feeder.remove)
@@ -125,6 +139,32 @@ class _Session:
             self.executor = None
             self.meter.stop()
             self._undo.close()
+
+    def convert(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
+        """bitsandbytes' class in the place of what the trainer made; the same where there is none."""
+        try:
+            conversion = convert(optimizer, model)
+        except (NoCounterpart, ImportError) as reason:
+            logger.info("%s is not replaced by one of bitsandbytes' (%s)", type(optimizer).__name__, reason)
+            return optimizer
+        self._give_back_optimizer()
+        self.conversion, self.replaced = conversion, optimizer
+        logger.info("the Trainer's %s is bitsandbytes' %s", type(optimizer).__name__, conversion.counterpart.name)
+        return conversion.optimizer
+
+    def _give_back_optimizer(self) -> None:
+        """The trainer has what it made, with its state in 32 bits."""
+        conversion, replaced, trainer = self.conversion, self.replaced, self._trainer()
+        self.conversion = self.replaced = None
+        if conversion is None or replaced is None:
+            return
+        conversion.undo()
+        if trainer is None:
+            return
+        if trainer.optimizer is conversion.optimizer:
+            trainer.optimizer = replaced
+        elif getattr(trainer.optimizer, "optimizer", None) is conversion.optimizer:
+            trainer.optimizer.optimizer = replaced  # accelerate's is around it
 
     def begin(self, model: nn.Module, optimizer: Any) -> None:
         """Training begins: the trainer has its optimizer now, and perhaps another model (`model_init`)."""
@@ -293,11 +333,29 @@ def _remove(callbacks: list[Any], callback: _Callback) -> None:
         callbacks.remove(callback)
 
 
-def _restore_train(trainer_ref: weakref.ref[Trainer], ours: _Train) -> None:
+class _CreateOptimizer:
+    """Stands in for `trainer.create_optimizer`."""
+
+    def __init__(self, session: _Session, trainer: Trainer) -> None:
+        self.session = session
+        self.trainer = trainer
+        self.replaced = vars(trainer).get("create_optimizer")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = self.trainer
+        was_given = trainer.optimizer is not None
+        create = self.replaced if self.replaced is not None else type(trainer).create_optimizer.__get__(trainer)
+        optimizer = create(*args, **kwargs)
+        if not was_given and isinstance(optimizer, Optimizer) and trainer.optimizer is optimizer:
+            trainer.optimizer = optimizer = self.session.convert(optimizer, trainer.model)
+        return optimizer
+
+
+def _restore_method(trainer_ref: weakref.ref[Trainer], name: str, ours: _Train | _CreateOptimizer) -> None:
     trainer = trainer_ref()
-    if trainer is None or vars(trainer).get("train") is not ours:
+    if trainer is None or vars(trainer).get(name) is not ours:
         return
     if ours.replaced is None:
-        del vars(trainer)["train"]
+        del vars(trainer)[name]
     else:
-        vars(trainer)["train"] = ours.replaced
+        vars(trainer)[name] = ours.replaced

@@ -45,7 +45,8 @@ class ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return tensor.view_as(tensor)
+        # Losses are changed in place (`loss /= steps`), which autograd forbids on views made here; a number is cheap.
+        return tensor.clone() if tensor.numel() == 1 else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
