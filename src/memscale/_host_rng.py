@@ -1,43 +1,74 @@
-"""Python's and NumPy's global random state, remembered and repeated cheaply.
+"""Python's and NumPy's global random state, watched for the price of a few copied kilobytes.
 
-NumPy's `get_state` takes tens of microseconds, too much for once a layer a step; the bytes of its default generator
-can be copied for less than one. See `BitGenerator.ctypes` in NumPy's documentation. What these bytes do not hold is
-the spare number that NumPy's `normal` keeps for its next call: it is remembered for those who draw from NumPy at all.
+Nearly no layer draws from these generators, so what every layer pays in every step is only a look at whether it did:
+the raw bytes of the two Mersenne Twisters, before and after. The full states, tens of microseconds each, are taken for
+layers that draw.
+
+NOTE [raw bytes]: NumPy documents the address (`BitGenerator.ctypes`). Python does not, so the place is checked against
+`random.getstate()` once; where it does not hold, the full state serves. The bytes do not show the spare number that
+NumPy's `normal` keeps for its next call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import functools
 import pickle
 import random
+import struct
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
-_MT19937_BYTES = 624 * 4 + 4
-"""Key and position of the Mersenne Twister that NumPy's global functions draw from."""
+PythonState: TypeAlias = tuple[Any, ...]
+"""As `random.getstate()` gives it."""
+_NUM_KEY_WORDS = 624
+_MT19937_BYTES = 4 * (_NUM_KEY_WORDS + 1)
+_PYTHON_STATE_VERSION = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Differs from an earlier one if somebody has drawn from Python's or NumPy's generator in between."""
+
+    python: bytes | PythonState
+    python_spare: float | None
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Fingerprint:
+        generator = _python_generator()
+        address = _python_address()
+        python = random.getstate() if address is None else ctypes.string_at(address, _MT19937_BYTES)
+        return cls(python, generator.gauss_next, _numpy_bytes())
+
+    def python_state(self) -> PythonState:
+        if not isinstance(self.python, bytes):
+            return self.python
+        position, *key = struct.unpack(f"={_NUM_KEY_WORDS + 1}I", self.python)
+        return _PYTHON_STATE_VERSION, (*key, position), self.python_spare
 
 
 class HostRng:
-    """The random state of the moment when it was made."""
+    """The random state of one moment."""
 
     __slots__ = ("_numpy", "_python")
 
-    def __init__(self, *, draws_from_numpy: bool = True) -> None:
-        self._python = random.getstate()
-        self._numpy = _numpy_state() if draws_from_numpy else _numpy_bytes()
+    def __init__(self, python: PythonState | None = None) -> None:
+        """Now; or, of Python's generator, an earlier state."""
+        self._python = python or random.getstate()
+        self._numpy = _numpy_state()
 
-    def numpy_moved(self) -> bool:
-        """Whether somebody has drawn from NumPy since that moment."""
-        if isinstance(self._numpy, bytes):
-            return bool(_numpy_bytes() != self._numpy)
-        return pickle.dumps(_numpy_state()) != pickle.dumps(self._numpy)
+    def moved(self) -> bool:
+        """Whether somebody has drawn since that moment."""
+        return self._python != random.getstate() or pickle.dumps(self._numpy) != pickle.dumps(_numpy_state())
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
         """Draw again what was drawn after that moment; afterwards the state is as before."""
-        now = HostRng(draws_from_numpy=not isinstance(self._numpy, bytes))
+        now = HostRng()
         self.restore()
         try:
             yield
@@ -47,13 +78,23 @@ class HostRng:
     def restore(self) -> None:
         random.setstate(self._python)
         if self._numpy is not None:
-            _set_numpy_state(self._numpy)
+            sys.modules["numpy"].random.set_state(self._numpy)
 
 
-def _numpy_state() -> Any:
-    """The bytes and the spare number; None while nobody has imported NumPy: then nobody has drawn from it."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state(legacy=False)
+def _python_generator() -> Any:
+    return random.getstate.__self__  # type: ignore[attr-defined]  # the instance behind the module's functions
+
+
+@functools.cache
+def _python_address() -> int | None:
+    """Where Python's generator keeps its position and key; None where that is not known. See NOTE [raw bytes]."""
+    generator = _python_generator()
+    if type(generator) is not random.Random or sys.implementation.name != "cpython":
+        return None
+    address = id(generator) + object.__basicsize__
+    *key, position = generator.getstate()[1]
+    is_there = ctypes.string_at(address, _MT19937_BYTES) == struct.pack(f"={_NUM_KEY_WORDS + 1}I", position, *key)
+    return address if is_there else None
 
 
 def _numpy_bytes() -> Any:
@@ -62,16 +103,12 @@ def _numpy_bytes() -> Any:
         return None
     generator = numpy.random.get_bit_generator()
     if type(generator).__name__ != "MT19937":
-        return _numpy_state()
+        return pickle.dumps(_numpy_state())
     with generator.lock:
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
-def _set_numpy_state(state: Any) -> None:
-    numpy_random = sys.modules["numpy"].random
-    if not isinstance(state, bytes):
-        numpy_random.set_state(state)
-        return
-    generator = numpy_random.get_bit_generator()
-    with generator.lock:
-        ctypes.memmove(generator.ctypes.state_address, state, _MT19937_BYTES)
+def _numpy_state() -> Any:
+    """With the spare number; None while nobody has imported NumPy: then nobody has drawn from it."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state(legacy=False)

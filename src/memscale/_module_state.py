@@ -21,6 +21,7 @@ import dataclasses
 import random
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -45,10 +46,11 @@ class Memory:
     """What one forward found."""
 
     flags: Flags = ()
-    tensors: list[tuple[Table, str, torch.Tensor, int]] = dataclasses.field(default_factory=list)
-    """Parameters, and buffers that it left alone, with their versions."""
-    num_parameters: int = 0
-    """So many of them are parameters."""
+    parameters: Sequence[torch.Tensor | None] = ()
+    versions: Sequence[int] = ()
+    """Those of the parameters."""
+    buffers: list[tuple[Table, str, torch.Tensor, int]] = dataclasses.field(default_factory=list)
+    """Those that it left alone, with their versions."""
     copies: dict[tuple[int, str], tuple[Table, torch.Tensor]] = dataclasses.field(default_factory=dict)
     """Earlier values of the buffers that it changed."""
     attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
@@ -70,19 +72,17 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules: list[ModuleRef] = [weakref.ref(part) for part in module.modules()]
-        self._parameters = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+        self._parameters: list[tuple[Table, str]] = [
+            (part._parameters, name) for part in module.modules() for name in part._parameters
+        ]
         self._buffers = _Buffers(module)
         self._attributes = _Attributes(self._modules)
 
     def before(self) -> Memory:
         """To be called right before the forward."""
-        memory = Memory(tuple([part.training for ref in self._modules if (part := ref()) is not None]))
-        memory.tensors = [
-            (table, name, value, _version(value))
-            for table, name in self._parameters
-            if (value := table.get(name)) is not None
-        ]
-        memory.num_parameters = len(memory.tensors)
+        flags = tuple([part.training for ref in self._modules if (part := ref()) is not None])
+        parameters = [table.get(name) for table, name in self._parameters]
+        memory = Memory(flags, parameters, [_version(value) for value in parameters])
         self._buffers.before(memory)
         self._attributes.before(memory)
         return memory
@@ -94,19 +94,27 @@ class ModuleState:
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it."""
-        _refuse_changed(memory)
+        self._refuse_changed(memory)
         shown = Shown([], {}, [])
         # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
-        for table, name, value, _ in memory.tensors:
-            if table.get(name) is not value:
-                shown.tensors.append((table, name, table.get(name)))
-                table[name] = value
+        for (table, name), value in zip(self._parameters, memory.parameters, strict=True):
+            _show(table, name, value, shown)
+        for table, name, value, _ in memory.buffers:
+            _show(table, name, value, shown)
         for (_, name), (table, value) in memory.copies.items():
             shown.tensors.append((table, name, table.get(name)))
             table[name] = value.clone()
         if memory.attributes or memory.generators:
             self._attributes.show(memory, shown)
         return shown
+
+    def _refuse_changed(self, memory: Memory) -> None:
+        for (_, name), value, version in zip(self._parameters, memory.parameters, memory.versions, strict=True):
+            if value is not None and _version(value) != version:
+                raise RuntimeError(
+                    f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and "
+                    "backward: its recompute would not be the same. Call backward before the optimizer's step."
+                )
 
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
@@ -118,17 +126,14 @@ class ModuleState:
             _set_state(generator, state)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _refuse_changed(memory: Memory) -> None:
-    for _, name, value, version in memory.tensors[: memory.num_parameters]:
-        if _version(value) != version:
-            raise RuntimeError(
-                f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward: "
-                "its recompute would not be the same. Call backward before the optimizer's step."
-            )
+def _show(table: Table, name: str, value: torch.Tensor | None, shown: Shown) -> None:
+    if table.get(name) is not value:
+        shown.tensors.append((table, name, table.get(name)))
+        table[name] = value
 
 
 class _Buffers:
@@ -148,15 +153,15 @@ class _Buffers:
             if (id(table), name) in known if known is not None else _may_change_silently(value):
                 memory.copies[id(table), name] = (table, value.clone())
             if known is None or (id(table), name) not in known:
-                memory.tensors.append((table, name, value, _version(value)))
+                memory.buffers.append((table, name, value, _version(value)))
 
     def after(self, memory: Memory) -> None:
-        if len(memory.tensors) == memory.num_parameters:
+        if not memory.buffers:
             return  # every buffer is known to change
         known = self._changing.get(memory.flags)
         touched = {
             (id(table), name)
-            for table, name, value, version in memory.tensors[memory.num_parameters :]
+            for table, name, value, version in memory.buffers
             if table.get(name) is not value or _version(value) != version
         }
         if known is None:
@@ -168,12 +173,11 @@ class _Buffers:
     def _learn(self, memory: Memory, touched: set[tuple[int, str]]) -> None:
         changed = {key for key, (table, value) in memory.copies.items() if not _same(value, table.get(key[1]))}
         known = self._changing[memory.flags] = touched | changed
-        for table, name, value, _ in memory.tensors[memory.num_parameters :]:
+        for table, name, value, _ in memory.buffers:
             if (id(table), name) in touched and (id(table), name) not in memory.copies:
                 memory.copies[id(table), name] = (table, value.clone())  # without values: any copy will do
         memory.copies = {key: kept for key, kept in memory.copies.items() if key in known}
-        parameters, buffers = memory.tensors[: memory.num_parameters], memory.tensors[memory.num_parameters :]
-        memory.tensors = parameters + [entry for entry in buffers if (id(entry[0]), entry[1]) not in known]
+        memory.buffers = [entry for entry in memory.buffers if (id(entry[0]), entry[1]) not in known]
 
     def _refuse(self, table_id: int, name: str) -> None:
         raise RuntimeError(

@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from memscale import _torch_private
 from memscale._errors import VerificationError
-from memscale._host_rng import HostRng
-from memscale._module_state import Memory, ModuleState
+from memscale._host_rng import Fingerprint, HostRng
+from memscale._module_state import Flags, Memory, ModuleState
 from memscale._patching import ForwardOverride
 
 
@@ -46,8 +46,9 @@ class RecomputedForward(ForwardOverride):
         self.module_fqn = module_fqn
         self.verify = verify
         self.num_recomputes = 0
-        self.draws_from_numpy: bool | None = None
-        """Learned at the first forward; see `HostRng`."""
+        self.draws: dict[Flags, bool] = {}
+        """Whether it draws from Python's or NumPy's generators: learned at the first forward in each state of the
+        training flags."""
         self.state = ModuleState(module)
         self._warned = False
 
@@ -56,10 +57,12 @@ class RecomputedForward(ForwardOverride):
             return self.compute(args, kwargs, None)
         if self._holds_cache(args, kwargs):
             return self.compute(args, kwargs, None)
-        leaves, spec = tree_flatten((args, kwargs))
-        region = Region(self, args, kwargs, spec)
         # Flat, so that checkpoint sees every tensor: it saves the RNG only of devices that it finds among them.
-        with set_checkpoint_early_stop(not self.verify):
+        leaves, spec = _flatten(args, kwargs)
+        region = Region(self, args, kwargs, spec)
+        if not self.verify:
+            return checkpoint(region, self.anchor, *leaves, use_reentrant=False, context_fn=self.context_fn)
+        with set_checkpoint_early_stop(False):
             return checkpoint(region, self.anchor, *leaves, use_reentrant=False, context_fn=self.context_fn)
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
@@ -86,11 +89,12 @@ class RecomputedForward(ForwardOverride):
 class Region:
     """One call of such a module."""
 
-    def __init__(self, owner: RecomputedForward, args: Any, kwargs: Any, spec: Any) -> None:
+    def __init__(self, owner: RecomputedForward, args: Any, kwargs: Any, spec: Spec) -> None:
         self.owner = owner
         self.spec = spec
         self.original: tuple[Any, Any] | None = (args, kwargs)
         self.host_rng: HostRng | None = None
+        """For a module that draws from it."""
         self.memory = Memory()
         self.digest: list[int] | None = None
         self.notes: Any = None
@@ -101,51 +105,85 @@ class Region:
             (args, kwargs), self.original = self.original, None
             versions = _versions(leaves)
             output = self._compute(args, kwargs)
-            self._refuse_surprises(leaves, versions)
+            if _versions(leaves) != versions:
+                raise RuntimeError(
+                    f"{self.owner.module_fqn} changes its input in place, so it cannot be computed again; leave it out "
+                    "of checkpointing, or let it work on a copy"
+                )
             return output
-        args, kwargs = tree_unflatten(list(leaves), self.spec)
+        args, kwargs = _unflatten(leaves, self.spec)
         return self._recompute(args, kwargs)
 
     def _compute(self, args: Any, kwargs: Any) -> Any:
-        self.host_rng = HostRng(draws_from_numpy=self.owner.draws_from_numpy is not False)
-        self.memory = self.owner.state.before()
-        output = self.owner.compute(args, kwargs, self)
-        self.owner.state.after(self.memory)
-        if self.owner.verify:
+        owner = self.owner
+        self.memory = owner.state.before()
+        draws = owner.draws.get(self.memory.flags)
+        seen: HostRng | Fingerprint = Fingerprint.now() if draws is False else HostRng()
+        output = owner.compute(args, kwargs, self)
+        self._note_draws(seen)
+        owner.state.after(self.memory)
+        if owner.verify:
             self.digest = _digest(output)
         return output
 
-    def _refuse_surprises(self, leaves: tuple[Any, ...], versions: list[int]) -> None:
-        assert self.host_rng is not None
-        owner, draws = self.owner, self.host_rng.numpy_moved()
-        is_surprise = draws and owner.draws_from_numpy is False
-        owner.draws_from_numpy = draws or owner.draws_from_numpy is True
-        if _versions(leaves) != versions:
+    def _note_draws(self, seen: HostRng | Fingerprint) -> None:
+        """Remember the random state for the recompute, if the forward drew from it."""
+        draws = self.owner.draws
+        if isinstance(seen, HostRng):
+            if draws.setdefault(self.memory.flags, False) or seen.moved():
+                draws[self.memory.flags] = True
+                self.host_rng = seen
+            return
+        now = Fingerprint.now()
+        if now == seen:
+            return
+        draws[self.memory.flags] = True
+        if now.numpy != seen.numpy:
             raise RuntimeError(
-                f"{owner.module_fqn} changes its input in place, so it cannot be computed again; leave it out of "
-                "checkpointing, or let it work on a copy"
+                f"{self.owner.module_fqn} drew from NumPy's random numbers, which earlier forwards did not: its "
+                "recompute would not be the same. Run the step again: MemScale remembers it from now on."
             )
-        if is_surprise:
-            raise RuntimeError(
-                f"{owner.module_fqn} drew from NumPy's random numbers, which earlier forwards did not: its recompute "
-                "would not be the same. Run the step again: MemScale remembers it from now on."
-            )
+        self.host_rng = HostRng(seen.python_state())
 
     def _recompute(self, args: Any, kwargs: Any) -> Any:
-        assert self.host_rng is not None
-        self.owner.num_recomputes += 1
-        shown = self.owner.state.show(self.memory)
+        owner = self.owner
+        owner.num_recomputes += 1
+        shown = owner.state.show(self.memory)
         try:
-            with self.host_rng.repeated():
-                output = self.owner.recompute(args, kwargs, self)
+            if self.host_rng is None:
+                output = owner.recompute(args, kwargs, self)
+            else:
+                with self.host_rng.repeated():
+                    output = owner.recompute(args, kwargs, self)
         finally:
-            self.owner.state.hide(shown)
+            owner.state.hide(shown)
         if self.digest is not None and self.digest != _digest(output):
             raise VerificationError(
-                f"the recompute of {self.owner.module_fqn} differs from its forward: the module depends on state that "
+                f"the recompute of {owner.module_fqn} differs from its forward: the module depends on state that "
                 "changes between the two; leave it out of checkpointing"
             )
         return output
+
+
+_SIMPLE_TYPES = frozenset({torch.Tensor, nn.Parameter, type(None), bool, int, float, str})
+Spec: TypeAlias = TreeSpec | tuple[int, tuple[str, ...]]
+"""How leaves become arguments: a tree, or just the number of positional ones and the names of the others."""
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec]:
+    """The arguments' leaves. PyTrees take tens of microseconds, and most layers get plain tensors."""
+    leaves = [*args, *kwargs.values()]
+    if all(type(leaf) in _SIMPLE_TYPES for leaf in leaves):
+        return leaves, (len(args), tuple(kwargs))
+    return tree_flatten((args, kwargs))
+
+
+def _unflatten(leaves: tuple[Any, ...], spec: Spec) -> tuple[Any, Any]:
+    if isinstance(spec, TreeSpec):
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        return args, kwargs
+    num_args, names = spec
+    return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))
 
 
 def _versions(leaves: tuple[Any, ...]) -> list[int]:
