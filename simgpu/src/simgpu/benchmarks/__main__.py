@@ -11,6 +11,7 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("models", nargs="*", help="which of the four (default: all)")
     published.add_argument("--unpadded", action="store_true", help="a batch without padding, hence without a mask")
     commands.add_parser("speed", help="time of a training step against the plain CPU")
+    commands.add_parser("build", help="time of a clean build with two jobs")
     opinfo = commands.add_parser("opinfo", help="every operator of torch's OpInfo database against the CPU")
     opinfo.add_argument("--only", help="operators whose name contains this")
     worker = commands.add_parser("published-worker")
@@ -34,6 +35,10 @@ def main() -> int:
             from simgpu.benchmarks import speed
 
             return speed.main()
+        case "build":
+            from simgpu.benchmarks import build
+
+            return build.main()
         case _:
             from simgpu.benchmarks import opinfo
 
