@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import memscale
 from memscale._profile.inputs import Inputs, derive_inputs
@@ -48,6 +49,22 @@ def test_mapping_tensors_leaves_the_rest() -> None:
     assert torch.equal(mapped.args[0], torch.full((2,), 2.0))
     assert (mapped.args[1], mapped.kwargs["n"]) == ("x", 3)
     assert len(inputs.tensors()) == 2
+
+
+def test_a_tensor_given_twice_stays_one() -> None:
+    ids = torch.ones(2, 3, dtype=torch.long)
+    mapped = Inputs(kwargs={"input_ids": ids, "labels": ids, "others": ids.clone()}).map_tensors(torch.Tensor.clone)
+    assert mapped.kwargs["input_ids"] is mapped.kwargs["labels"]
+    assert mapped.kwargs["input_ids"] is not mapped.kwargs["others"]
+
+
+@pytest.mark.parametrize(("kind", "has_mask"), [("Roberta", True), ("Bert", True), ("GPT2", False)])
+def test_encoders_are_given_a_mask(kind: str, has_mask: bool) -> None:
+    config = getattr(transformers, f"{kind}Config")(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForMaskedLM"
+    inputs = derive_inputs(getattr(transformers, name)(config))
+    assert inputs is not None
+    assert ("attention_mask" in inputs.kwargs) is has_mask
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", "llama", "albert"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import simgpu  # noqa: F401  (registers the device)
 from memscale import ProfileError
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
@@ -163,3 +164,19 @@ def test_an_optimizer_that_cannot_be_tried_is_named(caplog: pytest.LogCaptureFix
     assert "LBFGS" in cost.name
     assert "taken" in caplog.text
     caplog.clear()  # the record holds the error, the error its frames
+
+
+class Picky(nn.Module):
+    """Looks at values, so that fake tensors do not suffice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
+
+
+def test_a_real_step_needs_the_model_on_its_device() -> None:
+    with pytest.raises(ProfileError, match=r"does not lie on simgpu; move it there before it is wrapped\. Check"):
+        open_rehearsal(Picky(), Inputs((torch.ones(2, 4),)), torch.device("simgpu"), ProfileSettings())

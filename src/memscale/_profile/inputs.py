@@ -41,7 +41,9 @@ class Inputs:
         )
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        args, kwargs = tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
+        """A tensor that is given twice (as inputs and as labels) stays one tensor."""
+        mapped: dict[int, torch.Tensor] = {id(tensor): function(tensor) for tensor in self.tensors()}
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: mapped[id(tensor)], (self.args, self.kwargs))
         return Inputs(args, kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -103,7 +105,8 @@ def _image_inputs(model: nn.Module, config: Any, names: set[str], batch: int) ->
 
 def _is_encoder(model: nn.Module) -> bool:
     """Encoders get an attention mask from every tokenizer; causal models are trained without one here."""
-    return not hasattr(model, "lm_head")
+    can_generate = getattr(model, "can_generate", None)
+    return not (can_generate() if can_generate is not None else hasattr(model, "lm_head"))
 
 
 def _label_shape(model: nn.Module, batch: int, length: int) -> tuple[int, ...]:

@@ -41,19 +41,26 @@ def open_rehearsal(
             rehearsal: Rehearsal = FakeRehearsal(model, inputs, device.type)
             return rehearsal, rehearsal.run()
         except Exception as error:  # whatever a user's model raises on fake tensors: a real step may still work
-            refusals.append(f"on fake tensors: {type(error).__name__}: {error}")
+            refusals.append(f"on fake tensors: {_said(error)}")
             logger.debug("static profiling failed", exc_info=True)
     if settings.empirical and _has_real_tensors(model):
         logger.info("fake tensors do not suffice for this model (%s); running a real step", "; ".join(refusals))
         if before_real is not None:
             before_real()
+        if any(parameter.device.type != device.type for parameter in model.parameters()):
+            refusals.append(f"no real step: the model does not lie on {device}; move it there before it is wrapped")
+            raise ProfileError(_refusal(model, refusals))
         try:
             rehearsal = RealRehearsal(model, inputs, device, settings.warmup_steps)
             return rehearsal, rehearsal.run()
         except Exception as error:
-            refusals.append(f"by a real step: {type(error).__name__}: {error}")
+            refusals.append(f"by a real step: {_said(error)}")
             raise ProfileError(_refusal(model, refusals)) from error
     raise ProfileError(_refusal(model, refusals))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 
 def _refusal(model: nn.Module, refusals: list[str]) -> str:
