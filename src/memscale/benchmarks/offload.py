@@ -221,7 +221,10 @@ def report_training(arguments: argparse.Namespace, result: TrainResult) -> int:
 class Overlap:
     way: str
     asynchronous: bool
+    num_layers: int
+    """Layers whose tensors are offloaded."""
     moved_bytes: int
+    """Out and in."""
     elapsed_ms: float
     copy_ms: float
     hidden_ms: float
@@ -231,58 +234,89 @@ class Overlap:
         return self.hidden_ms / self.copy_ms if self.copy_ms else 1.0
 
 
-WAYS = ("plain", "checkpointed", "boundaries", "every fourth layer", "every layer")
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compute:
+    """The time behind which copies can hide."""
+
+    forward_ms: float
+    backward_ms: float
+
+    def bound(self, row: Overlap) -> float:
+        """The most that could be hidden if copies ran all the time: out beside forward, in beside backward."""
+        one_way_ms = row.copy_ms / 2
+        hideable = min(one_way_ms, self.forward_ms) + min(one_way_ms, self.backward_ms)
+        return hideable / row.copy_ms if row.copy_ms else 1.0
 
 
-def overlap(arguments: argparse.Namespace) -> Iterator[Overlap]:
+PLAIN, RECOMPUTED, BOUNDARIES, EVERY = "nothing", "nothing, recomputed", "boundaries, recomputed", "every layer"
+HIDEABLE = "as many layers as hide"
+
+
+def overlap(arguments: argparse.Namespace) -> Iterator[tuple[Overlap, Compute]]:
     """A training step's forward and backward for each way of offloading, after one to warm up."""
-    for way in WAYS:
-        for asynchronous in (True, False) if way not in ("plain", "checkpointed") else (False,):
-            yield _overlap_of(way, asynchronous, arguments)
+    plain, compute = _overlap_of(PLAIN, False, 0, arguments)
+    yield plain, compute
+    recomputed, recompute = _overlap_of(RECOMPUTED, False, 0, arguments)
+    yield recomputed, recompute
+    count = arguments.layers - 1  # the last layer's tensors are needed at once
+    for asynchronous in (True, False):
+        yield _overlap_of(BOUNDARIES, asynchronous, count, arguments)[0], recompute
+    every, _ = _overlap_of(EVERY, True, count, arguments)
+    yield every, compute
+    yield _overlap_of(EVERY, False, count, arguments)[0], compute
+    hideable = max(1, int(count * min(1.0, compute.forward_ms / (every.copy_ms / 2))))
+    for asynchronous in (True, False):
+        yield _overlap_of(HIDEABLE, asynchronous, hideable, arguments)[0], compute
 
 
-def _overlap_of(way: str, asynchronous: bool, arguments: argparse.Namespace) -> Overlap:
+def _overlap_of(
+    way: str, asynchronous: bool, num_layers: int, arguments: argparse.Namespace
+) -> tuple[Overlap, Compute]:
     import simgpu
 
     simgpu.set_card(arguments.card)
     device = torch.device("simgpu", 0)
     model = build(arguments.model, arguments.layers).to(device)
-    blocks = list(find_blocks(model))[:-1]  # the last layer's tensors are needed at once
-    actions: list[Action] = []
-    if way in ("checkpointed", "boundaries"):
-        actions += [Checkpoint(module_fqn) for module_fqn in find_blocks(model)]
-    if way not in ("plain", "checkpointed"):
-        chosen = blocks[::4] if way == "every fourth layer" else blocks
-        actions += [OffloadActivations(module_fqn) for module_fqn in chosen]
+    blocks = list(find_blocks(model))
+    recomputed = [Checkpoint(fqn) for fqn in blocks if way in (RECOMPUTED, BOUNDARIES)]
+    chosen = [blocks[number * (len(blocks) - 1) // num_layers] for number in range(num_layers)]
     executor = Executor(model, ExecutionSettings(device=device, asynchronous=asynchronous))
-    executor.attach(actions)
+    executor.attach([*recomputed, *(OffloadActivations(fqn) for fqn in chosen)])
     ids = torch.randint(50_257, (arguments.batch, arguments.length)).to(device)
     for _ in range(2):
         torch.accelerator.synchronize()
         simgpu.reset_clock()
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        torch.accelerator.synchronize()
+        forward_ms = simgpu.overlap_report().elapsed_ms
+        loss.backward()
         model.zero_grad()
+        del loss
         torch.accelerator.synchronize()
     clock = simgpu.overlap_report()
     statistics = executor.stats().transfers.get("activations")
     moved = statistics.transfers.bytes_sent + statistics.transfers.bytes_fetched if statistics is not None else 0
     executor.detach()
     copy_ms = clock.hidden_copy_ms + clock.exposed_copy_ms
-    return Overlap(way, asynchronous, moved // 2, clock.elapsed_ms, copy_ms, clock.hidden_copy_ms)
+    row = Overlap(way, asynchronous, num_layers, moved // 2, clock.elapsed_ms, copy_ms, clock.hidden_copy_ms)
+    return row, Compute(forward_ms, clock.elapsed_ms - forward_ms)
 
 
-def report_overlap(arguments: argparse.Namespace, rows: Sequence[Overlap]) -> int:
+def report_overlap(arguments: argparse.Namespace) -> int:
     print(f"{arguments.model}, {arguments.layers} layers, batch {arguments.batch} x {arguments.length}, fp32")
     print(f"modelled time of forward and backward, on the virtual clock of an {arguments.card}")
-    print(f"  {'offloaded':20} {'':6} {'moved':>10} {'step':>10} {'copies':>10} {'hidden':>8}")
-    for row in rows:
-        kind = "" if row.way in ("plain", "checkpointed") else "async" if row.asynchronous else "sync"
+    header = f"  {'offloaded':24} {'layers':>6} {'':6} {'moved':>11} {'step':>10} {'copies':>10}"
+    print(f"{header} {'hidden':>8} {'bound':>7}")
+    missed = False
+    for row, compute in overlap(arguments):
+        kind = "" if not row.moved_bytes else "async" if row.asynchronous else "sync"
         print(
-            f"  {row.way:20} {kind:6} {row.moved_bytes / 1e6:7.1f} MB {row.elapsed_ms:7.1f} ms {row.copy_ms:7.2f} ms "
-            f"{row.hidden:8.1%}"
+            f"  {row.way:24} {row.num_layers:6} {kind:6} {row.moved_bytes / 1e6:8.1f} MB {row.elapsed_ms:7.1f} ms "
+            f"{row.copy_ms:7.2f} ms {row.hidden:8.1%} {compute.bound(row):7.1%}",
+            flush=True,
         )
-    hideable = [row for row in rows if row.way == "boundaries" and row.asynchronous]
-    return int(any(row.hidden < MIN_HIDDEN for row in hideable))
+        missed |= row.way in (BOUNDARIES, HIDEABLE) and row.asynchronous and row.hidden < MIN_HIDDEN
+    return int(missed)
 
 
 # ---- command line
@@ -292,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     torch.set_num_threads(os.cpu_count() or 1)
     if parsed.command == "overlap":
-        return report_overlap(parsed, list(overlap(parsed)))
+        return report_overlap(parsed)
     if parsed.offload_dir is not None:
         return report_training(parsed, train(parsed, parsed.offload_dir))
     with tempfile.TemporaryDirectory() as directory:

@@ -1,0 +1,73 @@
+"""Freed means freed: on a CPU, resident memory follows tracked bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from memscale import _malloc
+
+_TRAIN = """
+import gc, json, sys, threading
+import psutil, torch
+import memscale
+from memscale._execute import ExecutionSettings, Executor
+from memscale._plan import Checkpoint, OffloadOptimizer
+from memscale._profile.layers import find_blocks
+from memscale.benchmarks.models import Mlp
+
+torch.set_num_threads(1)
+process = psutil.Process()
+
+def train(model, optimizer, rows, width, steps):
+    for _ in range(steps):
+        model(torch.randn(rows, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def watch():
+    while not stop.wait(0.001):
+        seen.append(process.memory_info().rss)
+
+small = Mlp(64, 2)
+train(small, torch.optim.AdamW(small.parameters()), 8, 64, 1)  # loads what PyTorch loads on first use
+del small
+gc.collect()
+before = process.memory_info().rss
+model = Mlp(1024, 6)
+executor = Executor(model, ExecutionSettings(device=torch.device("cpu"), offload_dir=sys.argv[1]))
+executor.attach([*(Checkpoint(fqn) for fqn in find_blocks(model)), OffloadOptimizer(1 << 24)])
+optimizer = torch.optim.AdamW(model.parameters())
+seen, stop = [], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+with memscale.measure("cpu") as tracked:
+    train(model, optimizer, 256, 1024, 3)
+stop.set()
+watcher.join()
+print(json.dumps({"tracked": tracked.peak_bytes, "resident": max(seen) - before}))
+"""
+
+
+@pytest.mark.slow
+def test_resident_memory_follows_tracked_bytes(tmp_path: pathlib.Path) -> None:
+    """The same run has 20 % and more above its tracked bytes with the C library's defaults."""
+    run = subprocess.run([sys.executable, "-c", _TRAIN, str(tmp_path)], capture_output=True, text=True, check=True)
+    peaks = json.loads(run.stdout)
+    assert peaks["tracked"] > 400_000_000
+    assert peaks["resident"] < 1.03 * peaks["tracked"]
+    assert peaks["resident"] > 0.97 * peaks["tracked"]
+
+
+def test_users_are_counted_and_the_last_one_puts_it_back() -> None:
+    with contextlib.ExitStack() as outer:
+        with contextlib.ExitStack() as inner:
+            assert _malloc.return_freed_memory(outer) == _malloc.return_freed_memory(inner)
+            assert _malloc._num_users in (0, 2)
+        assert _malloc._num_users in (0, 1)
+    assert _malloc._num_users == 0
