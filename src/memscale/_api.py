@@ -227,6 +227,7 @@ def _attach(
         if config.enable_logging:
             console.show_hardware(hardware)
         _warn_of_slow_math(config, hardware)
+        _tell_of_unified_memory(config, hardware)
         baseline = optimizer if baseline is None else baseline
         planner = _Planner(executor, config, "adamw" if baseline is None else baseline, hardware, reporter)
         if inputs is None and derive:
@@ -256,6 +257,16 @@ def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:
             "stays in full precision",
             stacklevel=4,
         )
+
+
+def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
+    if not (hardware.unified_memory and config.enable_offloading):
+        return
+    text = f"{hardware.device_name} shares its memory with the host: offloading would gain nothing and is left out"
+    if config.asks_for("enable_offloading"):
+        warnings.warn(f"enable_offloading=True is not followed: {text}", stacklevel=4)
+    else:
+        logger.info(text)
 
 
 def _model_of(target: object) -> nn.Module:

@@ -58,7 +58,7 @@ class AsyncOffloadConfig:
     prefetch_bytes: int = 64 * 1024 * 1024
     """Device memory that activations fetched ahead of their use may take, beyond what is in use; 0: none are."""
     window_bytes: int = 64 * 1024 * 1024
-    """Device memory that may still be held by activations and optimizer state on their way out."""
+    """Device memory that what is on its way out may still hold: activations and state, and gradients up to 32 MiB."""
     num_transfer_streams: int | None = None
     """Side streams; None: two where the device has two copy engines, else one."""
     min_tensor_bytes: int = 1024 * 1024

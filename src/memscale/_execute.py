@@ -236,6 +236,7 @@ class Executor:
             asynchronous=settings.asynchronous,
             prefetch_depth=settings.async_config.prefetch_depth,
             host_budget_bytes=settings.host_budget_bytes,
+            gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
             verify=settings.verify,
         )
         self._transfers["streaming"] = streamer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import pathlib
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import memscale
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import StoreFullError
 from memscale._execute import ExecutionSettings, Executor
@@ -19,7 +21,17 @@ from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimi
 from memscale.techniques.offload import tiers
 from memscale.techniques.offload.buckets import Waiting
 from tests.parity import plan_of, seed
-from tests.techniques.offload.runs import DEVICE, Gpt, backward, let_autograd_finish, loss_of, pair, same, weights
+from tests.techniques.offload.runs import (
+    DEVICE,
+    Gpt,
+    backward,
+    let_autograd_finish,
+    loss_of,
+    pair,
+    same,
+    tokens,
+    weights,
+)
 from tests.test_patching import snapshot
 
 BUCKET_BYTES = 8192
@@ -193,6 +205,26 @@ def test_a_device_with_one_copy_engine_gets_one_stream(simgpu_device: Any, monke
     properties.async_engine_count = 1
     monkeypatch.setattr(module, "get_device_properties", lambda device=None: properties)
     assert tiers.num_copy_engines(DEVICE) == 1
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_memory_that_device_and_host_share_is_told_and_not_offloaded_to(
+    asked_for: bool, simgpu_device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    module = torch.get_device_module(DEVICE)
+    properties = module.get_device_properties(DEVICE)
+    properties.is_integrated = True
+    monkeypatch.setattr(module, "get_device_properties", lambda device=None: properties)
+    model = Gpt().to(DEVICE)
+    wish = {"enable_offloading": True} if asked_for else {}
+    config = memscale.Config(force_optimize=True, enable_logging=False, **wish)
+    telling = pytest.warns(UserWarning, match="shares its memory") if asked_for else contextlib.nullcontext()
+    with caplog.at_level("INFO", logger="memscale"), telling:
+        memscale.wrap(model, config, sample_input=tokens())
+    assert asked_for or "shares its memory with the host" in caplog.text
+    kinds = {type(action) for action in model._memscale_executor.plan.actions}
+    assert kinds == {Checkpoint}
+    memscale.detach(model)
 
 
 def test_a_device_without_streams_is_served_without_them(simgpu_device: Any, monkeypatch: pytest.MonkeyPatch):

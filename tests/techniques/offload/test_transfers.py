@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memscale import _torch_private
-from memscale._errors import StoreFullError, StoreIOError
+from memscale._errors import OffloadError, StoreFullError, StoreIOError
 from memscale.techniques.offload import transfers as transfers_module
 from memscale.techniques.offload.disk import CHUNK_BYTES, DiskStore
 from memscale.techniques.offload.stores import ShapeStore
@@ -402,6 +402,26 @@ def test_memory_freed_in_another_order_than_it_was_read(tmp_path, no_races):
         for ticket in others:
             transfers.free(ticket)
         del arrivals
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_debug_finds_nothing_where_all_is_well(way, tmp_path, no_races):
+    with opened(way, tmp_path, debug=True) as transfers:
+        tensors = [torch.randn(n, 100, device=device_of(way)) for n in (1, 7, 300)]
+        tickets = [transfers.send(tensor) for tensor in tensors]
+        for ticket, tensor in zip(tickets, tensors, strict=True):
+            assert torch.equal(transfers.fetch(ticket).wait(), tensor)
+            transfers.free(ticket)
+
+
+def test_debug_turns_an_overtaken_transfer_into_an_error(tmp_path):
+    with opened("simgpu host async", tmp_path, debug=True) as transfers:
+        ticket = transfers.send(torch.ones(1000, device="simgpu"))
+        transfers.settle()
+        transfers.store.memory_of(ticket)[0].zero_()
+        with pytest.raises(OffloadError, match="4000 bytes came back from the host store changed"):
+            transfers.fetch(ticket).wait()
+        transfers.free(ticket)
 
 
 def test_no_wait_is_forgotten_here():
