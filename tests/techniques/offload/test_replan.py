@@ -223,7 +223,7 @@ def test_memory_that_device_and_host_share_is_told_and_not_offloaded_to(
         memscale.wrap(model, config, sample_input=tokens())
     assert asked_for or "shares its memory with the host" in caplog.text
     kinds = {type(action) for action in model._memscale_executor.plan.actions}
-    assert kinds == {Checkpoint}
+    assert not kinds & {OffloadActivations, OffloadOptimizer, StreamParameters}
     memscale.detach(model)
 
 
