@@ -118,7 +118,7 @@ def _convert(optimizer: Optimizer, model: nn.Module, config: Config) -> tuple[Co
         return None, None
     name = type(optimizer).__name__
     try:
-        conversion = convert(optimizer, model)
+        conversion = convert(optimizer, model, device_of(model, config))
     except NoCounterpart as reason:
         if moments_of(optimizer) is None:
             return None, None

@@ -17,7 +17,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -107,11 +107,16 @@ def held_by_a_forward(model: nn.Module, batch: dict[str, Any]) -> int:
 
 
 def draw(runs: Sequence[Run]) -> str:
-    """The curves as SVG, each smoothed over ten steps; the same runs give the same bytes."""
+    return draw_curves({run.precision: run.losses for run in runs}, COLORS)
+
+
+def draw_curves(curves: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> str:
+    """Losses as SVG, each curve smoothed over ten steps; the same curves give the same bytes."""
     width, height, left, bottom = 640, 320, 56, 36
-    smooth = {run.precision: _smooth(run.losses) for run in runs}
+    smooth = {name: _smooth(losses) for name, losses in curves.items()}
     top = max(max(losses) for losses in smooth.values())
     low = min(min(losses) for losses in smooth.values())
+    num_steps = max(len(losses) for losses in smooth.values())
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
     for number, (name, losses) in enumerate(smooth.items()):
         points = " ".join(
@@ -119,12 +124,12 @@ def draw(runs: Sequence[Run]) -> str:
             f"{12 + (height - bottom - 12) * (top - loss) / (top - low):.1f}"
             for index, loss in enumerate(losses)
         )
-        parts.append(f'<polyline fill="none" stroke="{COLORS[name]}" stroke-width="1.5" points="{points}"/>')
+        parts.append(f'<polyline fill="none" stroke="{colors[name]}" stroke-width="1.5" points="{points}"/>')
         label = f'x="{width - 110}" y="{28 + 18 * number}" font-size="13"'
-        parts.append(f'<text {label} fill="{COLORS[name]}">{name}</text>')
+        parts.append(f'<text {label} fill="{colors[name]}">{name}</text>')
     for loss, y in ((top, 16), (low, height - bottom)):
         parts.append(f'<text x="8" y="{y}" font-size="12">{loss:.2f}</text>')
-    parts.append(f'<text x="{left}" y="{height - 10}" font-size="12">loss over {len(runs[0].losses)} steps</text>')
+    parts.append(f'<text x="{left}" y="{height - 10}" font-size="12">loss over {num_steps} steps</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -143,7 +143,8 @@ class _Session:
     def convert(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
         """bitsandbytes' class in the place of what the trainer made; the same where there is none."""
         try:
-            conversion = convert(optimizer, model)
+            device = None if self.config.device is None else torch.device(self.config.device)
+            conversion = convert(optimizer, model, device)
         except (NoCounterpart, ImportError) as reason:
             logger.info("%s is not replaced by one of bitsandbytes' (%s)", type(optimizer).__name__, reason)
             return optimizer

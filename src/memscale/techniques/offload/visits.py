@@ -36,8 +36,10 @@ class OptimizerStats:
     """Of these, how many were there in time."""
     largest_bucket_bytes: int = 0
     """State bytes of the largest bucket; the device holds at most twice that."""
+    waiting_bytes: int = 0
+    """What lies in buckets between steps."""
     packed_bytes: int = 0
-    """What the packed state takes now. See NOTE [packed state]."""
+    """What the packed state takes of that. See NOTE [packed state]."""
     unpacked_bytes: int = 0
     """What it would take unpacked."""
 
@@ -146,16 +148,17 @@ class Visits:
         num_bytes = sum(rounded(slot.span_bytes) for slot in slots)
         if num_bytes != bucket.num_bytes:
             self.drop(bucket)
-        self._count_packed(bucket.slots, -1)
-        self._count_packed(slots, +1)
+        self._count(bucket.slots, -1)
+        self._count(slots, +1)
         bucket.slots, bucket.num_bytes = slots, num_bytes
         self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
         device = bucket.parameters[0].device
         visit.memory = _empty(num_bytes, device) if slots else None
         visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
 
-    def _count_packed(self, slots: tuple[Slot, ...], sign: int) -> None:
+    def _count(self, slots: tuple[Slot, ...], sign: int) -> None:
         for slot in slots:
+            self.stats.waiting_bytes += sign * slot.span_bytes
             if slot.packing is not None:
                 self.stats.packed_bytes += sign * slot.span_bytes
                 self.stats.unpacked_bytes += sign * math.prod(slot.shape) * slot.dtype.itemsize

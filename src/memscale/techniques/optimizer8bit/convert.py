@@ -106,8 +106,11 @@ _COUNTERPARTS: dict[str, Counterpart] = {
 }
 
 
-def counterpart_of(optimizer: Optimizer) -> Counterpart:
-    """The class that does the same in 8 bits; `NoCounterpart` where there is none."""
+def counterpart_of(optimizer: Optimizer, device: torch.device | None = None) -> Counterpart:
+    """The class that does the same in 8 bits; `NoCounterpart` where there is none.
+
+    `device` is where parameters are going to be, besides where they are.
+    """
     kind = type(optimizer)
     counterpart = _COUNTERPARTS.get(kind.__name__)
     if counterpart is None or (kind.__name__ != "Lion" and kind.__module__.split(".")[0] != "torch"):
@@ -118,17 +121,18 @@ def counterpart_of(optimizer: Optimizer) -> Counterpart:
             why = "its learning rate is a tensor"
         if why is not None:
             raise NoCounterpart(why)
-    for device_type in {p.device.type for group in optimizer.param_groups for p in group["params"]}:
+    device_types = {parameter.device.type for parameter in _parameters(optimizer)}
+    for device_type in sorted(device_types | ({device.type} if device is not None else set())):
         if not _torch_private.has_own_kernel(_KERNEL, device_type):
             raise NoCounterpart(f"bitsandbytes has no 8-bit step for {device_type}")
     return counterpart
 
 
-def convert(optimizer: Optimizer, model: nn.Module) -> Conversion:
+def convert(optimizer: Optimizer, model: nn.Module, device: torch.device | None = None) -> Conversion:
     """Hand groups and state over to bitsandbytes' class. `NoCounterpart` leaves everything as it is."""
     import bitsandbytes.optim
 
-    counterpart = counterpart_of(optimizer)
+    counterpart = counterpart_of(optimizer, device)
     for parameter in _parameters(optimizer):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NoCounterpart(f"a parameter is {parameter.dtype}")

@@ -1,0 +1,318 @@
+"""What the full stack takes and what it costs: peaks on a simulated device, and the loss on a real text.
+
+    python -m memscale.benchmarks.full_stack peaks [--model bert-base] [--json FILE]
+    python -m memscale.benchmarks.full_stack loss [--steps N] [--svg FILE] [--json FILE]
+
+`peaks`: two training steps of BERT-Base (16 x 128) and GPT-2 Medium (4 x 512) after `apply_all_optimizations`, on
+simgpu, whose memory is counted: bytes are exact. Beside them stand the peak of the unmodified model as predicted, what
+was predicted for the full stack, and the published peaks, which are to be undercut. simgpu must be installed.
+
+`loss`: a character-level GPT-2 on a real text, from the same weights and over the same batches: AdamW in 32 bits, the
+same AdamW with its state in 8 bits, bitsandbytes' AdamW8bit, and the full stack (recompute, tiles, bf16, 8-bit state on
+disk). The bars: the mean loss of the last 20 of 300 steps within 1 % of 32-bit AdamW's with an 8-bit optimizer, within
+2 % with the full stack; optimizer state at least 3.5 times smaller. Exits with 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import memscale
+from memscale import Config
+from memscale._execute import executor_of
+from memscale.benchmarks.precision import draw_curves
+from memscale.benchmarks.text import Characters
+from memscale.report.shell import table
+
+PUBLISHED_GB = {"bert-base": 0.84, "gpt2-medium": 2.61}
+BATCHES = {"bert-base": (16, 128), "gpt2-medium": (4, 512)}
+MIN_STATE_REDUCTION = 3.5
+ROWS, LENGTH, TAIL = 8, 64, 20
+
+
+# ------------------------------------------------------------------------------------------------------------- peaks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """One model with the full stack."""
+
+    model: str
+    batch: str
+    baseline_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    state_bytes: int
+    """What the optimizer's quantised state would take in 32 bits."""
+    packed_bytes: int
+    outcomes: tuple[str, ...]
+    losses: tuple[float, ...]
+    seconds: float
+
+    @property
+    def published_bytes(self) -> float:
+        return PUBLISHED_GB[self.model] * 1e9
+
+
+def measure_peak(name: str, steps: int = 2) -> Peak:
+    import simgpu
+    from memscale import zoo
+
+    rows, length = BATCHES[name]
+    torch.manual_seed(0)
+    entry, transformers = zoo.find_entry(name), zoo.load_transformers()
+    with zoo.quiet():
+        config = getattr(transformers, entry.config_class)(**entry.numbers)
+        model: nn.Module = getattr(transformers, entry.model_class)(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to("simgpu")
+    batch = {"input_ids": ids, "labels": ids}
+    wish = Config(mode=memscale.OptimizationMode.AGGRESSIVE, force_optimize=True, device="simgpu", enable_logging=False)
+    _, used = memscale.apply_all_optimizations(model, optimizer, wish, sample_input=batch)
+    torch.accelerator.reset_peak_memory_stats()
+    start, losses = time.perf_counter(), []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        used.step()
+        used.zero_grad()
+        losses.append(loss.item())
+        del loss
+    seconds = time.perf_counter() - start
+    executor = executor_of(model)
+    assert executor is not None
+    assert executor.plan is not None
+    stats = executor.stats()
+    peak = Peak(
+        model=name,
+        batch=f"{rows} x {length}",
+        baseline_bytes=executor.plan.baseline_peak_bytes,
+        predicted_bytes=executor.plan.predicted_peak_bytes,
+        measured_bytes=torch.accelerator.max_memory_allocated(),
+        state_bytes=stats.transfers["optimizer"].unpacked_bytes,
+        packed_bytes=stats.transfers["optimizer"].packed_bytes,
+        outcomes=tuple(map(str, executor.outcomes)),
+        losses=tuple(losses),
+        seconds=seconds,
+    )
+    memscale.detach(model)
+    assert not simgpu.take_reports(), "the device saw races"
+    return peak
+
+
+def show_peaks(peaks: Sequence[Peak]) -> str:
+    rows = [
+        (
+            peak.model,
+            peak.batch,
+            f"{peak.baseline_bytes / 1e9:.3f}",
+            f"{peak.predicted_bytes / 1e9:.3f}",
+            f"{peak.measured_bytes / 1e9:.3f}",
+            f"{peak.published_bytes / 1e9:.2f}",
+            f"{1 - peak.measured_bytes / peak.baseline_bytes:.1%}",
+            f"{peak.state_bytes / max(1, peak.packed_bytes):.2f}x",
+        )
+        for peak in peaks
+    ]
+    header = ("model", "batch", "unmodified GB", "predicted", "measured", "published", "less", "8-bit state")
+    lines = table([header, *rows], left=(0, 1))
+    for peak in peaks:
+        lines += [f"{peak.model}:", *(f"  {outcome}" for outcome in peak.outcomes)]
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------------- loss
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One training."""
+
+    name: str
+    bar: float
+    """How far the final loss may be from that of the first run, as a share."""
+    losses: tuple[float, ...]
+    state_bytes: int
+    """Optimizer state between steps, embeddings and other 32-bit state included."""
+    seconds: float
+
+    @property
+    def final_loss(self) -> float:
+        return statistics.fmean(self.losses[-TAIL:])
+
+    def distance(self, other: Run) -> float:
+        return abs(self.final_loss - other.final_loss) / other.final_loss
+
+
+RUNS = {"AdamW": 0.0, "AdamW, 8-bit state": 0.01, "AdamW8bit": 0.01, "full stack": 0.02}
+COLORS = dict(zip(RUNS, ("#4c566a", "#5e9fd4", "#a3be8c", "#d08770"), strict=True))
+
+
+def build(vocabulary: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=LENGTH,
+        n_embd=128,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLMLoss",
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+@contextlib.contextmanager
+def prepared(name: str, model: nn.Module, optimizer: Optimizer, sample: Any) -> Iterator[Optimizer]:
+    """The optimizer to train with, and MemScale as this run wants it."""
+    with tempfile.TemporaryDirectory() as directory:
+        if name == "AdamW":
+            yield optimizer
+            return
+        if name == "AdamW, 8-bit state":
+            config = Config(use_8bit_optimizer=True, enable_logging=False)
+            with memscale.optimize(model, optimizer, config, sample):
+                yield optimizer
+            return
+        config = Config(mode=memscale.OptimizationMode.AGGRESSIVE, force_optimize=True, enable_logging=False)
+        changes: dict[str, Any] = {"use_mixed_precision": True, "offload_dir": directory}
+        if name == "AdamW8bit":
+            changes = dict.fromkeys(("enable_checkpointing", "enable_tiling", "enable_offloading"), False)
+        _, used = memscale.apply_all_optimizations(model, optimizer, config.replace(**changes), sample)
+        try:
+            yield used
+        finally:
+            memscale.detach(model)
+
+
+def train(name: str, text: Characters, steps: int) -> Run:
+    model = build(len(text.alphabet))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses: list[float] = []
+    with prepared(name, model, optimizer, text.batch(0, ROWS, LENGTH)) as used:
+        torch.manual_seed(1)
+        start = time.perf_counter()
+        for step in range(steps):
+            loss = model(**text.batch(step, ROWS, LENGTH)).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            used.step()
+            used.zero_grad()
+            losses.append(loss.item())
+        seconds = time.perf_counter() - start
+        state_bytes = _state_bytes(model, used)
+    return Run(name, RUNS[name], tuple(losses), state_bytes, seconds)
+
+
+def _state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """What the state takes between steps, wherever it waits; tables that all parameters share count once."""
+    executor = executor_of(model)
+    adoption = executor.stats().transfers.get("optimizer") if executor is not None else None
+    storages = {
+        value.untyped_storage().data_ptr(): value.nbytes
+        for entry in optimizer.state.values()
+        for value in dict.values(entry)  # without looking: what waits is not brought back
+        if isinstance(value, torch.Tensor)
+    }
+    kept = [
+        value
+        for entry in optimizer.state.values()
+        for value in getattr(entry, "kept", {}).values()
+        if isinstance(value, torch.Tensor)
+    ]
+    waiting = adoption.waiting_bytes if adoption is not None else 0
+    return sum(storages.values()) + sum(value.nbytes for value in kept) + waiting
+
+
+def show_runs(runs: Sequence[Run]) -> str:
+    first = runs[0]
+    rows = [
+        (
+            run.name,
+            f"{run.final_loss:.4f}",
+            f"{run.distance(first):.2%}",
+            f"{run.bar:.0%}" if run.bar else "",
+            f"{run.state_bytes / 1e6:.3f} MB",
+            f"{first.state_bytes / run.state_bytes:.2f}x",
+            f"{run.seconds:.0f} s",
+        )
+        for run in runs
+    ]
+    header = ("run", "final loss", "from 32 bits", "bar", "optimizer state", "smaller", "time")
+    return "\n".join(table([header, *rows], left=(0,)))
+
+
+def meets_bars(runs: Sequence[Run]) -> bool:
+    first = runs[0]
+    return all(
+        run.distance(first) <= run.bar and first.state_bytes >= MIN_STATE_REDUCTION * run.state_bytes
+        for run in runs[1:]
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m memscale.benchmarks.full_stack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    peaks = commands.add_parser("peaks", help="device bytes on simgpu")
+    peaks.add_argument("--model", choices=list(BATCHES), action="append", help="only this one; may be repeated")
+    loss = commands.add_parser("loss", help="curves on a real text")
+    loss.add_argument("--steps", type=int, default=300)
+    loss.add_argument("--svg", type=pathlib.Path, help="draw the curves into this file")
+    for command in (peaks, loss):
+        command.add_argument("--json", type=pathlib.Path, help="write every figure into this file")
+    options = parser.parse_args(argv)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return _peaks(options) if options.command == "peaks" else _loss(options, parser)
+
+
+def _peaks(options: argparse.Namespace) -> int:
+    found = [measure_peak(name) for name in options.model or BATCHES]
+    if options.json is not None:
+        options.json.write_text(json.dumps([dataclasses.asdict(peak) for peak in found], indent=1) + "\n")
+    print(show_peaks(found))
+    return 0 if all(peak.measured_bytes < peak.published_bytes for peak in found) else 1
+
+
+def _loss(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    text, runs = Characters(), []
+    for name in RUNS:
+        runs.append(train(name, text, options.steps))
+        print(f"{name}: {runs[-1].final_loss:.4f} after {runs[-1].seconds:.0f} s", file=sys.stderr, flush=True)
+    if options.svg is not None:
+        options.svg.write_text(draw_curves({run.name: run.losses for run in runs}, COLORS))
+    if options.json is not None:
+        options.json.write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=1) + "\n")
+    print(show_runs(runs))
+    return 0 if meets_bars(runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The benchmark of the full stack, at a size that takes seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
+from memscale.benchmarks import full_stack
+
+
+def test_peaks_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any, simgpu_device: Any):
+    monkeypatch.setattr(full_stack, "BATCHES", {"bert-tiny": (4, 32)})
+    monkeypatch.setattr(full_stack, "PUBLISHED_GB", {"bert-tiny": 0.1})
+    assert full_stack.main(["peaks", "--json", str(tmp_path / "peaks.json")]) == 0
+    (peak,) = json.loads((tmp_path / "peaks.json").read_text())
+    assert 0 < peak["measured_bytes"] < peak["baseline_bytes"]
+    assert peak["predicted_bytes"] > 0
+    assert peak["state_bytes"] > 3.9 * peak["packed_bytes"] > 0
+    assert peak["losses"][1] < peak["losses"][0]
+    shown = capsys.readouterr().out
+    assert "bert-tiny  4 x 32" in shown
+    assert "8-bit optimizer: AdamW itself, its waiting state packed in place" in shown
+
+
+def test_a_peak_above_the_published_one_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    peak = full_stack.Peak("bert-base", "16 x 128", 4, 2, 10**9, 8, 2, (), (), 0.0)
+    monkeypatch.setattr(full_stack, "measure_peak", lambda name: dataclasses.replace(peak, model=name))
+    assert full_stack.main(["peaks", "--model", "bert-base"]) == 1
+    assert full_stack.main(["peaks", "--model", "gpt2-medium"]) == 0
+    assert "1.000" in capsys.readouterr().out
+
+
+def test_curves(tmp_path: Any, capsys: Any) -> None:
+    assert (
+        full_stack.main(["loss", "--steps", "2", "--svg", str(tmp_path / "a.svg"), "--json", str(tmp_path / "a")]) == 0
+    )
+    runs = {run["name"]: run for run in json.loads((tmp_path / "a").read_text())}
+    assert list(runs) == list(full_stack.RUNS)
+    assert len({run["losses"][0] for run in runs.values()}) > 1  # bf16 is another number
+    wide = runs["AdamW"]["state_bytes"]
+    assert all(wide >= 3.5 * run["state_bytes"] for name, run in runs.items() if name != "AdamW")
+    assert (tmp_path / "a.svg").read_text().count("<polyline") == 4
+    assert "3.5" in capsys.readouterr().out
+
+
+def test_bars() -> None:
+    first = full_stack.Run("AdamW", 0.0, (2.0,), 400, 1.0)
+    near = full_stack.Run("AdamW8bit", 0.01, (2.01,), 100, 1.0)
+    assert full_stack.meets_bars([first, near])
+    assert not full_stack.meets_bars([first, dataclasses.replace(near, losses=(2.03,))])
+    assert not full_stack.meets_bars([first, dataclasses.replace(near, state_bytes=120)])
+
+
+@pytest.mark.parametrize("argv", [[], ["loss", "--steps", "0"], ["peaks", "--model", "bort"]])
+def test_bad_input_is_a_sentence(argv: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        full_stack.main(argv)
+    assert exit_info.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
