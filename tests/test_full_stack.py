@@ -16,6 +16,7 @@ import simgpu  # noqa: F401  before the first backward: autograd counts the devi
 from memscale import Config, MemScaleError
 from memscale._execute import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadOptimizer, QuantizeOptimizer, StreamParameters
+from tests.techniques.optimizer8bit.test_in_place import unavailable
 from tests.test_patching import snapshot
 
 QUIET = Config(mode="aggressive", force_optimize=True, enable_logging=False)
@@ -190,4 +191,37 @@ def test_without_a_counterpart_the_optimizer_is_named_once() -> None:
         _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
     assert same is optimizer
     step(model, optimizer, 0)
+    memscale.detach(model)
+
+
+def test_calling_it_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the pair, and with the optimizer that was replaced: no state is lost either way."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _, first = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    step(model, first, 0)
+    _, second = memscale.apply_all_optimizations(model, first, QUIET, sample_input=batch(0))
+    assert second is first
+    found = {outcome.technique: outcome for outcome in executor_of(model).outcomes}
+    assert "by itself" in found["8-bit optimizer"].detail
+    step(model, second, 1)
+    assert {entry["step"] for entry in second.state.values()} == {2}
+    memscale.detach(model)
+    _, third = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    _, fourth = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    assert type(fourth) is bnb.optim.AdamW8bit
+    assert fourth is not third
+    assert {entry["step"] for entry in fourth.state.values()} == {1}
+    memscale.detach(model)
+
+
+def test_without_bitsandbytes_it_warns_once_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    unavailable(monkeypatch)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match="bitsandbytes") as caught:
+        _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    assert len(caught) == 1
+    step(model, same, 0)  # no second warning: warnings are errors here
+    assert same is optimizer
     memscale.detach(model)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config, Plan
+from memscale import Config, Plan, _api
 from memscale._decide import decide
 from memscale._execute import execute, executor_of
 from memscale._plan import Checkpoint, MixedPrecision, QuantizeOptimizer
@@ -152,3 +152,14 @@ def test_without_fp16_there_is_no_loss_scale_to_save() -> None:
     assert executor.state_dict() == {"loss_scale": None}
     executor.load_state_dict({"loss_scale": None})
     executor.detach()
+
+
+# ---- wishes that are not followed
+
+
+def test_hardware_without_fast_16_bit_math_is_named_once() -> None:
+    slow = hardware_of(supports_bf16=False, supports_fp16=True, has_fast_16bit=False)
+    with pytest.warns(UserWarning, match="test card has no fast 16-bit math, so the model stays in full precision"):
+        _api._warn_of_slow_math(Config(use_mixed_precision=True), slow)
+    _api._warn_of_slow_math(Config(), slow)
+    _api._warn_of_slow_math(Config(use_mixed_precision=True), hardware_of())

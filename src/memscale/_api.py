@@ -24,7 +24,7 @@ from memscale._pipeline import device_of, execution_settings, make_plan
 from memscale._plan import MixedPrecision, Plan
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale.report import console, stack
-from memscale.techniques.optimizer8bit import moments_of
+from memscale.techniques.optimizer8bit import is_8bit, moments_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
 logger = logging.getLogger("memscale")
@@ -100,6 +100,9 @@ def apply_all_optimizations(
         raise TypeError("apply_all_optimizations takes the optimizer, too; without one use memscale.wrap")
     known = _checked_optimizer(optimizer)
     assert known is not None
+    earlier = executor_of(_model_of(model))
+    if earlier is not None:
+        earlier.detach()  # before the optimizer is looked at: it may have been replaced
     conversion, detail = _convert(known, _model_of(model), config)
     used = known if conversion is None else conversion.optimizer
     with contextlib.ExitStack() as undo:
@@ -117,6 +120,8 @@ def _convert(optimizer: Optimizer, model: nn.Module, config: Config) -> tuple[Co
     if not config.use_8bit_optimizer:
         return None, None
     name = type(optimizer).__name__
+    if is_8bit(optimizer):
+        return None, f"{name} keeps its state in 8 bits by itself"
     try:
         conversion = convert(optimizer, model, device_of(model, config))
     except NoCounterpart as reason:

@@ -3,6 +3,8 @@
 `EightBit` says which state tensors of which optimizers wait in 8 bits, and how. The buckets of an adopted optimizer ask
 it: a bucket is unpacked for the user's own step and packed again, and nothing else of the state is ever in 32 bits.
 
+State of 16-bit parameters is packed too; there, loading what was saved may round once more.
+
 What stays in 32 bits: embeddings, as bitsandbytes advises (most of their rows get no gradient in a step, so a block
 mixes very different ages); parameters with few elements; parameters that are not the model's; everything that is no
 moment of the gradient (step counters, say).
@@ -28,7 +30,7 @@ from torch.optim import Optimizer
 from memscale._plan import QuantizeOptimizer
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, dequantize, forget_tables, quantize
 
-__all__ = ["BlockPacking", "EightBit", "find_problem", "moments_of"]
+__all__ = ["BlockPacking", "EightBit", "find_problem", "is_8bit", "moments_of"]
 
 logger = logging.getLogger("memscale")
 
