@@ -258,10 +258,13 @@ def overlap(arguments: argparse.Namespace) -> Iterator[tuple[Overlap, Compute]]:
     plain, compute = _overlap_of(PLAIN, False, 0, arguments)
     yield plain, compute
     count = arguments.layers - 1  # the last layer's tensors are needed at once
-    link_ms = count * _copy_ms_of_a_layer(arguments)
+    layer = _one_layer(arguments)
+    link_ms = count * layer.copy_out_ms
     hideable = max(1, int(count * min(1.0, compute.forward_ms / link_ms))) if link_ms else count
+    # A layer is computed faster than it travels: it must be allowed to travel beside the layers after it.
+    window = AsyncOffloadConfig(window_bytes=layer.moved_bytes, prefetch_bytes=layer.moved_bytes)
     for asynchronous in (True, False):
-        yield _overlap_of(HIDEABLE, asynchronous, hideable, arguments)[0], compute
+        yield _overlap_of(HIDEABLE, asynchronous, hideable, arguments, window)[0], compute
     recomputed, recompute = _overlap_of(RECOMPUTED, False, 0, arguments)
     yield recomputed, recompute
     for asynchronous in (True, False):
@@ -270,14 +273,18 @@ def overlap(arguments: argparse.Namespace) -> Iterator[tuple[Overlap, Compute]]:
         yield _overlap_of(EVERY, asynchronous, count, arguments)[0], compute
 
 
-def _copy_ms_of_a_layer(arguments: argparse.Namespace) -> float:
-    """One way. Layers are alike."""
+def _one_layer(arguments: argparse.Namespace) -> Overlap:
+    """What one layer sends. Layers are alike."""
     few = argparse.Namespace(**{**vars(arguments), "layers": 2})
-    return _overlap_of(EVERY, True, 1, few)[0].copy_out_ms
+    return _overlap_of(EVERY, True, 1, few)[0]
 
 
 def _overlap_of(
-    way: str, asynchronous: bool, num_layers: int, arguments: argparse.Namespace
+    way: str,
+    asynchronous: bool,
+    num_layers: int,
+    arguments: argparse.Namespace,
+    config: AsyncOffloadConfig | None = None,
 ) -> tuple[Overlap, Compute]:
     import simgpu
 
@@ -287,7 +294,8 @@ def _overlap_of(
     blocks = list(find_blocks(model))
     recomputed = [Checkpoint(fqn) for fqn in blocks if way in (RECOMPUTED, BOUNDARIES)]
     chosen = [blocks[number * (len(blocks) - 1) // num_layers] for number in range(num_layers)]
-    executor = Executor(model, ExecutionSettings(device=device, asynchronous=asynchronous))
+    settings = ExecutionSettings(device, asynchronous=asynchronous, async_config=config or AsyncOffloadConfig())
+    executor = Executor(model, settings)
     executor.attach([*recomputed, *(OffloadActivations(fqn) for fqn in chosen)])
     ids = torch.randint(50_257, (arguments.batch, arguments.length)).to(device)
     # Differences of one running clock: events remember its time, so it is not set back.
