@@ -24,6 +24,7 @@ TORCH_FREE = (
     "_profile",
     "_search",
     "_units",
+    "_writing",
 )
 
 ALLOWED = {
@@ -36,7 +37,8 @@ ALLOWED = {
     "_profile": {"_json", "_plan"},
     "_peak": {"_hardware", "_plan", "_profile"},
     "_search": {"_peak"},
-    "_decide": {"_config", "_errors", "_hardware", "_peak", "_plan", "_profile", "_search", "_units"},
+    "_decide": {"_config", "_errors", "_hardware", "_peak", "_plan", "_profile", "_search", "_writing"},
+    "_writing": {"_config", "_peak", "_plan", "_profile", "_search", "_units"},
 }
 """Whom each of the pure modules may import, at most."""
 

@@ -14,15 +14,17 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from memscale._hardware import Hardware
 from memscale._plan import (
     Action,
     Checkpoint,
+    MixedPrecision,
     OffloadActivations,
     OffloadOptimizer,
+    QuantizeOptimizer,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -30,13 +32,16 @@ from memscale._plan import (
 )
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
 
-Treatment = Literal["keep", "selective", "offload", "checkpoint", "stream"]
+Treatment = Literal["keep", "selective", "offload", "checkpoint", "checkpoint+offload", "stream", "stream+offload"]
 """What is done to a block: its activations are kept, partly recomputed, sent away or recomputed; or its parameters
-visit the device only while it computes (and its activations are recomputed)."""
+visit the device only while it computes (and its activations are recomputed). With "+offload" the input from which it
+is recomputed waits elsewhere, too."""
 TREATMENTS: tuple[Treatment, ...] = get_args(Treatment)
 
 TILE_HEAD, INSIDE = "tile_head", "inside"
 """Kinds of traces with tiles: of the head; of attention and MLPs inside the blocks. See `tile_name`."""
+REST = "rest/"
+"""Before the name of a trace in which the rest of the model is streamed. In 16 bits: the type and a slash in front."""
 
 _TILED_HEAD_SLOWDOWN = 1.02
 """What is bit-exact comes first."""
@@ -57,6 +62,15 @@ class Run:
     num_tiles: int = 0
     """Into how many tiles attention and MLPs are cut inside the blocks; 0: they are not."""
     offloads_optimizer: bool = False
+    streams_rest: bool = False
+    """Embeddings, norms and heads are streamed, too."""
+    precision: str = ""
+    """The 16-bit type that is computed in; "": as the model says."""
+    quantizes_optimizer: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.precision and not self.quantizes_optimizer
 
     @property
     def num_actions(self) -> int:
@@ -76,18 +90,20 @@ class Choice:
         return len(self.blocks) + self.run.num_actions
 
 
-def choice_of(actions: Iterable[Action]) -> Choice:
-    """The choice behind a plan's actions."""
-    blocks: list[tuple[str, Treatment]] = []
+def choice_of(actions: Iterable[Action], blocks: Container[str] | None = None) -> Choice:
+    """The choice behind a plan's actions; what is streamed outside of these `blocks` is the rest."""
+    treated: dict[str, set[str]] = {}
     run: dict[str, Any] = {}
     for action in actions:
         match action:
             case Checkpoint():
-                blocks.append((action.module_fqn, "selective" if action.keep else "checkpoint"))
+                treated.setdefault(action.module_fqn, set()).add("selective" if action.keep else "checkpoint")
             case OffloadActivations():
-                blocks.append((action.module_fqn, "offload"))
+                treated.setdefault(action.module_fqn, set()).add("offload")
+            case StreamParameters() if blocks is None or action.module_fqn in blocks:
+                treated.setdefault(action.module_fqn, set()).add("stream")
             case StreamParameters():
-                blocks.append((action.module_fqn, "stream"))
+                run["streams_rest"] = True
             case TileHead():
                 run["head_rows"] = action.rows
             case TileMlp():
@@ -96,7 +112,12 @@ def choice_of(actions: Iterable[Action]) -> Choice:
                 run.setdefault("num_tiles", 2)
             case OffloadOptimizer():
                 run["offloads_optimizer"] = True
-    return Choice(tuple(blocks), Run(**run))
+            case MixedPrecision():
+                run["precision"] = action.dtype
+            case QuantizeOptimizer():
+                run["quantizes_optimizer"] = True
+    named: Any = [(fqn, "+".join(sorted(how, key=lambda name: name == "offload"))) for fqn, how in treated.items()]
+    return Choice(tuple(named), Run(**run))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +182,7 @@ class CostModel:
         self._whole: dict[str, StepTrace] = {}
         self._stretches: dict[str, list[Stretch]] = {}
         for name, trace in {"keep": profile.plain, **profile.variants}.items():
-            owners, stretches = self._runs(trace)
+            owners, stretches = self._runs(trace, halves=name.startswith(("bfloat16/", "float16/")))
             if owners == self.owners:
                 self._stretches[name] = stretches
             else:
@@ -169,23 +190,24 @@ class CostModel:
         self._between: dict[tuple[str, int], list[Stretch]] = {}
         self._by_owner: dict[str, dict[str, list[Segment]]] = {}
 
-    def _runs(self, trace: StepTrace) -> tuple[list[str], list[Stretch]]:
+    def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
         runs = [(owner, tuple(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
-        return [owner for owner, _ in runs], [self._merge(segments) for _, segments in runs]
+        return [owner for owner, _ in runs], [self._merge(segments, halves) for _, segments in runs]
 
     def _owner(self, segment: Segment) -> str:
         return segment.module_fqn if segment.module_fqn in self.blocks else ""
 
-    def _merge(self, segments: tuple[Segment, ...]) -> Stretch:
+    def _merge(self, segments: tuple[Segment, ...], halves: bool) -> Stretch:
         trace = StepTrace(segments)
-        return Stretch(trace.peak_bytes, trace.end_bytes, sum(self.segment_ms(segment) for segment in segments))
+        ms = sum(self.segment_ms(segment, halves=halves) for segment in segments)
+        return Stretch(trace.peak_bytes, trace.end_bytes, ms)
 
-    def segment_ms(self, segment: Segment) -> float:
+    def segment_ms(self, segment: Segment, *, halves: bool = False) -> float:
+        """By arithmetic and memory traffic; `halves`: products are in 16 bits."""
         bytes_per_s = self.hardware.memory_bytes_per_s
-        matmul_s = max(
-            segment.flops / (self.hardware.fp32_flops * _MATMUL_EFFICIENCY), segment.matmul_bytes / bytes_per_s
-        )
+        flops_per_s = self.hardware.half_flops if halves else self.hardware.fp32_flops
+        matmul_s = max(segment.flops / (flops_per_s * _MATMUL_EFFICIENCY), segment.matmul_bytes / bytes_per_s)
         return (matmul_s + segment.other_bytes / bytes_per_s) * 1e3
 
     # ---- what can be done
@@ -202,7 +224,21 @@ class CostModel:
 
     def can_treat(self, run: Run, treatment: Treatment) -> bool:
         """Whether blocks can be treated so in this run."""
-        return treatment in self._stretches if not run.num_tiles else bool(self._traced(INSIDE, treatment))
+        prefix = _prefix(run.precision)
+        return (
+            bool(self._traced(prefix + INSIDE, treatment)) if run.num_tiles else prefix + treatment in self._stretches
+        )
+
+    def can_run(self, run: Run) -> bool:
+        """Whether the rest of the model can be run so."""
+        prefix = _prefix(run.precision, streams_rest=run.streams_rest)
+        return bool(self._traced(prefix + TILE_HEAD)) if run.head_rows else prefix + "keep" in self._stretches
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """16-bit types in which the step was traced."""
+        kept = (name.removesuffix("/keep") for name in self._stretches if name.endswith("/keep"))
+        return tuple(name for name in kept if not f"{name}/".endswith(REST))
 
     @property
     def head_rows(self) -> tuple[int, ...]:
@@ -232,11 +268,15 @@ class CostModel:
 
     def _rest(self, run: Run) -> list[Stretch]:
         """The step with the rest run so; its blocks are of no meaning."""
-        return self._tiled(TILE_HEAD, "", run.head_rows) if run.head_rows else self._stretches["keep"]
+        prefix = _prefix(run.precision, streams_rest=run.streams_rest)
+        return self._tiled(prefix + TILE_HEAD, "", run.head_rows) if run.head_rows else self._stretches[prefix + "keep"]
 
     def _treated(self, run: Run, treatment: Treatment) -> list[Stretch]:
         """The step with every block treated so; its rest is of no meaning."""
-        return self._tiled(INSIDE, treatment, run.num_tiles) if run.num_tiles else self._stretches[treatment]
+        prefix = _prefix(run.precision)
+        if run.num_tiles:
+            return self._tiled(prefix + INSIDE, treatment, run.num_tiles)
+        return self._stretches[prefix + treatment]
 
     def _tiled(self, kind: str, treatment: str, size: int) -> list[Stretch]:
         """With tiles of this size: as traced, or from the chord between the sizes that were."""
@@ -309,21 +349,35 @@ class CostModel:
         return Outcome(peak_bytes, step_ms, extras.host_bytes, movable)
 
     def _extras(self, choice: Choice) -> Extras:
-        total = Extras()
+        total = self.rest_extras(choice.run)
         for fqn, treatment in choice.blocks:
             total = total.plus(self.extras(choice.run, fqn, treatment))
         return total
 
     def extras(self, run: Run, module_fqn: str, treatment: Treatment) -> Extras:
         """What this treatment of a block changes besides its own stretches."""
-        ms = self.link_ms(module_fqn, treatment)
-        if treatment == "stream":
-            layer = self.blocks[module_fqn]
-            host = layer.param_bytes + layer.trainable_bytes
-            return Extras(-layer.param_bytes, layer.trainable_bytes, host, 0, ms)
+        ms, movable = self.link_ms(module_fqn, treatment), self._movable_bytes(module_fqn, treatment)
+        if not treatment.startswith("stream"):
+            return Extras(movable_bytes=movable, ms=ms)
+        layer = self.blocks[module_fqn]
+        host = layer.param_bytes + layer.trainable_bytes
+        return Extras(-layer.param_bytes, layer.trainable_bytes, host, movable, ms)
+
+    def rest_extras(self, run: Run) -> Extras:
+        """What streaming the rest changes; its optimizer state is counted in `state_bytes`."""
+        if not run.streams_rest:
+            return Extras()
+        params, trainable = self.profile.rest_param_bytes, self.profile.rest_trainable_bytes
+        return Extras(-params, 0, params + trainable, 0, self._exposed_ms(2 * params + trainable, 0.0))
+
+    def _movable_bytes(self, module_fqn: str, treatment: Treatment) -> int:
+        """Activations that wait elsewhere."""
         if treatment == "offload":
-            return Extras(movable_bytes=max(0, self.saved_bytes(module_fqn, "offload")), ms=ms)
-        return Extras()
+            return max(0, self.saved_bytes(module_fqn, "offload"))
+        if treatment.endswith("+offload"):
+            without: Treatment = treatment.removesuffix("+offload")  # type: ignore[assignment]
+            return max(0, self.saved_bytes(module_fqn, treatment) - self.saved_bytes(module_fqn, without))
+        return 0
 
     # ---- the optimizer, and what is there all the time. Numbers or arrays of them: `streamed_bytes` may be either.
 
@@ -333,20 +387,36 @@ class CostModel:
             return whole + 0 * streamed_bytes
         return whole - (whole - rest) * (streamed_bytes / self._trainable_bytes)
 
+    def optimizer(self, run: Run) -> OptimizerCost:
+        optimizer = self.profile.eight_bit_optimizer if run.quantizes_optimizer else self.profile.optimizer
+        assert optimizer is not None
+        return optimizer
+
+    def _rest_left(self, run: Run) -> float:
+        """The share of what is no block that is not streamed."""
+        total = sum(layer.trainable_bytes for layer in self.profile.layers if not layer.is_block)
+        return 1 - self.profile.rest_trainable_bytes / total if run.streams_rest and total else 1.0
+
     def state_bytes(self, run: Run, streamed_bytes: Any) -> Any:
         """Optimizer state of what is not streamed."""
-        rest = self.profile.rest_optimizer
-        return self._falling(self.profile.optimizer.state_bytes, rest.state_bytes if rest else None, streamed_bytes)
+        whole, rest = self.optimizer(run).state_bytes, self.profile.rest_optimizer
+        if rest is None:
+            return whole + 0 * streamed_bytes
+        # State of embeddings is not quantised.
+        rest_bytes = min(whole, rest.state_bytes)
+        return self._falling(whole, rest_bytes, streamed_bytes) - rest_bytes * (1 - self._rest_left(run))
 
     def state_away(self, run: Run, streamed_bytes: Any) -> Any:
         """Optimizer state that waits elsewhere."""
-        whole = self.profile.optimizer.state_bytes
+        whole = self.optimizer(run).state_bytes
         return whole + 0 * streamed_bytes if run.offloads_optimizer else whole - self.state_bytes(run, streamed_bytes)
 
     def step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
         """What the optimizer's step needs on top."""
-        optimizer, rest = self.profile.optimizer, self.profile.rest_optimizer
-        step = self._falling(optimizer.step_bytes, rest.step_bytes if rest else None, streamed_bytes)
+        optimizer, rest = self.optimizer(run), self.profile.rest_optimizer
+        rest_bytes = None if rest is None else min(optimizer.step_bytes, rest.step_bytes)
+        step = self._falling(optimizer.step_bytes, rest_bytes, streamed_bytes)
+        step = step - (rest_bytes or 0) * (1 - self._rest_left(run))
         if not run.offloads_optimizer:
             return step
         assert optimizer.offloaded_step_bytes is not None
@@ -356,7 +426,7 @@ class CostModel:
     def most_waiting_bytes(self) -> int:
         """What would wait elsewhere if everything did that can."""
         offloaded = sum(max(0, self.saved_bytes(fqn, "offload")) for fqn in self.blocks if "offload" in self._stretches)
-        homes = sum(layer.param_bytes + layer.trainable_bytes for layer in self.blocks.values())
+        homes = sum(layer.param_bytes + layer.trainable_bytes for layer in self.profile.layers)
         return offloaded + homes + self.profile.optimizer.state_bytes
 
     def base_bytes(self) -> int:
@@ -381,27 +451,26 @@ class CostModel:
         return compute_ms + self._optimizer_ms(run, streamed_bytes)
 
     def _optimizer_ms(self, run: Run, streamed_bytes: Any) -> Any:
-        optimizer = self.profile.optimizer
-        away = streamed_bytes / self._trainable_bytes if self._trainable_bytes else 0 * streamed_bytes
-        on_host_ms = away * optimizer.moved_bytes / _HOST_BYTES_PER_S * 1e3
+        optimizer = self.optimizer(run)
+        total = sum(layer.trainable_bytes for layer in self.profile.layers)
+        streamed_bytes = streamed_bytes + self.profile.rest_trainable_bytes * run.streams_rest
+        away = streamed_bytes / max(1, total)
+        on_host_ms = away * optimizer.moved_bytes / min(_HOST_BYTES_PER_S, self.hardware.memory_bytes_per_s) * 1e3
         compute_ms = (1 - away) * optimizer.moved_bytes / self.hardware.memory_bytes_per_s * 1e3
         if not run.offloads_optimizer:
             return compute_ms + on_host_ms
-        link_ms = 2 * self.state_bytes(run, streamed_bytes) / self.hardware.link_bytes_per_s * 1e3
+        link_ms = 2 * (1 - away) * optimizer.state_bytes / self.hardware.link_bytes_per_s * 1e3
         if self.overlaps:
-            compute_ms = (compute_ms + link_ms + abs(compute_ms - link_ms)) / 2  # the longer of the two
-            return compute_ms + on_host_ms
+            return (compute_ms + link_ms + abs(compute_ms - link_ms)) / 2 + on_host_ms  # the longer of the two
         return compute_ms + link_ms + on_host_ms
 
     def link_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """Time that a block's transfers add to its step: all of it, or what its own compute does not hide."""
-        if treatment == "offload":
-            return self._exposed_ms(2 * self.saved_bytes(module_fqn, "offload"), self.block_ms(module_fqn, "keep"))
-        if treatment == "stream":
+        moved = 2 * self._movable_bytes(module_fqn, treatment)
+        if treatment.startswith("stream"):
             layer = self.blocks[module_fqn]
-            moved = 2 * layer.param_bytes + layer.trainable_bytes
-            return self._exposed_ms(moved, self.block_ms(module_fqn, "stream"))
-        return 0.0
+            moved += 2 * layer.param_bytes + layer.trainable_bytes
+        return self._exposed_ms(moved, self.block_ms(module_fqn, treatment)) if moved else 0.0
 
     def _exposed_ms(self, num_bytes: int, compute_ms: float) -> float:
         link_ms = num_bytes / self.hardware.link_bytes_per_s * 1e3
@@ -443,6 +512,10 @@ class CostModel:
 # ---- sizes of tiles
 
 
+def _prefix(precision: str, *, streams_rest: bool = False) -> str:
+    return (f"{precision}/" if precision else "") + (REST if streams_rest else "")
+
+
 def tile_name(kind: str, size: int, treatment: str = "") -> str:
     """The name of a trace in which tiles have this size."""
     return f"{kind}:{size}:{treatment}"
@@ -460,7 +533,7 @@ def _position(kind: str, low: int, high: int, size: int) -> float:
     """How far a size is from one end of the chord to the other. Bytes go with rows, or with one over the number."""
     if low == high:
         return 0.0
-    if kind == INSIDE:
+    if kind.endswith(INSIDE):
         return (1 / low - 1 / size) / (1 / low - 1 / high)
     return (size - low) / (high - low)
 

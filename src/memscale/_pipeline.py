@@ -15,23 +15,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide import (
-    OPTIMIZER_BUCKET_BYTES,
-    cut_inside,
-    decide,
-    explain_misfit,
-    full_budget,
-    needs_optimizing,
-)
+from memscale._decide import decide, full_budget, half_type, needs_optimizing
 from memscale._errors import DoesNotFitError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._hardware import Hardware
-from memscale._peak import INSIDE, TILE_HEAD, Choice, CostModel, Outcome, choice_of, tile_name
+from memscale._peak import INSIDE, REST, TILE_HEAD, Choice, CostModel, Outcome, choice_of, tile_name
 from memscale._plan import (
     Action,
     Checkpoint,
+    MixedPrecision,
     OffloadActivations,
     Plan,
+    QuantizeOptimizer,
     Reason,
     StreamParameters,
     TileAttention,
@@ -46,7 +41,9 @@ from memscale._profile.optimizers import optimizer_cost
 from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, try_variant
 from memscale._profile.rehearsal import Attach, Rehearsal
 from memscale._profile.shallow import ShallowRehearsal, open_shallow
+from memscale._writing import OPTIMIZER_BUCKET_BYTES, cut_inside, explain_misfit
 from memscale.techniques import tiling
+from memscale.techniques.offload import streaming
 from memscale.techniques.offload.buckets import split_into_buckets
 from memscale.techniques.offload.separable import NotSeparable, check_separable
 
@@ -105,6 +102,7 @@ class Study:
         self.rehearsal, plain = open_rehearsal(model, inputs, device, settings, before_real)
         self.profile = profile_model(model, self.rehearsal, plain, cost, inputs)
         self._tried: set[str] = set()
+        self._exact: dict[str, tuple[Action, ...]] = {}
         self._tiles: _Tiles | None = None
         self._resident: dict[tuple[str, ...], OptimizerCost] = {}
         self._traces: dict[str, StepTrace] = {}
@@ -114,17 +112,25 @@ class Study:
         config = strategy.config
         if not needs_optimizing(self.profile, self.hardware, config):
             return self._decide_and_rehearse(strategy)
-        self._try(self._treatments(config), config)
-        if config.enable_tiling:
-            self._try_head(config)
-        if not config.enable_tiling:
-            return self._decide_and_rehearse(strategy)
-        if not config.force_optimize:
-            plan = self._decide_and_rehearse(strategy)
-            if plan.fits:
-                return plan
-        self._try_inside(config)  # dear to find out, and of use only when nothing else is left
+        *levels, last = self._levels(config)
+        for level in levels:
+            level(config)
+            if not config.force_optimize:
+                plan = self._decide_and_rehearse(strategy)
+                if plan.fits:
+                    return plan
+        last(config)
         return self._decide_and_rehearse(strategy)
+
+    def _levels(self, config: Config) -> list[Callable[[Config], None]]:
+        """What is dear to find out, or not exact, is looked into only when nothing else is left."""
+        levels: list[Callable[[Config], None]] = [self._try_simple]
+        if config.enable_tiling:
+            levels.append(self._try_inside)
+        if config.use_mixed_precision or config.use_8bit_optimizer:
+            is_asked = config.asks_for("use_mixed_precision") or config.asks_for("use_8bit_optimizer")
+            levels.insert(0 if is_asked else len(levels), self._try_lossy)
+        return levels
 
     def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
@@ -150,7 +156,7 @@ class Study:
         if not plan.actions:
             return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
         trace = self._rehearsed(plan.actions, config)
-        choice = choice_of(plan.actions)
+        choice = choice_of(plan.actions, {layer.module_fqn for layer in self.profile.layers if layer.is_block})
         peak_bytes = CostModel(self.profile, self.hardware).peak_of(trace, choice, self._resident_optimizer(choice))
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
@@ -165,8 +171,9 @@ class Study:
 
     def _resident_optimizer(self, choice: Choice) -> OptimizerCost | None:
         """The optimizer over what is not streamed, to the byte."""
-        streamed = tuple(fqn for fqn, treatment in choice.blocks if treatment == "stream")
-        if not streamed or choice.run.offloads_optimizer:
+        blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.startswith("stream"))
+        streamed = (*blocks, *(self.profile.rest if choice.run.streams_rest else ()))
+        if not streamed or choice.run.offloads_optimizer or choice.run.quantizes_optimizer:
             return None
         if streamed not in self._resident:
             self._resident[streamed] = optimizer_cost(
@@ -176,19 +183,73 @@ class Study:
 
     # ---- trying techniques
 
+    def _try_simple(self, config: Config) -> None:
+        """Treatments of blocks, streaming of the rest, the head in tiles."""
+        self._try(self._treatments(config), config)
+        rest = self._rest_actions(config)
+        if rest:
+            self._try({f"{REST}keep": rest}, config)
+        head = self.tiles.head if config.enable_tiling else None
+        if head is None:
+            return
+        self.profile = dataclasses.replace(self.profile, head=head)
+        for rows in self.tiles.head_rows:  # the smallest and the largest: what lies between, the peak model knows
+            tiled = (dataclasses.replace(head, rows=rows),)
+            self._try({tile_name(TILE_HEAD, rows): tiled}, config)
+            if rest:
+                self._try({tile_name(f"{REST}{TILE_HEAD}", rows): (*tiled, *rest)}, config)
+
+    def _try_inside(self, config: Config) -> None:
+        inside = self.tiles.inside
+        if inside:
+            self.profile = dataclasses.replace(self.profile, inside=inside)
+            smallest = [(k, v) for k, v in self._treatments(config).items() if k.startswith(("checkpoint", "stream"))]
+            for num_tiles in self.tiles.num_inside:
+                cut = cut_inside(inside, num_tiles)
+                self._try({tile_name(INSIDE, num_tiles, name): (*cut, *actions) for name, actions in smallest}, config)
+
+    def _try_lossy(self, config: Config) -> None:
+        """All that was tried so far, in 16 bits; and optimizer state in 8."""
+        self._try_simple(config)
+        dtype = half_type(self.hardware, config)
+        if dtype is not None:
+            plain: dict[str, tuple[Action, ...]] = {"keep": ()}
+            exact = {name: actions for name, actions in self._exact.items() if name in self.profile.variants}
+            named = {f"{dtype}/{name}": (*a, MixedPrecision(dtype)) for name, a in {**plain, **exact}.items()}
+            self._try(named, config)
+        if config.use_8bit_optimizer and self.profile.eight_bit_optimizer is None:
+            cost = eight_bit_cost(self.model, self.profile.optimizer)
+            self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=cost)
+
     def _try(self, variants: Mapping[str, tuple[Action, ...]], config: Config) -> None:
         traces = dict(self.profile.variants)
         for name, actions in variants.items():
             if name not in self._tried:
                 self._tried.add(name)
+                if not any(isinstance(action, MixedPrecision) for action in actions):
+                    self._exact[name] = actions
                 trace = self._tried_trace(name, actions, config)
                 if trace is not None:
                     traces[name] = trace
-        rest = self.profile.rest_optimizer
-        if "stream" in traces and rest is None:
+        self.profile = dataclasses.replace(self.profile, variants=traces)
+
+    def _rest_actions(self, config: Config) -> tuple[Action, ...]:
+        """What streams embeddings, norms and heads; nothing where blocks cannot be streamed."""
+        if "stream" not in self.profile.variants:
+            return ()
+        if self.profile.rest_optimizer is None:
             blocks = tuple(find_blocks(self.rehearsal.model))
-            rest = optimizer_cost(self.model, self.optimizer, self.hardware.device_type, without=blocks)
-        self.profile = dataclasses.replace(self.profile, variants=traces, rest_optimizer=rest)
+            cost = optimizer_cost(self.model, self.optimizer, self.hardware.device_type, without=blocks)
+            rest = streaming.rest_of(self.rehearsal.model, blocks)
+            parameters = {id(p): p for fqn in rest for p in self.rehearsal.model.get_submodule(fqn).parameters()}
+            self.profile = dataclasses.replace(
+                self.profile,
+                rest_optimizer=cost,
+                rest=rest,
+                rest_param_bytes=sum(p.nbytes for p in parameters.values()),
+                rest_trainable_bytes=sum(p.nbytes for p in parameters.values() if p.requires_grad),
+            )
+        return tuple(StreamParameters(fqn) for fqn in self.profile.rest)
 
     def _tried_trace(self, name: str, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
         """On a shorter model where that shows the same."""
@@ -214,30 +275,14 @@ class Study:
             treatments["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
             treatments["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
         if config.enable_offloading and has_next_tier(self.hardware, config):
-            treatments["offload"] = tuple(OffloadActivations(fqn) for fqn in blocks)
+            sent_away = tuple(OffloadActivations(fqn) for fqn in blocks)
+            treatments["offload"] = sent_away
+            if config.enable_checkpointing:
+                treatments["checkpoint+offload"] = (*treatments["checkpoint"], *sent_away)
             if config.enable_checkpointing and self.hardware.device_type != "cpu":
                 treatments["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
+                treatments["stream+offload"] = (*treatments["stream"], *sent_away)
         return treatments if blocks else {}
-
-    def _try_head(self, config: Config) -> None:
-        """The smallest tiles and the largest: what lies between, the peak model knows."""
-        head = self.tiles.head
-        if head is not None:
-            self.profile = dataclasses.replace(self.profile, head=head)
-            ends = {
-                tile_name(TILE_HEAD, rows): (dataclasses.replace(head, rows=rows),) for rows in self.tiles.head_rows
-            }
-            self._try(ends, config)
-
-    def _try_inside(self, config: Config) -> None:
-        inside = self.tiles.inside
-        if inside:
-            self.profile = dataclasses.replace(self.profile, inside=inside)
-            smallest = {k: v for k, v in self._treatments(config).items() if k in ("checkpoint", "stream")}
-            for num_tiles in self.tiles.num_inside:
-                cut = cut_inside(inside, num_tiles)
-                named = {tile_name(INSIDE, num_tiles, name): (*cut, *actions) for name, actions in smallest.items()}
-                self._try(named, config)
 
     @property
     def tiles(self) -> _Tiles:
@@ -309,6 +354,25 @@ def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, 
     executor = Executor(model, settings)
     executor.attach(actions)
     return executor
+
+
+def eight_bit_cost(model: nn.Module, cost: OptimizerCost) -> OptimizerCost | None:
+    """The optimizer with 8-bit state; None where it has none. A step holds one bucket of it in 32 bits."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    total_bytes = sum(p.nbytes for p in trainable)
+    num_moments = round(cost.state_bytes / total_bytes) if total_bytes else 0
+    if not num_moments or cost.offloaded_step_bytes is None:
+        return None
+    action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    saved_bytes = 0
+    for parameter in trainable:
+        is_small = parameter.numel() < action.min_elements
+        if id(parameter) not in embeddings and not is_small and parameter.dtype == torch.float32:
+            packed = parameter.numel() + 4 * -(-parameter.numel() // action.block_size)
+            saved_bytes += num_moments * (parameter.nbytes - packed)
+    state_bytes = cost.state_bytes - saved_bytes
+    return dataclasses.replace(cost, state_bytes=state_bytes, step_bytes=cost.offloaded_step_bytes)
 
 
 def _split_of(optimizer: str | Optimizer) -> Callable[[list[int]], list[list[int]]] | None:

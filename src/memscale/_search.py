@@ -71,7 +71,8 @@ def search(
     found: list[Candidate] = []
     if order is None:
         for run in runs:
-            found += [Candidate(c, model.evaluate(c)) for c in _prefix_choices(model, run, allowed)]
+            choices = _prefix_choices(model, run, allowed) if model.can_run(run) else ()
+            found += [Candidate(choice, model.evaluate(choice)) for choice in choices]
         return found
     searcher = _Searcher(model, order, allowed, counts_waiting)
     for run in runs:
@@ -98,7 +99,7 @@ class _Searcher:
     def candidates(self, run: Run) -> list[Candidate]:
         """The ways that no other beats in peak and time (and waiting bytes), with this run around the blocks."""
         treatments = [treatment for treatment in self.allowed if self.model.can_treat(run, treatment)]
-        if not treatments:
+        if not treatments or not self.model.can_run(run):
             return []
         front = self._front([self._block(run, fqn, treatments) for fqn in self.order])
         outcomes = self._outcomes(run, front)
@@ -188,8 +189,8 @@ class _Searcher:
         model, columns = self.model, front.columns
         start, end = model.gaps(run, self.order[0]) if self.order else (Stretch(), Stretch())
         middle = model.middle(run, self.order)
-        streamed = -columns[:, RESIDENT]
-        live = model.base_bytes() + columns[:, STATIC]
+        streamed, rest = -columns[:, RESIDENT], model.rest_extras(run)
+        live = model.base_bytes() + rest.static_bytes + columns[:, STATIC]
         if not run.offloads_optimizer:
             live = live + np.rint(model.state_bytes(run, streamed)).astype(np.int64)
         peak = live
@@ -202,9 +203,9 @@ class _Searcher:
             (np.rint(model.step_bytes(run, streamed)).astype(np.int64), 0),
         ):
             peak, live = np.maximum(peak, live + high), live + net
-        ms = model.step_ms(run, front.ms + (start.ms + middle.ms + end.ms), streamed)
+        ms = model.step_ms(run, front.ms + (start.ms + middle.ms + end.ms + rest.ms), streamed)
         movable = columns[:, MOVABLE] + np.rint(model.state_away(run, streamed)).astype(np.int64)
-        return np.stack([peak, ms, columns[:, HOST], movable], axis=1)
+        return np.stack([peak, ms, columns[:, HOST] + rest.host_bytes, movable], axis=1)
 
     def _best(self, front: Front, outcomes: Array) -> list[int]:
         """Rows that no other beats; among equals the one with the fewest actions."""
@@ -361,7 +362,7 @@ def _rank(model: CostModel, treatment: Treatment) -> list[str]:
     """Blocks worth treating, the best bargain first; among equals the earliest, whose recompute comes last."""
     worth = []
     for fqn, layer in model.blocks.items():
-        frees = model.saved_bytes(fqn, treatment) + (layer.param_bytes if treatment == "stream" else 0)
+        frees = model.saved_bytes(fqn, treatment) + (layer.param_bytes if treatment.startswith("stream") else 0)
         if layer.num_calls and frees > 0:
             worth.append((fqn, frees / max(model.extra_ms(fqn, treatment), 1e-6)))
     # Rounded, so that layers that differ by noise of no meaning keep their order in the model.

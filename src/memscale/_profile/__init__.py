@@ -113,15 +113,21 @@ class Profile:
     plain: StepTrace
     """The unmodified model."""
     variants: dict[str, StepTrace] = dataclasses.field(default_factory=dict)
-    """The step with every block under one treatment ("selective", "checkpoint", "offload", "stream"), or with the head
-    tiled ("tile_head"); the same with attention and MLPs tiled inside the blocks ("inside:keep", "inside:checkpoint",
-    ...). What nobody asked for or did not run is not there."""
+    """The step with every block under one treatment ("checkpoint", "stream", ...), with tiles of some size, with the
+    rest of the model streamed, in 16 bits, by the names of `memscale._peak`. What nobody asked for or did not run is
+    not there."""
     head: TileHead | None = None
     """How the language-model head would be tiled."""
     inside: tuple[TileAttention | TileMlp, ...] = ()
     """How attention and MLPs would be tiled inside the blocks."""
     rest_optimizer: OptimizerCost | None = None
     """The optimizer over what is left when every block is streamed."""
+    rest: tuple[str, ...] = ()
+    """Modules beside the blocks whose parameters could be streamed: embeddings, norms, heads."""
+    rest_param_bytes: int = 0
+    rest_trainable_bytes: int = 0
+    eight_bit_optimizer: OptimizerCost | None = None
+    """The optimizer with its state in 8 bits."""
 
     @property
     def static_bytes(self) -> int:

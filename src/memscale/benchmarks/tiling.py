@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.svg is not None:
         options.svg.write_text(draw(peaks))
     if options.json:
-        parts = {"head": runs, "head_on_simgpu": on_device, "sweep": peaks}
+        parts: dict[str, Sequence[Any]] = {"head": runs, "head_on_simgpu": on_device, "sweep": peaks}
         print(json.dumps({name: [_plain(row) for row in rows] for name, rows in parts.items()}, indent=1))
     else:
         if runs:

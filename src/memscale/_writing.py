@@ -1,0 +1,223 @@
+"""A choice, written down as a plan: actions with their reasons, a row a layer; and what to say when nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from typing_extensions import assert_never
+
+from memscale._config import Config
+from memscale._peak import Choice, CostModel, Outcome, Run, Treatment
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    DecisionSource,
+    LayerRow,
+    MixedPrecision,
+    OffloadActivations,
+    OffloadOptimizer,
+    Plan,
+    QuantizeOptimizer,
+    Reason,
+    StreamParameters,
+    TileAttention,
+    TileMlp,
+)
+from memscale._profile import Layer, Profile
+from memscale._search import Candidate
+from memscale._units import show_bytes
+
+OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
+"""State is brought to the device in pieces that belong to parameters of this many bytes."""
+_NAME_OF: dict[Treatment, str] = {
+    "selective": "checkpoint (selective)",
+    "checkpoint": "checkpoint",
+    "offload": "offload activations",
+    "checkpoint+offload": "checkpoint, input offloaded",
+    "stream": "stream parameters",
+    "stream+offload": "stream parameters, input offloaded",
+}
+
+
+def write_plan(
+    model: CostModel,
+    config: Config,
+    decision_source: DecisionSource,
+    baseline: Outcome,
+    chosen: Candidate,
+    budget_bytes: int,
+    fits: bool,
+    summary: Reason,
+) -> Plan:
+    profile, outcome = model.profile, chosen.outcome
+    return Plan(
+        actions=tuple(_actions(model, config, chosen.choice)),
+        baseline_peak_bytes=baseline.peak_bytes,
+        predicted_peak_bytes=outcome.peak_bytes,
+        predicted_slowdown=_slowdown(chosen, baseline),
+        budget_bytes=budget_bytes,
+        fits=fits,
+        decision_source=decision_source,
+        mode=config.mode.value,
+        device_type=model.hardware.device_type,
+        device_name=model.hardware.device_name,
+        optimizer_name=profile.optimizer.name,
+        profile_source=profile.source,
+        model_class=profile.model_class,
+        inputs=tuple(f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs),
+        summary=summary,
+        rows=tuple(_row(model, layer, chosen.choice) for layer in profile.layers),
+        host_bytes=outcome.host_bytes,
+        movable_bytes=outcome.movable_bytes,
+    )
+
+
+def _slowdown(chosen: Candidate, baseline: Outcome) -> float:
+    """No exact plan is promised to be faster than the plain step, though tiles may be."""
+    ratio = round(chosen.outcome.step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0
+    return max(1.0, ratio) if chosen.choice.run.is_exact else ratio
+
+
+def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
+    """In the model's order, not in that of the ranking: a plan is read by people."""
+    treated, run = dict(choice.blocks), choice.run
+    for layer in model.profile.layers:
+        if layer.module_fqn in treated:
+            treatment = treated[layer.module_fqn]
+            yield from _block_actions(layer.module_fqn, treatment, _reason(model, layer.module_fqn, treatment))
+    if run.streams_rest:
+        for module_fqn in model.profile.rest:
+            yield StreamParameters(module_fqn, _rest_reason(model))
+    if run.num_tiles:
+        yield from cut_inside(model.profile.inside, run.num_tiles)
+    if run.head_rows:
+        assert model.profile.head is not None
+        yield dataclasses.replace(model.profile.head, rows=run.head_rows, reason=_head_reason(model, run))
+    if run.offloads_optimizer:
+        numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer(run).state_bytes}
+        yield OffloadOptimizer(
+            OPTIMIZER_BUCKET_BYTES, Reason("offload optimizer state: the device holds one bucket of it", numbers)
+        )
+    yield from _lossy_actions(model, config, run)
+
+
+def _lossy_actions(model: CostModel, config: Config, run: Run) -> Iterator[Action]:
+    if run.precision:
+        dtype: Literal["bfloat16", "float16"] = "bfloat16" if run.precision == "bfloat16" else "float16"
+        yield MixedPrecision(dtype, _lossy_reason(config, "use_mixed_precision", {}))
+    if run.quantizes_optimizer:
+        numbers: dict[str, int | float | str] = {
+            "state_bytes": model.profile.optimizer.state_bytes,
+            "in_8_bit_bytes": model.optimizer(run).state_bytes,
+        }
+        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=_lossy_reason(config, "use_8bit_optimizer", numbers))
+
+
+def asked_for(model: CostModel, config: Config, dtype: Literal["bfloat16", "float16"] | None) -> Iterator[Action]:
+    """Lossy techniques that the user has named: they are used even where nothing is needed."""
+    if dtype is not None and config.asks_for("use_mixed_precision"):
+        yield MixedPrecision(dtype, _lossy_reason(config, "use_mixed_precision", {}))
+    if config.asks_for("use_8bit_optimizer") and model.profile.optimizer.state_bytes:
+        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=_lossy_reason(config, "use_8bit_optimizer", {}))
+
+
+def _lossy_reason(config: Config, name: str, numbers: dict[str, int | float | str]) -> Reason:
+    why = f"{name}=True" if config.asks_for(name) else f"mode {config.mode.value}: nothing exact suffices"
+    return Reason(why, numbers)
+
+
+def _block_actions(module_fqn: str, treatment: Treatment, reason: Reason) -> Iterator[Action]:
+    match treatment:
+        case "checkpoint" | "checkpoint+offload":
+            yield Checkpoint(module_fqn, reason=reason)
+        case "selective":
+            yield Checkpoint(module_fqn, keep=("matmul", "attention"), reason=reason)
+        case "stream" | "stream+offload":
+            yield StreamParameters(module_fqn, reason)
+        case "keep" | "offload":
+            pass
+        case _:
+            assert_never(treatment)
+    if "offload" in treatment:
+        yield OffloadActivations(module_fqn, reason)
+
+
+def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
+    numbers: dict[str, int | float | str] = {"frees_bytes": model.saved_bytes(module_fqn, treatment)}
+    if treatment.startswith("stream"):
+        numbers["parameter_bytes"] = model.blocks[module_fqn].param_bytes
+    numbers["costs_ms"] = round(model.extra_ms(module_fqn, treatment), 4)
+    return Reason(_NAME_OF[treatment], numbers)
+
+
+def _rest_reason(model: CostModel) -> Reason:
+    return Reason("stream parameters", {"parameter_bytes": model.profile.rest_param_bytes})
+
+
+def cut_inside(coarsest: tuple[TileAttention | TileMlp, ...], num_tiles: int) -> tuple[TileAttention | TileMlp, ...]:
+    """Attention and MLPs in so many tiles, from those in two."""
+    return tuple(
+        dataclasses.replace(action, num_tiles=num_tiles)
+        if isinstance(action, TileMlp)
+        else dataclasses.replace(action, rows=-(-2 * action.rows // num_tiles))
+        for action in coarsest
+    )
+
+
+def _head_reason(model: CostModel, run: Run) -> Reason:
+    plain = model.evaluate(Choice()).peak_bytes
+    tiled = model.evaluate(Choice((), Run(head_rows=run.head_rows))).peak_bytes
+    return Reason("tile the head", {"frees_bytes": plain - tiled, "rows": run.head_rows})
+
+
+def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
+    treatment = dict(choice.blocks).get(layer.module_fqn)
+    head = model.profile.head
+    techniques: tuple[str, ...]
+    if treatment is not None:
+        techniques, reason = (_NAME_OF[treatment],), _reason(model, layer.module_fqn, treatment)
+    elif choice.run.head_rows and head is not None and head.module_fqn == layer.module_fqn:
+        techniques, reason = ("tile the head",), _head_reason(model, choice.run)
+        if choice.run.streams_rest:
+            techniques = ("tile the head", "stream parameters")
+    elif choice.run.streams_rest and any(f"{fqn}.".startswith(f"{layer.module_fqn}.") for fqn in model.profile.rest):
+        techniques, reason = ("stream parameters",), _rest_reason(model)
+    else:
+        why = "not needed for the budget" if layer.is_block else "no block: embeddings, stem or head"
+        techniques, reason = (), Reason(why)
+    return LayerRow(
+        module_fqn=layer.module_fqn,
+        class_name=layer.class_name,
+        num_calls=layer.num_calls,
+        param_bytes=layer.param_bytes,
+        activation_bytes=model.activation_bytes(layer.module_fqn),
+        forward_ms=round(model.forward_ms(layer.module_fqn), 4),
+        techniques=techniques,
+        reason=reason,
+    )
+
+
+def explain_misfit(profile: Profile, plan: Plan, config: Config) -> str:
+    """What is missing, and the nearest thing that does fit."""
+    peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
+    switches = ("enable_checkpointing", "enable_offloading", "enable_tiling")
+    remedies = [f"set {name}=True" for name in switches if not getattr(config, name)]
+    batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
+    smaller = _fitting_batch(profile, peak, budget, batch)
+    if smaller:
+        remedies.append(f"lower the batch size from {batch} to {smaller}")
+    remedies.append(f"raise the budget to {show_bytes(peak)}")
+    return (
+        f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "
+        f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
+    )
+
+
+def _fitting_batch(profile: Profile, peak: int, budget: int, batch: int) -> int:
+    """The largest batch whose share of the activations fits; 0 when parameters and their company alone do not."""
+    fixed = profile.static_bytes - profile.input_bytes + profile.plain.end_bytes
+    if batch < 2 or peak <= fixed or budget <= fixed:
+        return 0
+    return min(batch - 1, int(batch * (budget - fixed) / (peak - fixed)))
