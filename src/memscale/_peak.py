@@ -127,9 +127,9 @@ class Outcome:
     peak_bytes: int
     step_ms: float
     host_bytes: int = 0
-    """Parameters and gradients that must wait in host memory."""
+    """Parameters, gradients and optimizer state that must wait in host memory."""
     movable_bytes: int = 0
-    """Activations and optimizer state that wait on the host or below it."""
+    """Activations and offloaded optimizer state, which wait on the host or below it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -345,8 +345,8 @@ class CostModel:
 
     def _outcome(self, run: Run, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
         step_ms = float(self.step_ms(run, compute_ms, extras.streamed_bytes))
-        movable = extras.movable_bytes + round(self.state_away(run, extras.streamed_bytes))
-        return Outcome(peak_bytes, step_ms, extras.host_bytes, movable)
+        at_home, anywhere = (round(away) for away in self.state_away(run, extras.streamed_bytes))
+        return Outcome(peak_bytes, step_ms, extras.host_bytes + at_home, extras.movable_bytes + anywhere)
 
     def _extras(self, choice: Choice) -> Extras:
         total = self.rest_extras(choice.run)
@@ -406,10 +406,13 @@ class CostModel:
         rest_bytes = min(whole, rest.state_bytes)
         return self._falling(whole, rest_bytes, streamed_bytes) - rest_bytes * (1 - self._rest_left(run))
 
-    def state_away(self, run: Run, streamed_bytes: Any) -> Any:
-        """Optimizer state that waits elsewhere."""
+    def state_away(self, run: Run, streamed_bytes: Any) -> tuple[Any, Any]:
+        """Optimizer state that is on the host because its parameters are; and state that may wait anywhere."""
         whole = self.optimizer(run).state_bytes
-        return whole + 0 * streamed_bytes if run.offloads_optimizer else whole - self.state_bytes(run, streamed_bytes)
+        nothing = 0 * streamed_bytes
+        if run.offloads_optimizer:
+            return nothing, whole + nothing
+        return whole - self.state_bytes(run, streamed_bytes), nothing
 
     def step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
         """What the optimizer's step needs on top."""

@@ -176,9 +176,9 @@ class Plan:
     """The rule that settled the plan as a whole."""
     rows: tuple[LayerRow, ...]
     host_bytes: int = 0
-    """Parameters and gradients that wait in host memory."""
+    """Parameters, gradients and their optimizer state that wait in host memory."""
     movable_bytes: int = 0
-    """Activations and optimizer state that wait on the host or on disk."""
+    """Activations and offloaded optimizer state, which wait on the host or on disk."""
     rehearsed: bool = False
     """The predicted peak was confirmed by running this very plan on fake tensors."""
 

@@ -204,8 +204,9 @@ class _Searcher:
         ):
             peak, live = np.maximum(peak, live + high), live + net
         ms = model.step_ms(run, front.ms + (start.ms + middle.ms + end.ms + rest.ms), streamed)
-        movable = columns[:, MOVABLE] + np.rint(model.state_away(run, streamed)).astype(np.int64)
-        return np.stack([peak, ms, columns[:, HOST] + rest.host_bytes, movable], axis=1)
+        at_home, anywhere = (np.rint(away).astype(np.int64) for away in model.state_away(run, streamed))
+        host = columns[:, HOST] + rest.host_bytes + at_home
+        return np.stack([peak, ms, host, columns[:, MOVABLE] + anywhere], axis=1)
 
     def _best(self, front: Front, outcomes: Array) -> list[int]:
         """Rows that no other beats; among equals the one with the fewest actions."""
