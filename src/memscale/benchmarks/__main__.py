@@ -1,9 +1,10 @@
-"""`python -m memscale.benchmarks`: what there is to run."""
+"""`python -m memscale.benchmarks`: the published table; `--list` says what else there is to run."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 
 import memscale.benchmarks
 
@@ -12,17 +13,22 @@ def runnable() -> dict[str, str]:
     """Modules with a `main`, and the first line of what each says about itself."""
     found = {}
     for info in pkgutil.iter_modules(memscale.benchmarks.__path__):
-        if info.name != "__main__":
+        if info.name not in ("__main__", "table"):
             module = importlib.import_module(f"memscale.benchmarks.{info.name}")
             if hasattr(module, "main"):
                 found[f"memscale.benchmarks.{info.name}"] = (module.__doc__ or "").partition("\n")[0]
     return found
 
 
-def main() -> None:
-    for name, summary in runnable().items():
-        print(f"python -m {name}\n    {summary}")
+def main() -> int:
+    if sys.argv[1:] == ["--list"]:
+        for name, summary in runnable().items():
+            print(f"python -m {name}\n    {summary}")
+        return 0
+    from memscale.benchmarks import table
+
+    return table.main()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,10 +1,13 @@
 """Does the number hold? Predicted against measured peak of a training step, for every model of the suite.
 
-    python -m memscale.benchmarks.prediction [--json] [NAME ...]
+    python -m memscale.benchmarks.prediction [--device simgpu] [--json] [NAME ...]
 
-Each model is trained for two AdamW steps on the CPU, as it is and with `force_optimize`; the second step, with
-`zero_grad` and the optimizer's step in it, is measured with `memscale.measure()` and compared with what the plan
-said beforehand. Exits with 1 when any error is over 1 %.
+Each model is trained for AdamW steps, as it is and under plans; a later step, with `zero_grad` and the optimizer's step
+in it, is measured and compared with what the plan said beforehand. On the CPU that is `force_optimize`, measured with
+`memscale.measure()`; exits with 1 when any error is over 1 %. On the simulated device (which must be installed) it is
+every kind of plan: as low as BALANCED and the exact parts of AGGRESSIVE allow, and just enough for 55 % of the plain
+peak, with transfers that wait and that do not, by the device's own allocator. There the bars are an error of 2 %
+and 0.5 % on the low side; losses and weights must be those of the plain model, bit for bit where nothing is tiled.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import memscale
 from memscale import zoo
@@ -28,6 +32,8 @@ from memscale.benchmarks.models import Case, case, suite
 from memscale.report.shell import table
 
 MAX_ERROR = 0.01
+MAX_DEVICE_ERROR, MAX_DEVICE_SHORTFALL = 0.02, 0.005
+NUM_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,10 +42,14 @@ class Row:
 
     name: str
     treatment: str
-    """"plain" or "optimized"."""
+    """"plain" or "optimized"; on the simulated device the kind of plan."""
     num_actions: int
     predicted_bytes: int
     measured_bytes: int
+    kinds: str = ""
+    """What the plan is made of."""
+    is_same: bool = True
+    """Losses and weights were those of the plain model; or near to them, where something is tiled."""
 
     @property
     def error(self) -> float:
@@ -73,6 +83,91 @@ def _optimized_peak(subject: Case) -> tuple[int, Plan]:
     return peak_bytes, plans[0]
 
 
+# ---- on the simulated device
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """A few steps on the simulated device."""
+
+    peak_bytes: int
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    plan: Plan | None
+
+    def is_like(self, plain: _Run) -> bool:
+        tiled = self.plan is not None and any(type(a).__name__.startswith("Tile") for a in self.plan.actions)
+        if not tiled:
+            same = all(torch.equal(w, plain.weights[name]) for name, w in self.weights.items())
+            return self.losses == plain.losses and same
+        return all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(self.losses, plain.losses, strict=True))
+
+
+def compare_on_simgpu(subject: Case) -> list[Row]:
+    """The model as it is, and under every kind of plan."""
+    plain = _run_on_simgpu(subject, None)
+    rows: list[Row] = []
+    for treatment, config in _device_configs(plain.peak_bytes).items():
+        try:
+            run = _run_on_simgpu(subject, config)
+        except memscale.DoesNotFitError:
+            continue  # not every model can be trained in half of what it needs
+        assert run.plan is not None
+        if not rows:
+            rows.append(Row(subject.name, "plain", 0, run.plan.baseline_peak_bytes, plain.peak_bytes))
+        kinds = "+".join(sorted({type(action).__name__ for action in run.plan.actions})) or "nothing"
+        predicted, num_actions = run.plan.predicted_peak_bytes, len(run.plan.actions)
+        rows.append(
+            Row(subject.name, treatment, num_actions, predicted, run.peak_bytes, kinds, is_same=run.is_like(plain))
+        )
+    return rows
+
+
+def _device_configs(plain_bytes: int) -> dict[str, memscale.Config]:
+    exact = {"use_mixed_precision": False, "use_8bit_optimizer": False}
+    common = {"device": "simgpu", "enable_logging": False, **exact}
+    small = memscale.AsyncOffloadConfig(min_tensor_bytes=4096)
+    configs = {}
+    for name, is_async in (("", False), (", async", True)):
+        how = {**common, "async_offload": is_async, "async_config": small}
+        configs[f"balanced{name}"] = memscale.Config(force_optimize=True, **how)  # type: ignore[arg-type]
+        configs[f"aggressive{name}"] = memscale.Config(mode="aggressive", force_optimize=True, **how)  # type: ignore[arg-type]
+        budget = plain_bytes * 0.55 / 1e9
+        configs[f"budget{name}"] = memscale.Config(mode="aggressive", memory_budget_gb=budget, **how)  # type: ignore[arg-type]
+    return configs
+
+
+def _run_on_simgpu(subject: Case, config: memscale.Config | None) -> _Run:
+    import simgpu  # noqa: F401  the device of that name
+
+    torch.manual_seed(0)
+    model = subject.build().train()
+    if config is None:
+        model.to("simgpu")
+    else:
+        memscale.wrap(model, config, subject.batch(0))
+    executor = executor_of(model)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    torch.manual_seed(1)
+    losses = []
+    for number in range(NUM_STEPS):
+        batch = tree_map_only(torch.Tensor, lambda t: t.to("simgpu"), subject.batch(number))
+        if number == NUM_STEPS - 1:
+            gc.collect()
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+        losses.append(float(_step(subject, model, optimizer, batch)))
+    peak_bytes = torch.accelerator.max_memory_allocated()
+    plan = executor.plan if executor is not None else None
+    if executor is not None:
+        memscale.detach(model)
+    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    return _Run(peak_bytes, losses, weights, plan)
+
+
+# ---- on the CPU
+
+
 def measured_peak(subject: Case, build: Callable[[], nn.Module]) -> int:
     """The peak of the second AdamW step of a fresh model, above what else is alive in the process."""
     gc.collect()
@@ -89,15 +184,16 @@ def measured_peak(subject: Case, build: Callable[[], nn.Module]) -> int:
     return measured.peak_bytes - strangers.peak_bytes
 
 
-def _step(subject: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
+def _step(subject: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> torch.Tensor:
     optimizer.zero_grad()
     loss = subject.loss(model(**batch))
     loss.backward()
     optimizer.step()
+    return loss.detach()
 
 
 def to_text(rows: Sequence[Row]) -> str:
-    header = ("model", "step", "actions", "predicted MB", "measured MB", "error")
+    header = ("model", "step", "actions", "predicted MB", "measured MB", "error", "same", "kinds")
     cells = [
         (
             row.name,
@@ -106,10 +202,12 @@ def to_text(rows: Sequence[Row]) -> str:
             f"{row.predicted_bytes / 1e6:.3f}",
             f"{row.measured_bytes / 1e6:.3f}",
             f"{row.error:+.3%}",
+            "yes" if row.is_same else "NO",
+            row.kinds,
         )
         for row in rows
     ]
-    return "\n".join(table([header, *cells], left=(0, 1)))
+    return "\n".join(table([header, *cells], left=(0, 1, 7)))
 
 
 def to_json(rows: Sequence[Row]) -> str:
@@ -124,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these of: {', '.join(names)}")
+    parser.add_argument("--device", choices=["cpu", "simgpu"], default="cpu")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     unknown = [name for name in options.names if name not in names]
@@ -134,12 +233,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, name in enumerate(options.names or names, 1):
         print(f"[{number}/{len(options.names or names)}] {name} ...", file=sys.stderr, flush=True)
         with zoo.quiet():
-            rows += compare(case(name))
-    worst = max(rows, key=lambda row: abs(row.error))
+            found = compare(case(name)) if options.device == "cpu" else compare_on_simgpu(case(name))
+        rows += found
+        for row in found:
+            print(f"    {row.treatment}: {row.error:+.3%}", file=sys.stderr, flush=True)
     print(to_json(rows) if options.json else to_text(rows))
-    verdict = f"worst error: {worst.error:+.3%} ({worst.name}, {worst.treatment}); the bar is {MAX_ERROR:.0%}"
+    verdict, code = judge(rows, options.device)
     print(verdict, file=sys.stderr if options.json else sys.stdout)
-    return int(abs(worst.error) > MAX_ERROR)
+    return code
+
+
+def judge(rows: Sequence[Row], device: str) -> tuple[str, int]:
+    """The worst of it in a sentence, and whether a bar was missed."""
+    worst = max(rows, key=lambda row: abs(row.error))
+    text = f"worst error: {worst.error:+.3%} ({worst.name}, {worst.treatment})"
+    if device == "cpu":
+        return f"{text}; the bar is {MAX_ERROR:.0%}", int(abs(worst.error) > MAX_ERROR)
+    lowest = min(rows, key=lambda row: row.error)
+    others = [row for row in rows if not row.is_same]
+    text += f", lowest: {lowest.error:+.3%} ({lowest.name}, {lowest.treatment}); "
+    text += f"the bars are {MAX_DEVICE_ERROR:.0%} and {-MAX_DEVICE_SHORTFALL:.1%}; "
+    text += "training was the same" if not others else f"training differed: {others[0].name}, {others[0].treatment}"
+    missed = worst.error > MAX_DEVICE_ERROR or lowest.error < -MAX_DEVICE_SHORTFALL
+    return text, int(missed or bool(others))
 
 
 if __name__ == "__main__":
