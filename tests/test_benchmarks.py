@@ -130,7 +130,7 @@ def test_the_skipped_model_has_nothing_attached() -> None:
 
 
 def test_the_package_lists_its_benchmarks() -> None:
-    text = subprocess.check_output([sys.executable, "-m", "memscale.benchmarks"], text=True)
+    text = subprocess.check_output([sys.executable, "-m", "memscale.benchmarks", "--list"], text=True)
     assert "python -m memscale.benchmarks.prediction\n    Does the number hold?" in text
     assert "python -m memscale.benchmarks.overhead\n" in text
     assert "memscale.benchmarks.models" not in text

@@ -23,11 +23,13 @@ from memscale._peak import Choice, CostModel, Outcome, Run, Stretch, Treatment
 MIN_FRONT = 64
 """Ways that are kept of a stretch of unequal blocks, at least."""
 EXACT_BLOCKS = 8
-"""Up to so many blocks nothing is thinned."""
+"""Up to so many blocks nothing is thinned, unless every block is another and has many treatments."""
 _MAX_COUNTS = 21_000
 """Ways of treating equal blocks: all of them for up to 24 blocks under five treatments."""
 _MAX_WAYS = 400_000
 """Ways of treating stretches of a model, all stretches together."""
+_MAX_EXACT = 24_000
+"""Ways of treating a short model that are compared with one another."""
 _CHUNK = 128
 
 # Columns of a front: bytes of the forward and backward of a stretch of blocks, and what it changes elsewhere.
@@ -94,6 +96,7 @@ class _Searcher:
         self._blocks: list[Front] = []
         self._block_of: dict[Any, int] = {}
         self._merged: dict[Stretches, Front] = {}
+        self._whole: dict[Stretches, Front] = {}
         self._max_product = MIN_FRONT**2
 
     def candidates(self, run: Run) -> list[Candidate]:
@@ -133,13 +136,15 @@ class _Searcher:
         return self._block_of[key]
 
     def _front(self, blocks: Sequence[int]) -> Front:
-        """The whole model's front. It is not thinned: there is nothing left to merge it with."""
+        """The whole model's front, thinned once for all runs."""
         if not blocks:
             return Front(np.zeros((1, 8), np.int64), np.zeros(1), np.zeros((1, 0), np.int8))
         runs = [(block, len(list(group))) for block, group in itertools.groupby(blocks)]
         stretches = tuple((block, 1) for block in blocks) if self.is_exact else tuple(runs)
         self._max_product = min(60_000, max(MIN_FRONT**2, _MAX_WAYS // len(stretches)))
-        return self._merge_all(stretches)
+        if stretches not in self._whole:
+            self._whole[stretches] = self._thinned(self._merge_all(stretches))
+        return self._whole[stretches]
 
     def _merge_all(self, stretches: Stretches) -> Front:
         if stretches not in self._merged:
@@ -153,7 +158,7 @@ class _Searcher:
 
     def _limited(self, earlier: Front, later: Front) -> tuple[Front, Front]:
         """So much of each that they can all be combined."""
-        if self.is_exact or len(earlier) * len(later) <= self._max_product:
+        if len(earlier) * len(later) <= (4 * _MAX_EXACT if self.is_exact else self._max_product):
             return earlier, later
         limit = max(MIN_FRONT, math.isqrt(self._max_product), self._max_product // min(len(earlier), len(later)))
         return _on_grid(earlier, self._needs(earlier), limit), _on_grid(later, self._needs(later), limit)
@@ -173,9 +178,9 @@ class _Searcher:
         return Front(whole.columns, whole.ms, picks.reshape(len(counts), length))
 
     def _thinned(self, front: Front) -> Front:
-        if not self.is_exact:
-            # More than these take long to compare with one another.
-            front = _on_grid(front, self._needs(front), max(4 * MIN_FRONT, self._max_product // 16))
+        # More than these take long to compare with one another.
+        limit = _MAX_EXACT if self.is_exact else max(4 * MIN_FRONT, self._max_product // 16)
+        front = _on_grid(front, self._needs(front), limit)
         return front.take(_not_dominated(front.ms, self._needs(front)))
 
     def _needs(self, front: Front) -> Array:
