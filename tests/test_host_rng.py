@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memscale._execute import Executor
-from memscale._host_rng import Fingerprint, HostRng, _python_address
+from memscale._host_rng import Fingerprint, HostRng, _python_view
 from memscale._plan import Checkpoint
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -25,20 +25,35 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 
 def test_pythons_generator_is_read_where_it_lies() -> None:
-    assert _python_address() is not None, "CPython has moved it: fingerprints have become slow"
-    fingerprint = Fingerprint.now()
-    assert isinstance(fingerprint.python, bytes)
+    assert _python_view() is not None, "CPython has moved it: fingerprints have become slow"
+    fingerprint = Fingerprint()
+    random.random()
+    assert fingerprint.python_state() != random.getstate()
+    fingerprint = Fingerprint()
     assert fingerprint.python_state() == random.getstate()
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_draw_is_seen(draw: Callable[[], Any]) -> None:
-    fingerprint, state = Fingerprint.now(), HostRng()
-    assert Fingerprint.now() == fingerprint
-    assert not state.moved()
+    fingerprint, state = Fingerprint(), HostRng()
+    assert not (fingerprint.python_moved())
+    assert not (fingerprint.numpy_moved())
+    assert not (state.moved())
     draw()
-    assert Fingerprint.now() != fingerprint
+    assert fingerprint.python_moved() or fingerprint.numpy_moved()
     assert state.moved()
+
+
+def test_another_bit_generator_is_watched_too() -> None:
+    before = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(numpy.random.PCG64(3))
+        fingerprint = Fingerprint()
+        assert not fingerprint.numpy_moved()
+        numpy.random.rand()
+        assert fingerprint.numpy_moved()
+    finally:
+        numpy.random.set_bit_generator(before)
 
 
 def test_a_spare_number_is_a_part_of_the_state() -> None:

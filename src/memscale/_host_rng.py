@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import pickle
 import random
@@ -29,26 +28,30 @@ _MT19937_BYTES = 4 * (_NUM_KEY_WORDS + 1)
 _PYTHON_STATE_VERSION = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Differs from an earlier one if somebody has drawn from Python's or NumPy's generator in between."""
+    """Tells whether somebody has drawn from Python's or NumPy's generator since it was taken."""
 
-    python: bytes | PythonState
-    python_spare: float | None
-    numpy: Any
+    __slots__ = ("_numpy", "_python", "_spare")
 
-    @classmethod
-    def now(cls) -> Fingerprint:
-        generator = _python_generator()
-        address = _python_address()
-        python = random.getstate() if address is None else ctypes.string_at(address, _MT19937_BYTES)
-        return cls(python, generator.gauss_next, _numpy_bytes())
+    def __init__(self) -> None:
+        self._spare = _python_generator().gauss_next
+        python, numpy = _python_view(), _numpy_view()
+        self._python = random.getstate() if python is None else bytes(python)
+        self._numpy = None if numpy is None else bytes(numpy)
+
+    def python_moved(self) -> bool:
+        view = _python_view()
+        now = random.getstate() if view is None else view
+        return now != self._python or _python_generator().gauss_next != self._spare
+
+    def numpy_moved(self) -> bool:
+        return _numpy_view() != self._numpy
 
     def python_state(self) -> PythonState:
-        if not isinstance(self.python, bytes):
-            return self.python
-        position, *key = struct.unpack(f"={_NUM_KEY_WORDS + 1}I", self.python)
-        return _PYTHON_STATE_VERSION, (*key, position), self.python_spare
+        if not isinstance(self._python, bytes):
+            return self._python
+        position, *key = struct.unpack(f"={_NUM_KEY_WORDS + 1}I", self._python)
+        return _PYTHON_STATE_VERSION, (*key, position), self._spare
 
 
 class HostRng:
@@ -86,26 +89,32 @@ def _python_generator() -> Any:
 
 
 @functools.cache
-def _python_address() -> int | None:
-    """Where Python's generator keeps its position and key; None where that is not known. See NOTE [raw bytes]."""
+def _python_view() -> memoryview | None:
+    """Python's generator where it lies, position and key; None where that is not known. See NOTE [raw bytes]."""
     generator = _python_generator()
     if type(generator) is not random.Random or sys.implementation.name != "cpython":
         return None
-    address = id(generator) + object.__basicsize__
+    view = _view(id(generator) + object.__basicsize__)
     *key, position = generator.getstate()[1]
-    is_there = ctypes.string_at(address, _MT19937_BYTES) == struct.pack(f"={_NUM_KEY_WORDS + 1}I", position, *key)
-    return address if is_there else None
+    return view if view == struct.pack(f"={_NUM_KEY_WORDS + 1}I", position, *key) else None
 
 
-def _numpy_bytes() -> Any:
+def _numpy_view() -> memoryview | bytes | None:
+    """NumPy's generator where it lies; of one that is no Mersenne Twister, its state."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     generator = numpy.random.get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return pickle.dumps(_numpy_state())
-    with generator.lock:
-        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    return _view_of(generator) or pickle.dumps(generator.state)
+
+
+@functools.lru_cache(maxsize=1)  # NumPy has one global generator at a time
+def _view_of(generator: Any) -> memoryview | None:
+    return _view(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else None
+
+
+def _view(address: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * _MT19937_BYTES).from_address(address)).cast("B")
 
 
 def _numpy_state() -> Any:

@@ -39,6 +39,8 @@ Flags: TypeAlias = tuple[bool, ...]
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
 _ABSENT = object()
+_UNVERSIONED = -1
+"""Inference tensors have no version."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,27 +96,22 @@ class ModuleState:
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it."""
-        self._refuse_changed(memory)
         shown = Shown([], {}, [])
-        # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
-        for (table, name), value in zip(self._parameters, memory.parameters, strict=True):
-            _show(table, name, value, shown)
+        for (table, name), value, version in zip(self._parameters, memory.parameters, memory.versions, strict=True):
+            if value is not None and version != _UNVERSIONED and value._version != version:
+                _refuse_changed(name, value)
+            # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
+            if table.get(name) is not value:
+                _show(table, name, value, shown)
         for table, name, value, _ in memory.buffers:
-            _show(table, name, value, shown)
+            if table.get(name) is not value:
+                _show(table, name, value, shown)
         for (_, name), (table, value) in memory.copies.items():
             shown.tensors.append((table, name, table.get(name)))
             table[name] = value.clone()
         if memory.attributes or memory.generators:
             self._attributes.show(memory, shown)
         return shown
-
-    def _refuse_changed(self, memory: Memory) -> None:
-        for (_, name), value, version in zip(self._parameters, memory.parameters, memory.versions, strict=True):
-            if value is not None and _version(value) != version:
-                raise RuntimeError(
-                    f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and "
-                    "backward: its recompute would not be the same. Call backward before the optimizer's step."
-                )
 
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
@@ -127,13 +124,19 @@ class ModuleState:
 
 
 def _version(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    return _UNVERSIONED if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _show(table: Table, name: str, value: torch.Tensor | None, shown: Shown) -> None:
-    if table.get(name) is not value:
-        shown.tensors.append((table, name, table.get(name)))
-        table[name] = value
+    shown.tensors.append((table, name, table.get(name)))
+    table[name] = value
+
+
+def _refuse_changed(name: str, value: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward: its "
+        "recompute would not be the same. Call backward before the optimizer's step."
+    )
 
 
 class _Buffers:

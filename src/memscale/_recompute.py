@@ -118,7 +118,7 @@ class Region:
         owner = self.owner
         self.memory = owner.state.before()
         draws = owner.draws.get(self.memory.flags)
-        seen: HostRng | Fingerprint = Fingerprint.now() if draws is False else HostRng()
+        seen: HostRng | Fingerprint = Fingerprint() if draws is False else HostRng()
         output = owner.compute(args, kwargs, self)
         self._note_draws(seen)
         owner.state.after(self.memory)
@@ -134,11 +134,11 @@ class Region:
                 draws[self.memory.flags] = True
                 self.host_rng = seen
             return
-        now = Fingerprint.now()
-        if now == seen:
+        numpy_moved = seen.numpy_moved()
+        if not numpy_moved and not seen.python_moved():
             return
         draws[self.memory.flags] = True
-        if now.numpy != seen.numpy:
+        if numpy_moved:
             raise RuntimeError(
                 f"{self.owner.module_fqn} drew from NumPy's random numbers, which earlier forwards did not: its "
                 "recompute would not be the same. Run the step again: MemScale remembers it from now on."
@@ -183,6 +183,8 @@ def _unflatten(leaves: tuple[Any, ...], spec: Spec) -> tuple[Any, Any]:
         args, kwargs = tree_unflatten(list(leaves), spec)
         return args, kwargs
     num_args, names = spec
+    if not names:
+        return leaves, {}
     return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))
 
 
