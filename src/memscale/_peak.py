@@ -388,9 +388,9 @@ class CostModel:
         return whole - (whole - rest) * (streamed_bytes / self._trainable_bytes)
 
     def optimizer(self, run: Run) -> OptimizerCost:
-        optimizer = self.profile.eight_bit_optimizer if run.quantizes_optimizer else self.profile.optimizer
-        assert optimizer is not None
-        return optimizer
+        eight_bit = self.profile.eight_bit_optimizer
+        # An optimizer that cannot be quantised keeps its state as it is.
+        return eight_bit if run.quantizes_optimizer and eight_bit is not None else self.profile.optimizer
 
     def _rest_left(self, run: Run) -> float:
         """The share of what is no block that is not streamed."""

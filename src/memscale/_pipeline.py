@@ -156,6 +156,8 @@ class Study:
         if not plan.actions:
             return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
         trace = self._rehearsed(plan.actions, config)
+        if any(isinstance(action, QuantizeOptimizer) for action in plan.actions):
+            self._cost_in_8_bits()
         choice = choice_of(plan.actions, {layer.module_fqn for layer in self.profile.layers if layer.is_block})
         peak_bytes = CostModel(self.profile, self.hardware).peak_of(trace, choice, self._resident_optimizer(choice))
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
@@ -217,9 +219,15 @@ class Study:
             exact = {name: actions for name, actions in self._exact.items() if name in self.profile.variants}
             named = {f"{dtype}/{name}": (*a, MixedPrecision(dtype)) for name, a in {**plain, **exact}.items()}
             self._try(named, config)
-        if config.use_8bit_optimizer and self.profile.eight_bit_optimizer is None:
-            cost = eight_bit_cost(self.model, self.profile.optimizer)
-            self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=cost)
+        if config.use_8bit_optimizer:
+            self._cost_in_8_bits()
+
+    def _cost_in_8_bits(self) -> None:
+        """Once; `profile.eight_bit_optimizer` stays None where there is no state to quantise."""
+        if self.profile.eight_bit_optimizer is None:
+            split = _split_of(self.optimizer)
+            cost = optimizer_cost(self.model, self.optimizer, self.hardware.device_type, split=split)
+            self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=eight_bit_cost(self.model, cost))
 
     def _try(self, variants: Mapping[str, tuple[Action, ...]], config: Config) -> None:
         traces = dict(self.profile.variants)
