@@ -30,6 +30,8 @@ _MAX_WAYS = 400_000
 """Ways of treating stretches of a model, all stretches together."""
 _MAX_EXACT = 24_000
 """Ways of treating a short model that are compared with one another."""
+_MAX_EACH = 1024
+"""Ways of treating a whole model that are tried with every run, where the host is tight."""
 _CHUNK = 128
 
 # Columns of a front: bytes of the forward and backward of a stretch of blocks, and what it changes elsewhere.
@@ -143,7 +145,10 @@ class _Searcher:
         stretches = tuple((block, 1) for block in blocks) if self.is_exact else tuple(runs)
         self._max_product = min(60_000, max(MIN_FRONT**2, _MAX_WAYS // len(stretches)))
         if stretches not in self._whole:
-            self._whole[stretches] = self._thinned(self._merge_all(stretches))
+            whole = self._thinned(self._merge_all(stretches))
+            # Every run looks at all of it, and host bytes set few ways apart from the others.
+            is_long = self.counts_waiting and not self.is_exact
+            self._whole[stretches] = _on_grid(whole, self._needs(whole), _MAX_EACH) if is_long else whole
         return self._whole[stretches]
 
     def _merge_all(self, stretches: Stretches) -> Front:
