@@ -279,3 +279,28 @@ def test_checkpoints_are_exchanged_with_plain_models(tmp_path: pathlib.Path) -> 
     plain.load_state_dict(torch.load(tmp_path / "w.pt"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     model.load_state_dict(plain.state_dict())
+
+
+def test_lazy_modules_are_named() -> None:
+    model = nn.Sequential(nn.Sequential(nn.LazyLinear(8), nn.ReLU()))
+    with pytest.raises(memscale.MemScaleError, match=r"lazy.*run a batch"):
+        memscale.wrap(model, Config(force_optimize=True, enable_logging=False), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("device", ["nonsense", "", "cuda:x"])
+def test_a_device_that_is_none_names_the_field(device: str) -> None:
+    with pytest.raises(ValueError, match="device="):
+        memscale.wrap(nn.Linear(2, 2), Config(device=device, enable_logging=False))
+
+
+def test_an_offload_dir_that_is_none_names_the_field(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in ("", str(file)):
+        with pytest.raises(ValueError, match="offload_dir="):
+            memscale.wrap(nn.Linear(2, 2), Config(offload_dir=path, enable_logging=False))
+
+
+def test_a_budget_beyond_floats_names_the_field() -> None:
+    with pytest.raises(ValueError, match="memory_budget_gb="):
+        Config(memory_budget_gb=10**400)

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
@@ -224,6 +225,7 @@ def _attach(
         logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
         earlier.detach()
     device = device_of(model, config)
+    _refuse_unplannable(model, config)
     hardware = Hardware.detect(device, config.offload_dir)
     executor = Executor(model, execution_settings(config, device, hardware), optimizer)
     try:
@@ -272,6 +274,13 @@ def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
         warnings.warn(f"enable_offloading=True is not followed: {text}", stacklevel=4)
     else:
         logger.info(text)
+
+
+def _refuse_unplannable(model: nn.Module, config: Config) -> None:
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise MemScaleError(f"{type(model).__name__} has uninitialized (lazy) parameters: run a batch through it first")
+    if config.offload_dir is not None and os.path.exists(config.offload_dir) and not os.path.isdir(config.offload_dir):
+        raise ValueError(f"offload_dir={config.offload_dir!r} is not a directory")
 
 
 def _model_of(target: object) -> nn.Module:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import os
+import re
+import sys
 from typing import Any
 
 from memscale._errors import ConfigError
+
+_DEVICE = re.compile(r"[a-z][a-z0-9_]*(:\d+)?")
 
 
 class OptimizationMode(str, enum.Enum):
@@ -136,6 +139,10 @@ class Config:
             _check_bool(self, name)
         for name in ("max_cpu_offload_gb", "memory_budget_gb"):
             _check_gb(self, name)
+        if self.device is not None and not _DEVICE.fullmatch(self.device):
+            raise _bad("device", self.device, 'a device like "cpu" or "cuda:0", or None')
+        if self.offload_dir == "":
+            raise _bad("offload_dir", self.offload_dir, "a directory, or None")
         _check_share(self, "target_gpu_utilization")
         _check_int(self, "warmup_steps", minimum=0)
         if self.observability_port is not None:
@@ -227,7 +234,7 @@ def _check_int(config: object, name: str, *, minimum: int, maximum: int | None =
 
 def _check_gb(config: Config, name: str) -> None:
     value = getattr(config, name)
-    if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+    if value is not None and not (_is_number(value) and 0 < value <= sys.float_info.max):
         raise _bad(name, value, "a finite number of GB above 0, or None")
 
 

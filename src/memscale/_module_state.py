@@ -9,8 +9,10 @@
 It runs once a layer a step, so it is written for speed: a few microseconds for a transformer block.
 
 NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
-the training flags; from then on only those are remembered. Buffers are compared by value: some kernels write to them
-without telling autograd. Modules are held weakly, so that a wrapped model dies with its last reference.
+the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for
+tensors, changed. Buffers are compared by value at first: some kernels write to them without telling autograd. What an
+attribute holds that is neither a tensor nor a container is not looked into. Modules are held weakly, so that a
+wrapped model dies with its last reference.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import operator
 import random
 import sys
 import weakref
@@ -39,6 +42,8 @@ Flags: TypeAlias = tuple[bool, ...]
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
 _ABSENT = object()
+_MAX_DEPTH = 4
+"""Containers in containers are looked into so deep."""
 _UNVERSIONED = -1
 """Inference tensors have no version."""
 
@@ -53,8 +58,12 @@ class Memory:
     """Those of the parameters."""
     buffers: list[tuple[Table, str, torch.Tensor, int]] = dataclasses.field(default_factory=list)
     """Those that it left alone, with their versions."""
-    copies: dict[tuple[int, str], tuple[Table, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """Earlier values of the buffers that it changed."""
+    copies: dict[tuple[int, str], tuple[Table, Any]] = dataclasses.field(default_factory=dict)
+    """Earlier values of the buffers that it changed; None or `_ABSENT` for those that it made."""
+    num_buffers: int = 0
+    values: Sequence[Any] = ()
+    """Of every attribute, as it was; see `_Attributes`."""
+    value_versions: Sequence[int] = ()
     attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
     generators: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     """Random generators that the module holds, and their state."""
@@ -73,15 +82,27 @@ class ModuleState:
     """Everything about one module that its recompute must see as its forward saw it."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._look(module)
+
+    def _look(self, module: nn.Module) -> None:
+        """Find the parts; all that was learned about others is forgotten."""
         self._modules: list[ModuleRef] = [weakref.ref(part) for part in module.modules()]
+        self._children = self._list_children()
         self._parameters: list[tuple[Table, str]] = [
             (part._parameters, name) for part in module.modules() for name in part._parameters
         ]
         self._buffers = _Buffers(module)
         self._attributes = _Attributes(self._modules)
 
+    def _list_children(self) -> list[int]:
+        parts = [part for ref in self._modules if (part := ref()) is not None]
+        return [id(child) for part in parts for child in part._modules.values()]
+
     def before(self) -> Memory:
         """To be called right before the forward."""
+        if self._list_children() != self._children and (module := self._module()) is not None:
+            self._look(module)  # parts were put in or taken out since
         flags = tuple([part.training for ref in self._modules if (part := ref()) is not None])
         parameters = [table.get(name) for table, name in self._parameters]
         memory = Memory(flags, parameters, [_version(value) for value in parameters])
@@ -106,9 +127,8 @@ class ModuleState:
         for table, name, value, _ in memory.buffers:
             if table.get(name) is not value:
                 _show(table, name, value, shown)
-        for (_, name), (table, value) in memory.copies.items():
-            shown.tensors.append((table, name, table.get(name)))
-            table[name] = value.clone()
+        if memory.copies:
+            self._buffers.show(memory, shown)
         if memory.attributes or memory.generators:
             self._attributes.show(memory, shown)
         return shown
@@ -116,7 +136,7 @@ class ModuleState:
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
         for table, name, value in shown.tensors:
-            table[name] = value
+            _put(table, name, value)
         for slot, value in shown.attributes.items():
             _set(slot, value)
         for generator, state in shown.generators:
@@ -127,9 +147,16 @@ def _version(tensor: torch.Tensor | None) -> int:
     return _UNVERSIONED if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _show(table: Table, name: str, value: torch.Tensor | None, shown: Shown) -> None:
-    shown.tensors.append((table, name, table.get(name)))
-    table[name] = value
+def _show(table: Table, name: str, value: Any, shown: Shown) -> None:
+    shown.tensors.append((table, name, table.get(name, _ABSENT)))
+    _put(table, name, value)
+
+
+def _put(table: Table, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def _refuse_changed(name: str, value: torch.Tensor) -> None:
@@ -143,42 +170,57 @@ class _Buffers:
     """Knows which buffers a forward changes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._slots = [(part._buffers, name) for part in module.modules() for name in part._buffers]
+        self._tables: list[Table] = [part._buffers for part in module.modules()]
         self._owners = {id(part._buffers): type(part).__name__ for part in module.modules()}
         self._changing: dict[Flags, set[tuple[int, str]]] = {}
 
     def before(self, memory: Memory) -> None:
         known = self._changing.get(memory.flags)
-        for table, name in self._slots:
-            value = table.get(name)
-            if value is None:
-                continue
-            if (id(table), name) in known if known is not None else _may_change_silently(value):
-                memory.copies[id(table), name] = (table, value.clone())
-            if known is None or (id(table), name) not in known:
-                memory.buffers.append((table, name, value, _version(value)))
+        for table in self._tables:
+            for name, value in table.items():
+                memory.num_buffers += 1
+                is_known = known is not None and (id(table), name) in known
+                if is_known or (known is None and value is not None and _may_change_silently(value)):
+                    memory.copies[id(table), name] = (table, value)
+                if not is_known:
+                    memory.buffers.append((table, name, value, _version(value)))
+        if memory.copies:
+            _clone_values(memory.copies)
+
+    def show(self, memory: Memory, shown: Shown) -> None:
+        """Stand-ins for what is to change: a second recompute finds the copies untouched."""
+        stand_ins = dict(memory.copies)
+        _clone_values(stand_ins)
+        for (_, name), (table, value) in stand_ins.items():
+            _show(table, name, value, shown)
 
     def after(self, memory: Memory) -> None:
-        if not memory.buffers:
-            return  # every buffer is known to change
         known = self._changing.get(memory.flags)
         touched = {
-            (id(table), name)
+            (id(table), name): (table, value)
             for table, name, value, version in memory.buffers
             if table.get(name) is not value or _version(value) != version
         }
+        if sum(map(len, self._tables)) != memory.num_buffers:
+            touched |= self._made(memory)
         if known is None:
             self._learn(memory, touched)
         elif touched:
-            known |= touched
+            known.update(touched)
             self._refuse(*next(iter(touched)))
 
-    def _learn(self, memory: Memory, touched: set[tuple[int, str]]) -> None:
+    def _made(self, memory: Memory) -> dict[tuple[int, str], tuple[Table, Any]]:
+        """Buffers that the forward registered."""
+        there = memory.copies.keys() | {(id(table), name) for table, name, _, _ in memory.buffers}
+        keys = {(id(table), name): (table, _ABSENT) for table in self._tables for name in table}
+        return {key: made for key, made in keys.items() if key not in there}
+
+    def _learn(self, memory: Memory, touched: dict[tuple[int, str], tuple[Table, Any]]) -> None:
         changed = {key for key, (table, value) in memory.copies.items() if not _same(value, table.get(key[1]))}
-        known = self._changing[memory.flags] = touched | changed
-        for table, name, value, _ in memory.buffers:
-            if (id(table), name) in touched and (id(table), name) not in memory.copies:
-                memory.copies[id(table), name] = (table, value.clone())  # without values: any copy will do
+        known = self._changing[memory.flags] = changed.union(touched)
+        for key, (table, value) in touched.items():
+            if key not in memory.copies:  # made by this forward, or without values: then any copy will do
+                memory.copies[key] = (table, value.clone() if isinstance(value, torch.Tensor) else value)
         memory.copies = {key: kept for key, kept in memory.copies.items() if key in known}
         memory.buffers = [entry for entry in memory.buffers if (id(entry[0]), entry[1]) not in known]
 
@@ -187,6 +229,31 @@ class _Buffers:
             f"buffer {name!r} of {self._owners[table_id]} was changed by this forward, not by earlier ones: its "
             "recompute would not be the same. Run the step again: MemScale remembers it from now on."
         )
+
+
+def _clone_values(copies: dict[tuple[int, str], tuple[Table, Any]]) -> None:
+    """Put clones in the place of the values. Buffers that share memory share it in their clones too."""
+    flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    shared = _shared_storages([value for _, value in copies.values() if isinstance(value, torch.Tensor)])
+    for key, (table, value) in copies.items():
+        if isinstance(value, torch.Tensor):
+            storage = _torch_private.storage_key(value.untyped_storage()) if shared else 0
+            copies[key] = (table, _clone_view(value, flats, storage) if storage in shared else value.clone())
+
+
+def _shared_storages(values: list[torch.Tensor]) -> set[int]:
+    if len(values) < 2:
+        return set()
+    counts = collections.Counter(_torch_private.storage_key(value.untyped_storage()) for value in values)
+    return {storage for storage, count in counts.items() if count > 1}
+
+
+def _clone_view(value: torch.Tensor, flats: dict[tuple[int, torch.dtype], torch.Tensor], storage: int) -> torch.Tensor:
+    key = (storage, value.dtype)
+    if key not in flats:
+        num_elements = value.untyped_storage().nbytes() // value.element_size()
+        flats[key] = value.detach().as_strided((num_elements,), (1,), 0).clone()
+    return flats[key].as_strided(value.size(), value.stride(), value.storage_offset())
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
@@ -209,44 +276,127 @@ class _Attributes:
 
     def __init__(self, modules: list[ModuleRef]) -> None:
         self._modules = modules
-        self._changing: dict[Flags, list[Slot]] = {}
+        self._changing: dict[Flags, dict[Slot, None]] = {}
         self._generators: list[Slot] = []
+        self._groups: list[tuple[ModuleRef, list[str]]] = []
+        self._slots: list[Slot] = []
+        self._tensors: list[int] = []
+        """Which of them hold tensors."""
+        self._num_attributes = 0
 
     def before(self, memory: Memory) -> None:
         known = self._changing.get(memory.flags)
-        slots = self._all_slots() if known is None else known
-        if known is None:
-            self._generators = [slot for slot in slots if _is_generator(_get(slot))]
+        if known is None or self._count() != self._num_attributes:
+            self._look()
+        slots = self._slots if known is None else known
         if slots:
-            memory.attributes = {slot: _snapshot(_get(slot)) for slot in slots}
+            memory.attributes = {slot: _snapshot(_get(slot), may_be_large=known is not None) for slot in slots}
+        memory.values = self._values()
+        memory.value_versions = [_version_of(memory.values[index]) for index in self._tensors]
         for slot in self._generators:
             if _is_generator(generator := _get(slot)):
                 memory.generators.append((generator, _state_of(generator)))
 
+    def _look(self) -> None:
+        self._groups = self._list_groups()
+        self._slots = [(ref, name) for ref, names in self._groups for name in names]
+        self._generators = [slot for slot in self._slots if _is_generator(_get(slot))]
+        self._tensors = [i for i, value in enumerate(self._values()) if isinstance(value, torch.Tensor)]
+        self._num_attributes = self._count()
+
+    def _values(self) -> list[Any]:
+        tables = [(vars(module), names) for ref, names in self._groups if (module := ref()) is not None]
+        return [table.get(name, _ABSENT) for table, names in tables for name in names]
+
     def after(self, memory: Memory) -> None:
-        if memory.flags in self._changing:
+        if memory.flags not in self._changing:
+            self._learn(memory)
             return
+        now = self._values()
+        if not all(map(operator.is_, now, memory.values)):
+            for slot, before, value in zip(self._slots, memory.values, now, strict=True):
+                if before is not value:
+                    self._catch_up(memory, slot, before)
+        for index, version in zip(self._tensors, memory.value_versions, strict=True):
+            if _version_of(memory.values[index]) != version and self._slots[index] not in memory.attributes:
+                self._changing[memory.flags][self._slots[index]] = None
+                _refuse_attribute(self._slots[index])
+        if self._count() != self._num_attributes:
+            for slot in set(self._all_slots()) - set(self._slots):
+                self._catch_up(memory, slot, _ABSENT)
+
+    def _catch_up(self, memory: Memory, slot: Slot, before: Any) -> None:
+        """This forward replaced an attribute, which maybe no earlier one did. What was replaced is still at hand."""
+        self._changing[memory.flags][slot] = None
+        memory.attributes.setdefault(slot, before)
+
+    def _learn(self, memory: Memory) -> None:
         before, slots = memory.attributes, dict.fromkeys([*memory.attributes, *self._all_slots()])
-        known = [slot for slot in slots if not _unchanged(before.get(slot, _ABSENT), _get(slot))]
+        known = {slot: None for slot in slots if not _unchanged(before.get(slot, _ABSENT), _get(slot))}
         self._changing[memory.flags] = known
         memory.attributes = {slot: before.get(slot, _ABSENT) for slot in known}
+        for slot, value in memory.attributes.items():
+            if isinstance(value, _KeptTensor) and value.is_lost:
+                _refuse_attribute(slot)
+
+    def _count(self) -> int:
+        return sum(len(vars(module)) for ref in self._modules if (module := ref()) is not None)
 
     def _all_slots(self) -> list[Slot]:
+        return [(ref, name) for ref, names in self._list_groups() for name in names]
+
+    def _list_groups(self) -> list[tuple[ModuleRef, list[str]]]:
         return [
-            (ref, name)
+            (ref, [name for name in vars(module) if name not in _COMMON_ATTRIBUTES])
             for ref in self._modules
             if (module := ref()) is not None
-            for name in vars(module)
-            if name not in _COMMON_ATTRIBUTES
         ]
 
     def show(self, memory: Memory, shown: Shown) -> None:
         for slot, value in memory.attributes.items():
             shown.attributes[slot] = _get(slot)
-            _set(slot, _snapshot(value))
+            _set(slot, value.stand_in() if isinstance(value, _KeptTensor) else _snapshot(value))
         for generator, state in memory.generators:
             shown.generators.append((generator, _state_of(generator)))
             _set_state(generator, state)
+
+
+_SMALL_BYTES = 1 << 20
+
+
+class _KeptTensor:
+    """A tensor that an attribute holds, and a copy in case that it is changed in place."""
+
+    def __init__(self, tensor: torch.Tensor, *, may_be_large: bool) -> None:
+        self.tensor = tensor
+        self.version = _version(tensor)
+        is_copied = may_be_large or tensor.nbytes <= _SMALL_BYTES
+        self.copy = tensor.detach().clone() if is_copied else None
+
+    @property
+    def is_changed(self) -> bool:
+        return _version(self.tensor) != self.version
+
+    @property
+    def is_lost(self) -> bool:
+        return self.is_changed and self.copy is None
+
+    def stand_in(self) -> torch.Tensor:
+        if not self.is_changed:
+            return self.tensor
+        assert self.copy is not None
+        return self.copy.clone()
+
+
+def _version_of(value: Any) -> int:
+    return _version(value) if isinstance(value, torch.Tensor) else _UNVERSIONED
+
+
+def _refuse_attribute(slot: Slot) -> None:
+    raise RuntimeError(
+        f"attribute {slot[1]!r} of {type(slot[0]()).__name__} was changed in place by this forward, not by earlier "
+        "ones: its recompute would not be the same. Run the step again: MemScale remembers it from now on."
+    )
 
 
 def _dict_of(slot: Slot) -> dict[str, Any]:
@@ -266,17 +416,38 @@ def _set(slot: Slot, value: Any) -> None:
         _dict_of(slot)[slot[1]] = value
 
 
-def _snapshot(value: Any) -> Any:
-    """Containers are changed in place, so what they hold is remembered; of anything else the object itself."""
-    return copy.copy(value) if type(value) in _CONTAINERS else value
+def _snapshot(value: Any, *, may_be_large: bool = True) -> Any:
+    """Containers and tensors are changed in place, so what they hold is remembered; else the object itself."""
+    if isinstance(value, torch.Tensor):
+        return _KeptTensor(value, may_be_large=may_be_large)
+    return _copy_containers(value)
 
 
-def _unchanged(before: Any, after: Any) -> bool:
-    if type(before) not in _CONTAINERS or type(before) is not type(after):
+def _copy_containers(value: Any, depth: int = 0) -> Any:
+    if type(value) not in _CONTAINERS or depth > _MAX_DEPTH:
+        return value
+    copied = copy.copy(value)
+    if isinstance(copied, set):
+        return copied
+    items = copied.items() if isinstance(copied, dict) else enumerate(copied)
+    for key, item in list(items):
+        if type(item) in _CONTAINERS:
+            copied[key] = _copy_containers(item, depth + 1)
+    return copied
+
+
+def _unchanged(before: Any, after: Any, depth: int = 0) -> bool:
+    if isinstance(before, _KeptTensor):
+        return before.tensor is after and not before.is_changed
+    if type(before) not in _CONTAINERS or type(before) is not type(after) or depth > _MAX_DEPTH:
         return before is after
+    if isinstance(before, set):
+        return len(before) == len(after) and before <= after
     if isinstance(before, dict):
-        return before.keys() == after.keys() and all(after[key] is value for key, value in before.items())
-    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+        return before.keys() == after.keys() and all(
+            _unchanged(value, after[key], depth + 1) for key, value in before.items()
+        )
+    return len(before) == len(after) and all(_unchanged(a, b, depth + 1) for a, b in zip(before, after, strict=True))
 
 
 def _is_generator(value: Any) -> bool:

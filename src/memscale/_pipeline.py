@@ -414,5 +414,8 @@ def execution_settings(config: Config, device: torch.device, hardware: Hardware 
 def device_of(model: nn.Module, config: Config) -> torch.device:
     """Where the model computes: as configured, else where its parameters are."""
     if config.device is not None:
-        return torch.device(config.device)
+        try:
+            return torch.device(config.device)
+        except RuntimeError as error:
+            raise ValueError(f"device={config.device!r} is not a device that PyTorch knows") from error
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -11,7 +11,8 @@ autocast), the recompute sees the module as the forward saw it:
 
 Known limits: state that a forward changes elsewhere (a global, an object that an attribute holds), or not at its
 first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on parts of the module run
-again in the recompute. A module that changes its input tensors in place is refused. A module that is given a key-value
+again in the recompute. A module that changes its input tensors in
+place, or attributes of an object among its arguments, is refused. A module that is given a key-value
 cache is not recomputed for that call, nor is any inside `torch.func` transforms.
 """
 
@@ -103,9 +104,9 @@ class Region:
     def __call__(self, anchor: Any, *leaves: Any) -> Any:
         if self.original is not None:
             (args, kwargs), self.original = self.original, None
-            versions = _versions(leaves)
+            versions, objects = _versions(leaves), _objects(leaves)
             output = self._compute(args, kwargs)
-            if _versions(leaves) != versions:
+            if _versions(leaves) != versions or not all(_is_as_before(*pair) for pair in objects):
                 raise RuntimeError(
                     f"{self.owner.module_fqn} changes its input in place, so it cannot be computed again; leave it out "
                     "of checkpointing, or let it work on a copy"
@@ -190,6 +191,21 @@ def _unflatten(leaves: tuple[Any, ...], spec: Spec) -> tuple[Any, Any]:
 
 def _versions(leaves: tuple[Any, ...]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
+def _objects(leaves: tuple[Any, ...]) -> list[tuple[Any, dict[str, Any]]]:
+    """Objects among the arguments, with their attributes: the recompute gets the very object."""
+    others = [leaf for leaf in leaves if type(leaf) not in _SIMPLE_TYPES]
+    return [(leaf, dict(vars(leaf))) for leaf in others if hasattr(leaf, "__dict__") and not _is_known(leaf)]
+
+
+def _is_known(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | nn.Module | type)
+
+
+def _is_as_before(leaf: Any, attributes: dict[str, Any]) -> bool:
+    now = vars(leaf)
+    return now.keys() == attributes.keys() and all(now[name] is value for name, value in attributes.items())
 
 
 def _digest(output: Any) -> list[int]:

@@ -1,0 +1,227 @@
+"""State beside the arguments: a recompute sees what its forward saw, and nothing is changed twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from tests.parity import checkpoint_all, seed
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+class _Chain(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def _train(model: nn.Module) -> list[torch.Tensor]:
+    seed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+    return seen
+
+
+def _assert_same(model: nn.Module, after_wrap: Callable[[Any], Any] = lambda model: None) -> None:
+    twin = copy.deepcopy(model)
+    checkpoint_all(model)
+    after_wrap(model)
+    after_wrap(twin)
+    ours, theirs = _train(model), _train(twin)
+    memscale.detach(model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class _SharedBuffer(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        mean = torch.zeros(8)
+        self.net[0].register_buffer("mean", mean)
+        self.net[2].register_buffer("mean", mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.net[0].mean.lerp_(x.mean(0), 0.3)
+        return self.net(x * (1 + self.net[2].mean))
+
+
+class _BufferView(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flat", torch.zeros(16))
+        self.register_buffer("head", self.flat[:8], persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.flat[:8].lerp_(x.mean(0), 0.3)
+        return self.net(x * (1 + self.head))
+
+
+class _LateBuffer(_Block):
+    mean: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = x.detach().mean(0)
+        self.mean = new if self.mean is None else self.mean * 0.9 + new * 0.1
+        return self.net(x * (1 + self.mean))
+
+
+class _LateRegistered(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.detach().mean(0))
+        else:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.net(x * (1 + self.mean))
+
+
+class _TensorAttribute(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.net(x * (1 + self.mean))
+
+
+class _NestedAttribute(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"forward": {"n": 0}}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts["forward"]["n"] += 1
+        return self.net(x * self.counts["forward"]["n"])
+
+
+class _LaterAttribute(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.scale = 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls > 2:
+            self.scale *= 0.5
+        return self.net(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        _SharedBuffer,
+        _BufferView,
+        _LateBuffer,
+        _LateRegistered,
+        _TensorAttribute,
+        _NestedAttribute,
+        _LaterAttribute,
+    ],
+)
+def test_state_that_a_forward_changes(block: Callable[[], nn.Module]) -> None:
+    _assert_same(_Chain(block))
+
+
+class _State:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class _StateBlock(_Block):
+    def forward(self, state: _State) -> _State:
+        state.hidden = state.hidden + self.net(state.hidden)
+        return state
+
+
+def test_a_plain_object_among_the_arguments_that_the_block_changes_is_refused() -> None:
+    """Every recompute would find the object as the last block left it."""
+    model, state = _Chain(_StateBlock), _State(torch.randn(4, 8))
+    checkpoint_all(model)
+    with pytest.raises(RuntimeError, match=r"blocks\.0 changes its input in place"):
+        model.blocks[0](state)
+    del state.hidden  # it holds the graph, and the graph holds the arguments
+    memscale.detach(model)
+
+
+class _LateTensor(_Block):
+    """An attribute's tensor is changed in place from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.scale = 0, torch.ones(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls > 2:
+            self.scale.mul_(0.5)
+        return self.net(x * self.scale)
+
+
+def test_a_tensor_that_is_changed_late_is_refused_once() -> None:
+    model = _Chain(_LateTensor)
+    checkpoint_all(model)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        model(x).sum().backward()
+    for _ in range(3):  # once for each block
+        with pytest.raises(RuntimeError, match="'scale' of _LateTensor was changed in place"):
+            model(x)
+    model(x).sum().backward()
+    memscale.detach(model)
+
+
+class _PlainBlock(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.net(x)
+
+
+def _put_batch_norm(model: Any) -> None:
+    for block in model.blocks:
+        block.net[1] = nn.BatchNorm1d(32)
+
+
+def _put_spectral_norm(model: Any) -> None:
+    seed()
+    for block in model.blocks:
+        nn.utils.parametrizations.spectral_norm(block.net[0])
+
+
+@pytest.mark.parametrize("change", [_put_batch_norm, _put_spectral_norm])
+def test_parts_that_are_put_in_after_wrap(change: Callable[[Any], Any]) -> None:
+    model = _Chain(_PlainBlock)
+    twin = copy.deepcopy(model)
+    checkpoint_all(model)
+    change(model)
+    change(twin)
+    assert all(torch.equal(a, b) for a, b in zip(_train(model), _train(twin), strict=True))
+    memscale.detach(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
