@@ -187,13 +187,13 @@ class Terminal(io.StringIO):
 
 
 def test_progress_on_a_terminal_is_a_status_that_goes_away(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+    terminal, others = Terminal(), set(threading.enumerate())
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     shell("doctor")
     assert "looking at this machine ..." in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K")  # the line is erased
-    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+    for thread in set(threading.enumerate()) - others:
         thread.join(timeout=60)  # rich tells its thread to end and does not wait for it
 
 

@@ -351,7 +351,8 @@ def test_an_optimizer_that_was_given_stays_and_waits_in_8_bits(tmp_path):
 
 def test_the_full_stack_in_the_trainer(tmp_path):
     trainer = make_trainer(tmp_path, model=wide(), max_steps=8, learning_rate=3e-3)
-    wrap(trainer, mode="aggressive", use_mixed_precision=True, offload_dir=str(tmp_path))
+    asked = {"use_mixed_precision": True, "use_8bit_optimizer": True}
+    wrap(trainer, mode="aggressive", offload_dir=str(tmp_path), **asked)
     trainer.train()
     kinds = {type(action).__name__ for action in executor_of(trainer.model).plan.actions}
     assert kinds >= {"MixedPrecision", "QuantizeOptimizer"}

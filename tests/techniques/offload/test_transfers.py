@@ -418,6 +418,7 @@ def test_debug_turns_an_overtaken_transfer_into_an_error(tmp_path):
     with opened("simgpu host async", tmp_path, debug=True) as transfers:
         ticket = transfers.send(torch.ones(1000, device="simgpu"))
         transfers.settle()
+        torch.accelerator.synchronize()
         transfers.store.memory_of(ticket)[0].zero_()
         with pytest.raises(OffloadError, match="4000 bytes came back from the host store changed"):
             transfers.fetch(ticket).wait()
