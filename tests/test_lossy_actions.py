@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -34,13 +35,15 @@ def test_what_is_asked_for_by_name_is_done_even_if_the_model_fits() -> None:
     assert names(plan) == ["MixedPrecision", "QuantizeOptimizer"]
     assert plan.actions[0] == MixedPrecision("bfloat16", plan.actions[0].reason)
     assert "use_mixed_precision=True" in plan.actions[0].reason.rule
-    assert plan.actions[1].reason.numbers == {"state_bytes": PROFILE.optimizer.state_bytes}
+    assert "use_8bit_optimizer=True" in plan.actions[1].reason.rule
 
 
 def test_a_mode_gives_lossy_techniques_only_under_pressure() -> None:
     mode = Config(mode="aggressive", device="cpu")
     assert decide(PROFILE, HARDWARE, mode).actions == ()
-    assert "QuantizeOptimizer" in names(decide(PROFILE, HARDWARE, mode.replace(force_optimize=True)))
+    smaller = dataclasses.replace(PROFILE.optimizer, state_bytes=PROFILE.optimizer.state_bytes // 4)
+    profile = dataclasses.replace(PROFILE, eight_bit_optimizer=smaller)
+    assert "QuantizeOptimizer" in names(decide(profile, HARDWARE, mode.replace(force_optimize=True)))
 
 
 @pytest.mark.parametrize("name", ["use_mixed_precision", "use_8bit_optimizer"])

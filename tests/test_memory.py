@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ F32 = 4
 
 
 @pytest.fixture(autouse=True)
-def _no_old_models() -> None:
-    gc.collect()  # what earlier tests left in cycles would be counted here
+def _no_old_models() -> Iterator[None]:
+    """Models that earlier tests left would be counted here; frozen objects are out of the collector's sight."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # ---- the books
