@@ -32,7 +32,7 @@ def build(device: str = "cpu") -> GPT2LMHeadModel:
 
 
 def batch(number: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(number)).to(device)
+    ids = torch.randint(0, 512, (32, 32), generator=torch.Generator().manual_seed(number)).to(device)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -50,7 +50,7 @@ def actions(model: nn.Module) -> set[type]:
 
 def test_the_pair_trains_and_schedulers_go_on() -> None:
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     groups = optimizer.param_groups
     ours, eight_bit = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
@@ -61,7 +61,7 @@ def test_the_pair_trains_and_schedulers_go_on() -> None:
     for number in range(8):
         losses.append(step(model, eight_bit, 0))
         scheduler.step()
-        assert groups[0]["lr"] == pytest.approx(1e-3 * 0.9 ** (number + 1))
+        assert groups[0]["lr"] == pytest.approx(3e-3 * 0.9 ** (number + 1))
     assert losses[-1] < losses[0] - 0.5
     assert eight_bit.state[model.transformer.wte.weight]["state1"].dtype == torch.float32
     assert eight_bit.state[model.transformer.h[0].mlp.c_fc.weight]["state1"].dtype == torch.uint8
@@ -125,7 +125,7 @@ def test_what_is_switched_off_is_skipped_by_name() -> None:
 def test_on_an_accelerator_all_of_it_at_once(known: bool, simgpu_device: Any, no_leaks: Any) -> None:
     """bitsandbytes has no step for this device: the optimizer stays the user's, its state waits in 8 bits."""
     model = build("simgpu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     sample = batch(0, "simgpu") if known else None
     _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=sample)
     assert same is optimizer
@@ -150,7 +150,7 @@ def test_offloading_takes_bitsandbytes_state_as_it_is(tmp_path: Any) -> None:
     losses = {}
     for directory in (None, tmp_path):
         model = build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         config = QUIET.replace(offload_dir=directory, enable_tiling=False)
         _, eight_bit = memscale.apply_all_optimizations(model, optimizer, config, sample_input=batch(0))
         losses[directory] = [step(model, eight_bit, number) for number in range(4)]
@@ -197,7 +197,7 @@ def test_without_a_counterpart_the_optimizer_is_named_once() -> None:
 def test_calling_it_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the pair, and with the optimizer that was replaced: no state is lost either way."""
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     _, first = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
     step(model, first, 0)
     _, second = memscale.apply_all_optimizations(model, first, QUIET, sample_input=batch(0))

@@ -96,6 +96,8 @@ def apply_all_optimizations(
     config = (
         Config(mode=OptimizationMode.AGGRESSIVE, force_optimize=True) if config is None else _checked_config(config)
     )
+    if config.use_8bit_optimizer:
+        config = config.replace(use_8bit_optimizer=True)  # asked for by name: also where the state waits on the host
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
     if optimizer is None:
         raise TypeError("apply_all_optimizations takes the optimizer, too; without one use memscale.wrap")

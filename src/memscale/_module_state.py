@@ -53,6 +53,8 @@ class Memory:
     """What one forward found."""
 
     flags: Flags = ()
+    slots: Sequence[tuple[Table, str]] = ()
+    """Where the parameters were."""
     parameters: Sequence[torch.Tensor | None] = ()
     versions: Sequence[int] = ()
     """Those of the parameters."""
@@ -61,8 +63,10 @@ class Memory:
     copies: dict[tuple[int, str], tuple[Table, Any]] = dataclasses.field(default_factory=dict)
     """Earlier values of the buffers that it changed; None or `_ABSENT` for those that it made."""
     num_buffers: int = 0
+    shared: frozenset[tuple[int, str]] = frozenset()
+    """Those of the copied buffers that share memory with another one."""
     values: Sequence[Any] = ()
-    """Of every attribute, as it was; see `_Attributes`."""
+    """Of every attribute, as it was, for the length of the forward; see `_Attributes`."""
     value_versions: Sequence[int] = ()
     attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
     generators: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
@@ -88,37 +92,38 @@ class ModuleState:
     def _look(self, module: nn.Module) -> None:
         """Find the parts; all that was learned about others is forgotten."""
         self._modules: list[ModuleRef] = [weakref.ref(part) for part in module.modules()]
-        self._children = self._list_children()
+        self._children = _list_children(self._parts())
         self._parameters: list[tuple[Table, str]] = [
             (part._parameters, name) for part in module.modules() for name in part._parameters
         ]
         self._buffers = _Buffers(module)
         self._attributes = _Attributes(self._modules)
 
-    def _list_children(self) -> list[int]:
-        parts = [part for ref in self._modules if (part := ref()) is not None]
-        return [id(child) for part in parts for child in part._modules.values()]
+    def _parts(self) -> list[nn.Module]:
+        return [part for ref in self._modules if (part := ref()) is not None]
 
     def before(self) -> Memory:
         """To be called right before the forward."""
-        if self._list_children() != self._children and (module := self._module()) is not None:
+        parts = self._parts()
+        if _list_children(parts) != self._children and (module := self._module()) is not None:
             self._look(module)  # parts were put in or taken out since
-        flags = tuple([part.training for ref in self._modules if (part := ref()) is not None])
+            parts = self._parts()
+        flags = tuple([part.training for part in parts])
         parameters = [table.get(name) for table, name in self._parameters]
-        memory = Memory(flags, parameters, [_version(value) for value in parameters])
+        memory = Memory(flags, self._parameters, parameters, [_version(value) for value in parameters])
         self._buffers.before(memory)
-        self._attributes.before(memory)
+        self._attributes.before(memory, parts)
         return memory
 
     def after(self, memory: Memory) -> None:
         """To be called right after it; learns, and refuses what was learned wrongly."""
         self._buffers.after(memory)
-        self._attributes.after(memory)
+        self._attributes.after(memory, self._parts())
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it."""
         shown = Shown([], {}, [])
-        for (table, name), value, version in zip(self._parameters, memory.parameters, memory.versions, strict=True):
+        for (table, name), value, version in zip(memory.slots, memory.parameters, memory.versions, strict=True):
             if value is not None and version != _UNVERSIONED and value._version != version:
                 _refuse_changed(name, value)
             # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
@@ -141,6 +146,10 @@ class ModuleState:
             _set(slot, value)
         for generator, state in shown.generators:
             _set_state(generator, state)
+
+
+def _list_children(parts: list[nn.Module]) -> list[int]:
+    return [id(child) for part in parts for child in part._modules.values()]
 
 
 def _version(tensor: torch.Tensor | None) -> int:
@@ -173,6 +182,8 @@ class _Buffers:
         self._tables: list[Table] = [part._buffers for part in module.modules()]
         self._owners = {id(part._buffers): type(part).__name__ for part in module.modules()}
         self._changing: dict[Flags, set[tuple[int, str]]] = {}
+        self._looked_at: list[Any] = []
+        self._shared: frozenset[tuple[int, str]] = frozenset()
 
     def before(self, memory: Memory) -> None:
         known = self._changing.get(memory.flags)
@@ -185,12 +196,20 @@ class _Buffers:
                 if not is_known:
                     memory.buffers.append((table, name, value, _version(value)))
         if memory.copies:
-            _clone_values(memory.copies)
+            memory.shared = self._find_shared(memory.copies)
+            _clone_values(memory.copies, memory.shared)
+
+    def _find_shared(self, copies: dict[tuple[int, str], tuple[Table, Any]]) -> frozenset[tuple[int, str]]:
+        """Looked for anew only when there are other tensors than last time: asking for storages takes its time."""
+        values = [value for _, value in copies.values()]
+        if len(values) != len(self._looked_at) or not all(map(operator.is_, values, self._looked_at)):
+            self._looked_at, self._shared = values, _sharing_keys(copies)
+        return self._shared
 
     def show(self, memory: Memory, shown: Shown) -> None:
         """Stand-ins for what is to change: a second recompute finds the copies untouched."""
         stand_ins = dict(memory.copies)
-        _clone_values(stand_ins)
+        _clone_values(stand_ins, memory.shared)
         for (_, name), (table, value) in stand_ins.items():
             _show(table, name, value, shown)
 
@@ -231,25 +250,26 @@ class _Buffers:
         )
 
 
-def _clone_values(copies: dict[tuple[int, str], tuple[Table, Any]]) -> None:
+def _sharing_keys(copies: dict[tuple[int, str], tuple[Table, Any]]) -> frozenset[tuple[int, str]]:
+    storages = {key: _storage_of(value) for key, (_, value) in copies.items() if isinstance(value, torch.Tensor)}
+    counts = collections.Counter(storages.values())
+    return frozenset(key for key, storage in storages.items() if counts[storage] > 1)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return _torch_private.storage_key(tensor.untyped_storage())
+
+
+def _clone_values(copies: dict[tuple[int, str], tuple[Table, Any]], shared: frozenset[tuple[int, str]]) -> None:
     """Put clones in the place of the values. Buffers that share memory share it in their clones too."""
     flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    shared = _shared_storages([value for _, value in copies.values() if isinstance(value, torch.Tensor)])
     for key, (table, value) in copies.items():
         if isinstance(value, torch.Tensor):
-            storage = _torch_private.storage_key(value.untyped_storage()) if shared else 0
-            copies[key] = (table, _clone_view(value, flats, storage) if storage in shared else value.clone())
+            copies[key] = (table, _clone_view(value, flats) if key in shared else value.clone())
 
 
-def _shared_storages(values: list[torch.Tensor]) -> set[int]:
-    if len(values) < 2:
-        return set()
-    counts = collections.Counter(_torch_private.storage_key(value.untyped_storage()) for value in values)
-    return {storage for storage, count in counts.items() if count > 1}
-
-
-def _clone_view(value: torch.Tensor, flats: dict[tuple[int, torch.dtype], torch.Tensor], storage: int) -> torch.Tensor:
-    key = (storage, value.dtype)
+def _clone_view(value: torch.Tensor, flats: dict[tuple[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
+    key = (_storage_of(value), value.dtype)
     if key not in flats:
         num_elements = value.untyped_storage().nbytes() // value.element_size()
         flats[key] = value.detach().as_strided((num_elements,), (1,), 0).clone()
@@ -278,50 +298,52 @@ class _Attributes:
         self._modules = modules
         self._changing: dict[Flags, dict[Slot, None]] = {}
         self._generators: list[Slot] = []
-        self._groups: list[tuple[ModuleRef, list[str]]] = []
+        self._names: list[list[str]] = []
+        """By part."""
         self._slots: list[Slot] = []
         self._tensors: list[int] = []
         """Which of them hold tensors."""
         self._num_attributes = 0
 
-    def before(self, memory: Memory) -> None:
+    def before(self, memory: Memory, parts: list[nn.Module]) -> None:
         known = self._changing.get(memory.flags)
-        if known is None or self._count() != self._num_attributes:
-            self._look()
+        if known is None or _count(parts) != self._num_attributes:
+            self._look(parts)
         slots = self._slots if known is None else known
         if slots:
             memory.attributes = {slot: _snapshot(_get(slot), may_be_large=known is not None) for slot in slots}
-        memory.values = self._values()
+        memory.values = self._values(parts)
         memory.value_versions = [_version_of(memory.values[index]) for index in self._tensors]
         for slot in self._generators:
             if _is_generator(generator := _get(slot)):
                 memory.generators.append((generator, _state_of(generator)))
 
-    def _look(self) -> None:
-        self._groups = self._list_groups()
-        self._slots = [(ref, name) for ref, names in self._groups for name in names]
+    def _look(self, parts: list[nn.Module]) -> None:
+        self._names = [[name for name in vars(part) if name not in _COMMON_ATTRIBUTES] for part in parts]
+        self._slots = self._all_slots()
         self._generators = [slot for slot in self._slots if _is_generator(_get(slot))]
-        self._tensors = [i for i, value in enumerate(self._values()) if isinstance(value, torch.Tensor)]
-        self._num_attributes = self._count()
+        self._tensors = [i for i, value in enumerate(self._values(parts)) if isinstance(value, torch.Tensor)]
+        self._num_attributes = _count(parts)
 
-    def _values(self) -> list[Any]:
-        tables = [(vars(module), names) for ref, names in self._groups if (module := ref()) is not None]
+    def _values(self, parts: list[nn.Module]) -> list[Any]:
+        tables = zip(map(vars, parts), self._names, strict=True)
         return [table.get(name, _ABSENT) for table, names in tables for name in names]
 
-    def after(self, memory: Memory) -> None:
+    def after(self, memory: Memory, parts: list[nn.Module]) -> None:
+        before, memory.values = memory.values, ()  # what was replaced must not live on through it
         if memory.flags not in self._changing:
             self._learn(memory)
             return
-        now = self._values()
-        if not all(map(operator.is_, now, memory.values)):
-            for slot, before, value in zip(self._slots, memory.values, now, strict=True):
-                if before is not value:
-                    self._catch_up(memory, slot, before)
+        now = self._values(parts)
+        if not all(map(operator.is_, now, before)):
+            for slot, old, new in zip(self._slots, before, now, strict=True):
+                if old is not new:
+                    self._catch_up(memory, slot, old)
         for index, version in zip(self._tensors, memory.value_versions, strict=True):
-            if _version_of(memory.values[index]) != version and self._slots[index] not in memory.attributes:
+            if _version_of(before[index]) != version and self._slots[index] not in memory.attributes:
                 self._changing[memory.flags][self._slots[index]] = None
                 _refuse_attribute(self._slots[index])
-        if self._count() != self._num_attributes:
+        if _count(parts) != self._num_attributes:
             for slot in set(self._all_slots()) - set(self._slots):
                 self._catch_up(memory, slot, _ABSENT)
 
@@ -339,17 +361,13 @@ class _Attributes:
             if isinstance(value, _KeptTensor) and value.is_lost:
                 _refuse_attribute(slot)
 
-    def _count(self) -> int:
-        return sum(len(vars(module)) for ref in self._modules if (module := ref()) is not None)
-
     def _all_slots(self) -> list[Slot]:
-        return [(ref, name) for ref, names in self._list_groups() for name in names]
-
-    def _list_groups(self) -> list[tuple[ModuleRef, list[str]]]:
         return [
-            (ref, [name for name in vars(module) if name not in _COMMON_ATTRIBUTES])
+            (ref, name)
             for ref in self._modules
             if (module := ref()) is not None
+            for name in vars(module)
+            if name not in _COMMON_ATTRIBUTES
         ]
 
     def show(self, memory: Memory, shown: Shown) -> None:
@@ -361,7 +379,12 @@ class _Attributes:
             _set_state(generator, state)
 
 
+def _count(parts: list[nn.Module]) -> int:
+    return sum([len(vars(part)) for part in parts])
+
+
 _SMALL_BYTES = 1 << 20
+"""Larger tensors that attributes hold are not copied on the chance that they change."""
 
 
 class _KeptTensor:

@@ -128,8 +128,9 @@ class Study:
         if config.enable_tiling:
             levels.append(self._try_inside)
         if config.use_mixed_precision or config.use_8bit_optimizer:
-            is_asked = config.asks_for("use_mixed_precision") or config.asks_for("use_8bit_optimizer")
-            levels.insert(0 if is_asked else len(levels), self._try_lossy)
+            levels.append(self._try_lossy)
+            if config.asks_for("use_mixed_precision") or config.asks_for("use_8bit_optimizer"):
+                levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
         return levels
 
     def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
