@@ -1,7 +1,7 @@
 """Python's and NumPy's global random state, watched for the price of a few copied kilobytes.
 
 Nearly no layer draws from these generators, so what every layer pays in every step is only a look at whether it did:
-the raw bytes of the two Mersenne Twisters, before and after. The full states, tens of microseconds each, are taken for
+raw bytes of the two Mersenne Twisters, before and after. The full states, tens of microseconds each, are taken for
 layers that draw.
 
 NOTE [raw bytes]: NumPy documents the address (`BitGenerator.ctypes`). Python does not, so the place is checked against
@@ -26,6 +26,8 @@ PythonState: TypeAlias = tuple[Any, ...]
 _NUM_KEY_WORDS = 624
 _MT19937_BYTES = 4 * (_NUM_KEY_WORDS + 1)
 _PYTHON_STATE_VERSION = 3
+_POSITION_BYTES = 16
+"""The position, which every draw moves, and three words of the key beside it, which change when the position wraps."""
 
 
 class Fingerprint:
@@ -35,17 +37,20 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._spare = _python_generator().gauss_next
-        python, numpy = _python_view(), _numpy_view()
-        self._python = random.getstate() if python is None else bytes(python)
-        self._numpy = None if numpy is None else bytes(numpy)
+        view = _python_view()
+        self._python = random.getstate() if view is None else bytes(view)
+        self._numpy = _numpy_position()
 
     def python_moved(self) -> bool:
         view = _python_view()
-        now = random.getstate() if view is None else view
-        return now != self._python or _python_generator().gauss_next != self._spare
+        if view is None:
+            moved = random.getstate() != self._python
+        else:
+            moved = bytes(view[:_POSITION_BYTES]) != self._python[:_POSITION_BYTES]
+        return moved or _python_generator().gauss_next != self._spare
 
     def numpy_moved(self) -> bool:
-        return _numpy_view() != self._numpy
+        return _numpy_position() != self._numpy
 
     def python_state(self) -> PythonState:
         if not isinstance(self._python, bytes):
@@ -99,13 +104,14 @@ def _python_view() -> memoryview | None:
     return view if view == struct.pack(f"={_NUM_KEY_WORDS + 1}I", position, *key) else None
 
 
-def _numpy_view() -> memoryview | bytes | None:
-    """NumPy's generator where it lies; of one that is no Mersenne Twister, its state."""
+def _numpy_position() -> bytes | None:
+    """What any draw from NumPy's generator changes; of one that is no Mersenne Twister, its whole state."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     generator = numpy.random.get_bit_generator()
-    return _view_of(generator) or pickle.dumps(generator.state)
+    view = _view_of(generator)
+    return pickle.dumps(generator.state) if view is None else bytes(view[-_POSITION_BYTES:])
 
 
 @functools.lru_cache(maxsize=1)  # NumPy has one global generator at a time

@@ -20,11 +20,12 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import itertools
 import operator
 import random
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +43,7 @@ Flags: TypeAlias = tuple[bool, ...]
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
 _ABSENT = object()
+_chain = itertools.chain.from_iterable
 _MAX_DEPTH = 4
 """Containers in containers are looked into so deep."""
 _UNVERSIONED = -1
@@ -65,9 +67,10 @@ class Memory:
     num_buffers: int = 0
     shared: frozenset[tuple[int, str]] = frozenset()
     """Those of the copied buffers that share memory with another one."""
-    values: Sequence[Any] = ()
-    """Of every attribute, as it was, for the length of the forward; see `_Attributes`."""
-    value_versions: Sequence[int] = ()
+    values: Sequence[tuple[Any, ...]] = ()
+    """Of every part: its attributes as they were, for the length of the forward; see `_Attributes`."""
+    tensors: Sequence[tuple[Slot, Any, int]] = ()
+    """Attributes that hold tensors, with their versions; for the length of the forward."""
     attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
     generators: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     """Random generators that the module holds, and their state."""
@@ -110,7 +113,7 @@ class ModuleState:
             parts = self._parts()
         flags = tuple([part.training for part in parts])
         parameters = [table.get(name) for table, name in self._parameters]
-        memory = Memory(flags, self._parameters, parameters, [_version(value) for value in parameters])
+        memory = Memory(flags, self._parameters, parameters, _versions_of(parameters))
         self._buffers.before(memory)
         self._attributes.before(memory, parts)
         return memory
@@ -152,6 +155,13 @@ def _list_children(parts: list[nn.Module]) -> list[int]:
     return [id(child) for part in parts for child in part._modules.values()]
 
 
+def _versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    try:
+        return [_UNVERSIONED if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor is among them
+        return [_version(tensor) for tensor in tensors]
+
+
 def _version(tensor: torch.Tensor | None) -> int:
     return _UNVERSIONED if tensor is None or tensor.is_inference() else tensor._version
 
@@ -182,7 +192,7 @@ class _Buffers:
         self._tables: list[Table] = [part._buffers for part in module.modules()]
         self._owners = {id(part._buffers): type(part).__name__ for part in module.modules()}
         self._changing: dict[Flags, set[tuple[int, str]]] = {}
-        self._looked_at: list[Any] = []
+        self._looked_at: list[weakref.ref[Any]] = []
         self._shared: frozenset[tuple[int, str]] = frozenset()
 
     def before(self, memory: Memory) -> None:
@@ -201,9 +211,10 @@ class _Buffers:
 
     def _find_shared(self, copies: dict[tuple[int, str], tuple[Table, Any]]) -> frozenset[tuple[int, str]]:
         """Looked for anew only when there are other tensors than last time: asking for storages takes its time."""
-        values = [value for _, value in copies.values()]
-        if len(values) != len(self._looked_at) or not all(map(operator.is_, values, self._looked_at)):
-            self._looked_at, self._shared = values, _sharing_keys(copies)
+        tensors = [value for _, value in copies.values() if isinstance(value, torch.Tensor)]
+        known = [ref() for ref in self._looked_at]
+        if len(tensors) != len(known) or not all(map(operator.is_, tensors, known)):
+            self._looked_at, self._shared = [weakref.ref(tensor) for tensor in tensors], _sharing_keys(copies)
         return self._shared
 
     def show(self, memory: Memory, shown: Shown) -> None:
@@ -298,54 +309,69 @@ class _Attributes:
         self._modules = modules
         self._changing: dict[Flags, dict[Slot, None]] = {}
         self._generators: list[Slot] = []
-        self._names: list[list[str]] = []
+        self._tensors: list[Slot] = []
+        """Those that hold tensors."""
+        self._names: list[tuple[str, ...]] = []
         """By part."""
-        self._slots: list[Slot] = []
-        self._tensors: list[int] = []
-        """Which of them hold tensors."""
+        self._getters: list[Callable[[dict[str, Any]], tuple[Any, ...]]] = []
         self._num_attributes = 0
 
     def before(self, memory: Memory, parts: list[nn.Module]) -> None:
         known = self._changing.get(memory.flags)
         if known is None or _count(parts) != self._num_attributes:
             self._look(parts)
-        slots = self._slots if known is None else known
+        memory.values = self._values(parts) or self._look(parts)
+        slots = self._all_slots() if known is None else known
         if slots:
             memory.attributes = {slot: _snapshot(_get(slot), may_be_large=known is not None) for slot in slots}
-        memory.values = self._values(parts)
-        memory.value_versions = [_version_of(memory.values[index]) for index in self._tensors]
+        if self._tensors:
+            memory.tensors = [(slot, value := _get(slot), _version_of(value)) for slot in self._tensors]
         for slot in self._generators:
             if _is_generator(generator := _get(slot)):
                 memory.generators.append((generator, _state_of(generator)))
 
-    def _look(self, parts: list[nn.Module]) -> None:
-        self._names = [[name for name in vars(part) if name not in _COMMON_ATTRIBUTES] for part in parts]
-        self._slots = self._all_slots()
-        self._generators = [slot for slot in self._slots if _is_generator(_get(slot))]
-        self._tensors = [i for i, value in enumerate(self._values(parts)) if isinstance(value, torch.Tensor)]
+    def _look(self, parts: list[nn.Module]) -> list[tuple[Any, ...]]:
+        """Which attributes there are; returns their values."""
         self._num_attributes = _count(parts)
+        own = [[name for name in vars(part) if name not in _COMMON_ATTRIBUTES] for part in parts]
+        # Two names at least: a getter of a single one gives no tuple.
+        self._names = [("training", "_modules", *names) for names in own]
+        self._getters = [operator.itemgetter(*names) for names in self._names]
+        slots = self._all_slots()
+        self._generators = [slot for slot in slots if _is_generator(_get(slot))]
+        self._tensors = [slot for slot in slots if isinstance(_get(slot), torch.Tensor)]
+        return self._values(parts)
 
-    def _values(self, parts: list[nn.Module]) -> list[Any]:
-        tables = zip(map(vars, parts), self._names, strict=True)
-        return [table.get(name, _ABSENT) for table, names in tables for name in names]
+    def _values(self, parts: list[nn.Module]) -> list[tuple[Any, ...]]:
+        """Nothing if one of the attributes is gone."""
+        try:
+            return [getter(vars(part)) for getter, part in zip(self._getters, parts, strict=True)]
+        except KeyError:
+            return []
 
     def after(self, memory: Memory, parts: list[nn.Module]) -> None:
         before, memory.values = memory.values, ()  # what was replaced must not live on through it
+        tensors, memory.tensors = memory.tensors, ()
         if memory.flags not in self._changing:
             self._learn(memory)
             return
-        now = self._values(parts)
-        if not all(map(operator.is_, now, before)):
-            for slot, old, new in zip(self._slots, before, now, strict=True):
-                if old is not new:
-                    self._catch_up(memory, slot, old)
-        for index, version in zip(self._tensors, memory.value_versions, strict=True):
-            if _version_of(before[index]) != version and self._slots[index] not in memory.attributes:
-                self._changing[memory.flags][self._slots[index]] = None
-                _refuse_attribute(self._slots[index])
-        if _count(parts) != self._num_attributes:
-            for slot in set(self._all_slots()) - set(self._slots):
-                self._catch_up(memory, slot, _ABSENT)
+        now = self._values(parts) if _count(parts) == self._num_attributes else []
+        if not now or not all(map(operator.is_, _chain(now), _chain(before))):
+            self._compare(memory, before)
+        for slot, value, version in tensors:
+            if _version_of(value) != version and slot not in memory.attributes:
+                self._changing[memory.flags][slot] = None
+                _refuse_attribute(slot)
+
+    def _compare(self, memory: Memory, before: Sequence[tuple[Any, ...]]) -> None:
+        """Find what was replaced, made or taken out."""
+        for ref, names, values in zip(self._modules, self._names, before, strict=True):
+            old = dict(zip(names, values, strict=True))
+            now = vars(ref())
+            for name in dict.fromkeys([*old, *now]):
+                earlier = old.get(name, _ABSENT)
+                if name not in _COMMON_ATTRIBUTES and now.get(name, _ABSENT) is not earlier:
+                    self._catch_up(memory, (ref, name), earlier)
 
     def _catch_up(self, memory: Memory, slot: Slot, before: Any) -> None:
         """This forward replaced an attribute, which maybe no earlier one did. What was replaced is still at hand."""

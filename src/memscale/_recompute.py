@@ -56,15 +56,17 @@ class RecomputedForward(ForwardOverride):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _torch_private.inside_functional_transform():
             return self.compute(args, kwargs, None)
-        if self._holds_cache(args, kwargs):
-            return self.compute(args, kwargs, None)
         # Flat, so that checkpoint sees every tensor: it saves the RNG only of devices that it finds among them.
         leaves, spec = _flatten(args, kwargs)
+        if isinstance(spec, TreeSpec) and self._holds_cache(args, kwargs):
+            return self.compute(args, kwargs, None)
         region = Region(self, args, kwargs, spec)
+        if self.anchor is not None:
+            leaves, region.num_anchors = [self.anchor, *leaves], 1
         if not self.verify:
-            return checkpoint(region, self.anchor, *leaves, use_reentrant=False, context_fn=self.context_fn)
+            return checkpoint(region, *leaves, use_reentrant=False, context_fn=self.context_fn)
         with set_checkpoint_early_stop(False):
-            return checkpoint(region, self.anchor, *leaves, use_reentrant=False, context_fn=self.context_fn)
+            return checkpoint(region, *leaves, use_reentrant=False, context_fn=self.context_fn)
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
         """The module's forward, the first time; without a region if there will be no recompute."""
@@ -90,9 +92,13 @@ class RecomputedForward(ForwardOverride):
 class Region:
     """One call of such a module."""
 
+    __slots__ = ("digest", "host_rng", "memory", "notes", "num_anchors", "original", "owner", "spec")
+
     def __init__(self, owner: RecomputedForward, args: Any, kwargs: Any, spec: Spec) -> None:
         self.owner = owner
         self.spec = spec
+        self.num_anchors = 0
+        """Arguments before the module's own."""
         self.original: tuple[Any, Any] | None = (args, kwargs)
         self.host_rng: HostRng | None = None
         """For a module that draws from it."""
@@ -101,18 +107,18 @@ class Region:
         self.notes: Any = None
         """What the owner wants to find again in the recompute. Lives as long as the graph may need it."""
 
-    def __call__(self, anchor: Any, *leaves: Any) -> Any:
+    def __call__(self, *leaves: Any) -> Any:
         if self.original is not None:
             (args, kwargs), self.original = self.original, None
-            versions, objects = _versions(leaves), _objects(leaves)
+            versions, objects = _versions(leaves), _objects(leaves) if isinstance(self.spec, TreeSpec) else ()
             output = self._compute(args, kwargs)
-            if _versions(leaves) != versions or not all(_is_as_before(*pair) for pair in objects):
+            if _versions(leaves) != versions or (objects and not all(_is_as_before(*pair) for pair in objects)):
                 raise RuntimeError(
                     f"{self.owner.module_fqn} changes its input in place, so it cannot be computed again; leave it out "
                     "of checkpointing, or let it work on a copy"
                 )
             return output
-        args, kwargs = _unflatten(leaves, self.spec)
+        args, kwargs = _unflatten(leaves[self.num_anchors :], self.spec)
         return self._recompute(args, kwargs)
 
     def _compute(self, args: Any, kwargs: Any) -> Any:
@@ -174,7 +180,7 @@ Spec: TypeAlias = TreeSpec | tuple[int, tuple[str, ...]]
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec]:
     """The arguments' leaves. PyTrees take tens of microseconds, and most layers get plain tensors."""
     leaves = [*args, *kwargs.values()]
-    if all(type(leaf) in _SIMPLE_TYPES for leaf in leaves):
+    if _SIMPLE_TYPES.issuperset(map(type, leaves)):
         return leaves, (len(args), tuple(kwargs))
     return tree_flatten((args, kwargs))
 
