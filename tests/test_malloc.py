@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import memscale
 from memscale import _malloc
 
 _TRAIN = """
@@ -65,9 +69,37 @@ def test_resident_memory_follows_tracked_bytes(tmp_path: pathlib.Path) -> None:
 
 
 def test_users_are_counted_and_the_last_one_puts_it_back() -> None:
+    model, start = nn.Linear(1, 1), _num_users()
     with contextlib.ExitStack() as outer:
         with contextlib.ExitStack() as inner:
-            assert _malloc.return_freed_memory(outer) == _malloc.return_freed_memory(inner)
-            assert _malloc._num_users in (0, 2)
-        assert _malloc._num_users in (0, 1)
-    assert _malloc._num_users == 0
+            assert _malloc.return_freed_memory(model, outer)
+            assert _malloc.return_freed_memory(model, inner)
+            assert _num_users() == start + 2
+        assert _num_users() == start + 1
+    assert _num_users() == start
+
+
+def test_a_model_that_is_dropped_lets_go_of_the_process() -> None:
+    """Nobody called `detach`: what the whole process sees is undone all the same."""
+    start, before = _num_users(), _num_hooks()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+    config = memscale.Config(force_optimize=True, enable_logging=False, use_8bit_optimizer=True)
+    memscale.wrap(model, config, torch.zeros(512, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(512, 64)).sum().backward()
+    optimizer.step()
+    assert _num_users() == start + 1
+    assert _num_hooks() != before
+    del model, optimizer
+    assert _num_users() == start
+    assert _num_hooks() == before
+
+
+def _num_users() -> int:
+    gc.collect()  # models that earlier tests have dropped
+    return _malloc._num_users
+
+
+def _num_hooks() -> dict[str, int]:
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    return {name: len(getattr(sys.modules["torch.optim.optimizer"], name)) for name in names}

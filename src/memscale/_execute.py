@@ -143,7 +143,7 @@ class Executor:
             undo.callback(self._transfers.clear)
             undo.callback(self._forget_precision)
             if any(_fills_host(action, self._device()) for action in actions) and not self._is_fake():
-                return_freed_memory(undo)
+                return_freed_memory(self.model, undo)
             self._place(actions, undo)
             for action in sorted(actions, key=_is_around_blocks):
                 self._attach_one(action, undo)

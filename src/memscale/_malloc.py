@@ -13,6 +13,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from typing import Any
+
+from memscale._patching import undo_with
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _DIRECT_BYTES = 64 * 1024
@@ -23,12 +26,15 @@ _lock = threading.Lock()
 _num_users = 0
 
 
-def return_freed_memory(undo: contextlib.ExitStack) -> bool:
-    """Let freed tensors go back to the system until undone. False where the C library does not offer it."""
+def return_freed_memory(owner: Any, undo: contextlib.ExitStack) -> bool:
+    """Let freed tensors go back to the system until undone, or until the owner is gone.
+
+    False where the C library does not offer it.
+    """
     if _mallopt() is None:
         return False
-    undo.callback(_release)
     _acquire()
+    undo_with(owner, _release, undo)
     return True
 
 

@@ -22,6 +22,11 @@ class OwnHook:
     """Base of every hook that MemScale registers on a module: copies of the module leave it behind."""
 
 
+def undo_with(owner: Any, callback: Callable[[], Any], undo: contextlib.ExitStack) -> None:
+    """For what the whole process sees: undone with the rest, or when the owner is gone without that."""
+    undo.callback(weakref.finalize(owner, callback))
+
+
 class MethodOverride:
     """Stands in for one method of one module.
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from memscale import _torch_private
+from memscale._patching import undo_with
 
 _HOST_SCALARS = ("step", "mu_product")
 """Counters that most optimizers keep on the host, unless they are capturable or fused."""
@@ -154,5 +155,5 @@ def attach(model: nn.Module, undo: contextlib.ExitStack) -> Followers:
         globally.callback(register_optimizer_step_pre_hook(_StepHook(followers)).remove)
         _REPLICAS.enter()
         globally.callback(_REPLICAS.leave)
-        undo.callback(weakref.finalize(model, globally.pop_all().close))
+        undo_with(model, globally.pop_all().close, undo)
     return followers

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 from memscale import _torch_private
 from memscale._errors import OffloadError, PartialStepError
+from memscale._patching import undo_with
 from memscale.techniques.offload.buckets import Bucket, Choose, Waiting, split_into_buckets
 from memscale.techniques.offload.followers import stays_on_host
 from memscale.techniques.offload.separable import NotSeparable, SplitStep, check_separable, idle_shadow, is_shadow
@@ -66,7 +67,7 @@ def adopt(
     """
     adoption = Adoption(store, transfers, bucket_bytes, model, packer)
     undo.callback(adoption.detach)
-    adoption.watch()
+    adoption.watch(model)
     return adoption
 
 
@@ -82,7 +83,7 @@ def adopt_optimizer(
     adoption = Adoption(store, transfers, bucket_bytes, packer=packer)
     undo.callback(adoption.detach)
     adoption.take(optimizer)
-    adoption.watch()
+    adoption.watch(optimizer)
     return adoption
 
 
@@ -106,11 +107,13 @@ class Adoption:
         self._model = weakref.ref(model) if model is not None else None
         self._versions = _versions(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
-        self._handle: Any = None
+        self._global_hook = contextlib.ExitStack()
         self._has_seen_any = False
 
-    def watch(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._before_any_step)
+    def watch(self, owner: object) -> None:
+        """See every step of every optimizer, as long as the owner lives."""
+        handle = register_optimizer_step_pre_hook(self._before_any_step)
+        undo_with(owner, handle.remove, self._global_hook)
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_shadow(optimizer):
@@ -159,8 +162,7 @@ class Adoption:
 
     def detach(self) -> None:
         """Whole state back, hooks gone. Warns if the model was trained by an optimizer that was never seen."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._global_hook.close()
         with contextlib.ExitStack() as last:
             for adopted in list(self._known.values()):
                 if adopted is not None:

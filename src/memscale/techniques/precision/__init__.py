@@ -17,7 +17,6 @@ import dataclasses
 import logging
 import threading
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -153,7 +152,7 @@ def attach(
         return None
     if action.dtype == "float16":
         scale = scale if scale is not None else LossScale()
-        scale.attach(weakref.ref(model), undo)
+        scale.attach(model, undo)
     precision = Precision(dtype, device_type, scale if action.dtype == "float16" else None)
     undo.callback(precision.close)
     enter = model.register_forward_pre_hook(_Enter(precision), with_kwargs=True)

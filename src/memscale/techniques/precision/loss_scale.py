@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memscale._errors import ConfigError
+from memscale._patching import undo_with
 
 logger = logging.getLogger("memscale")
 
@@ -54,11 +55,11 @@ class LossScale:
         self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
 
-    def attach(self, model: weakref.ref[nn.Module], undo: contextlib.ExitStack) -> None:
+    def attach(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         """Watch the optimizers that own this model's parameters until undone."""
-        self._model = model
-        undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._model = weakref.ref(model)
+        undo_with(model, register_optimizer_step_pre_hook(self._before_step).remove, undo)
+        undo_with(model, register_optimizer_step_post_hook(self._after_step).remove, undo)
         undo.callback(self._forget)
 
     def _forget(self) -> None:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from memscale import _torch_private
 from memscale._errors import PlanError
-from memscale._patching import ForwardOverride
+from memscale._patching import ForwardOverride, undo_with
 from memscale._plan import TileHead
 from memscale.techniques.tiling.common import at_least_one, submodule
 from memscale.techniques.tiling.lazy import LazyLogits, lazy_linear
@@ -47,7 +47,7 @@ def attach_head(action: TileHead, model: nn.Module, undo: contextlib.ExitStack) 
             "it cannot be tiled; take the action out of the plan"
         )
     steps = _Steps([p for linear in linears for p in linear.parameters()])
-    steps.attach(undo)
+    steps.attach(module, undo)
     for linear in linears:
         if "forward" in vars(linear):
             raise PlanError(
@@ -63,7 +63,7 @@ def _attach_product(action: TileHead, model: nn.Module, module: nn.Module, undo:
     except AttributeError as error:
         raise PlanError(f"the plan names the weight {action.weight_fqn!r}, which this model does not have") from error
     steps = _Steps([weight])
-    steps.attach(undo)
+    steps.attach(module, undo)
     _ProductHead(module, weight, action.rows, steps).attach(undo)
 
 
@@ -84,8 +84,8 @@ class _Steps:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self.count = 0
 
-    def attach(self, undo: contextlib.ExitStack) -> None:
-        undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
+    def attach(self, head: nn.Module, undo: contextlib.ExitStack) -> None:
+        undo_with(head, register_optimizer_step_post_hook(self._stepped).remove, undo)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         ours = {id(reference()) for reference in self._parameters}
