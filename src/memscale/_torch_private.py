@@ -154,6 +154,11 @@ def inside_functional_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def has_own_kernel(operator: str, device_type: str) -> bool:
     """Whether an operator has a kernel written for this device, not only one made of other operators."""
     key = torch._C._dispatch_key_for_device(device_type)

@@ -2,6 +2,10 @@
 
 Functions are told apart here, above autograd, so that values that must be built are built by ordinary operators: they
 are counted by meters and saved by autograd like any other tensor.
+
+NOTE [memory handed out]: whoever holds the logits' own memory can write to it, and the loss must see that. A function
+that returns a view of the values that it was given is run once more on the lazy tensor, which keeps book of its views;
+one that hands memory to others (`numpy`, `dlpack`) ends the tiling of these logits.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memscale import _torch_private
 from memscale.techniques.tiling import loss
-from memscale.techniques.tiling.common import names
+from memscale.techniques.tiling.common import TilingError, names
 from memscale.techniques.tiling.lazy import LazyLogits, plain
 
 _TILED: dict[Any, Callable[..., Any]] = {
@@ -26,6 +30,10 @@ _TILED: dict[Any, Callable[..., Any]] = {
 }
 
 _HOOKS = frozenset({"register_hook", "retain_grad", "requires_grad_", "detach_"})
+
+_HANDS_OUT = names("numpy __array__ __dlpack__ data_ptr storage")
+
+_SNAPSHOTS = names("clone cpu")
 
 _METADATA = names(
     "size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point is_complex "
@@ -51,10 +59,45 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if tiled is not None and isinstance(_first(args, kwargs), LazyLogits):
         return tiled(*args, **kwargs)
     _note_hooks(func, args, kwargs)
-    if not _is_for_lazy(func, args, kwargs):
-        args, kwargs = tree_map_only(LazyLogits, plain, (args, kwargs))
+    if _is_for_lazy(func, args, kwargs):
+        return _run_lazily(func, args, kwargs)
+    return _run_on_values(func, args, kwargs)
+
+
+def _run_lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _torch_private.without_torch_function():
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+    if getattr(func, "__name__", "") in _SNAPSHOTS and isinstance(result, LazyLogits) and not result.requires_grad:
+        result.value()  # someone keeps a copy, which must outlive the optimizer's step
+    return result
+
+
+def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """See NOTE [memory handed out]."""
+    build = _hand_out if getattr(func, "__name__", "") in _HANDS_OUT else plain
+    values = tree_map_only(LazyLogits, build, (args, kwargs))
+    leaves = zip(tree_leaves((args, kwargs)), tree_leaves(values), strict=True)
+    built = [value for leaf, value in leaves if isinstance(leaf, LazyLogits)]
+    with _torch_private.without_torch_function():
+        result = func(*values[0], **values[1])
+    if build is plain and _storages(result) & _storages(built):
+        return _run_lazily(func, args, kwargs)
+    return result
+
+
+def _storages(tensors: Any) -> set[int]:
+    return {
+        _torch_private.storage_key(leaf.untyped_storage())
+        for leaf in tree_leaves(tensors)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, LazyLogits) and leaf.layout is torch.strided
+    }
+
+
+def _hand_out(lazy: LazyLogits) -> torch.Tensor:
+    lazy.block.family.touch()
+    lazy.value(alias=True)
+    built: torch.Tensor = plain(lazy)
+    return built
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,9 +105,8 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _note_hooks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Whoever asks for the gradient of logits must get it. See NOTE [two paths]."""
-    name = getattr(func, "__name__", "")
-    if name in _HOOKS:
+    """Whoever asks for the gradient of logits, or for their node, must get it. See NOTE [two paths]."""
+    if getattr(func, "__name__", "") in _HOOKS or getattr(func, "__self__", None) is torch.Tensor.grad_fn:
         args[0].block.family.touch()
     elif func is torch.autograd.grad:
         for leaf in tree_leaves(args[1] if len(args) > 1 else kwargs["inputs"]):
@@ -75,7 +117,9 @@ def _note_hooks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 def _is_for_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the function takes the lazy tensor as it is: it asks no values, or they can wait, or it writes."""
     name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__", "backward") or name in _METADATA or name in _HOOKS:
+    if name == "__set__":
+        return _is_set_on_lazy(func, args)
+    if name in ("__get__", "__delete__", "backward") or name in _METADATA or name in _HOOKS:
         return True
     if func is torch.autograd.grad or _writes(name, kwargs):
         return True
@@ -87,8 +131,20 @@ def _is_for_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return name in _SUMS and not kwargs and all(isinstance(tensor, LazyLogits) for tensor in tensors[:2])
 
 
+def _is_set_on_lazy(func: Any, args: tuple[Any, ...]) -> bool:
+    if not isinstance(args[0], LazyLogits):
+        return False  # another tensor is given these logits
+    if func.__self__ is torch.Tensor.data:
+        raise TilingError(
+            "the data of tiled logits cannot be replaced, only written to: use logits.data.copy_(values), "
+            "or set enable_tiling=False"
+        )
+    return True
+
+
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_operator = name in ("__setitem__",) or (name.startswith("__i") and name not in ("__invert__", "__iter__"))
+    is_operator = is_operator and name not in ("__index__", "__int__")
     into_lazy = any(isinstance(leaf, LazyLogits) for leaf in tree_leaves(kwargs.get("out")))
-    return is_in_place or (is_operator and name != "__index__" and name != "__int__") or into_lazy
+    return is_in_place or is_operator or into_lazy or bool(kwargs.get("inplace"))

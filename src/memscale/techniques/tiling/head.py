@@ -129,6 +129,8 @@ def can_be_lazy(hidden: Any, weight: Any, tile_rows: int) -> bool:
         return False
     if torch.compiler.is_compiling() or _torch_private.is_tracing() or hidden.layout is not torch.strided:
         return False
+    if _torch_private.inside_functional_transform() or _torch_private.in_forward_mode():
+        return False
     if hidden.shape[-1] != weight.shape[-1] or hidden.device != weight.device or weight.shape[0] < 2:
         return False
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):

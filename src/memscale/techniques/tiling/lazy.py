@@ -13,8 +13,9 @@ NOTE [stale logits]: lazy logits are computed from the head's weight as it is. O
 (`optimizer.step()`), they cannot be computed any more; reading them raises `StaleLogitsError`. A snapshot would cost
 the weight's bytes in every training loop that still holds its last output, which is nearly every one.
 
-Known limits: `backward(inputs=[logits])` leaves `logits.grad` empty (`retain_grad`, hooks and `autograd.grad` work);
-assigning `logits.data` is not followed.
+Known limits: `backward(inputs=[logits])` leaves `logits.grad` empty (`retain_grad`, hooks and `autograd.grad` work). A
+weight that is changed through its `.data`, by no optimizer, between head and loss is not noticed. Lazy logits must not
+become another tensor's `.data`: PyTorch asks nobody there, and there is no memory.
 """
 
 from __future__ import annotations
@@ -99,14 +100,15 @@ class LazyLogits(torch.Tensor):
         return self.block.rows is None and self.geometry.is_contiguous() and self.geometry.numel() == everything
 
     def forget(self) -> LazyLogits:
-        """The same rows, outside the graph and without built values."""
-        return LazyLogits(self.block, self.geometry, self.vocabulary_dim)
+        """The same rows, outside the graph and without built values: later writes do not reach them."""
+        block = self.block.with_(self.block.expression, self.block.rows)
+        return LazyLogits(block, self.geometry, self.vocabulary_dim)
 
     def is_traceable(self) -> bool:
         """Whether the graph from here to the heads consists of operators that the recipe repeats."""
         if self.block.family.touched:
             return False
-        return not self.requires_grad or _leads_to(self.grad_fn, self.block.family.nodes)
+        return not self.requires_grad or _leads_to(_grad_fn(self), self.block.family.nodes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -298,6 +300,28 @@ class _Plain(torch.autograd.Function):
         return gradient
 
 
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lazy: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return lazy.forget()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient
+
+
+def same(lazy: LazyLogits) -> LazyLogits:
+    """These logits as they are now, in the graph: writes that follow reach neither values nor graph."""
+    return _Same.apply(lazy)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _grad_fn(lazy: LazyLogits) -> Any:
+    """The node, without being taken for someone who wants to hook it. See `functions.py`."""
+    with _torch_private.without_torch_function():
+        return lazy.grad_fn
+
+
 def plain(tensor: Any) -> Any:
     """The same logits as an ordinary tensor, connected to autograd."""
     return _Plain.apply(tensor) if isinstance(tensor, LazyLogits) else tensor  # type: ignore[no-untyped-call]
@@ -320,6 +344,7 @@ def lazy_linear(
     lender = lender.use() if lender is not None else None
     projection = Projection(hidden, weight, bias, linear_dtype(hidden), tile_rows, is_current, versions, lender)
     logits: LazyLogits = LazyProjection.apply(hidden, weight, bias, projection, family)  # type: ignore[no-untyped-call]
-    if logits.grad_fn is not None:
-        family.nodes.add(logits.grad_fn)
+    node = _grad_fn(logits)
+    if node is not None:
+        family.nodes.add(node)
     return logits

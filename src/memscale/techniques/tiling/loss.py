@@ -1,232 +1,21 @@
 """Cross-entropy of lazy logits, tile by tile: neither the logits nor their gradient ever exist whole.
 
-A tile is `rows` rows of logits. When the loss is one number, the gradients of hidden states and weights are formed
-together with it, in forward: three products a tile, as many as the plain path computes. A second backward, a loss a
-row, or half precision (whose upstream scale must come before rounding) make them in backward, at a fourth product.
-
-NOTE [row maximum]: a row's log-sum-exp is kept as its maximum and the log of the remaining sum. Their sum would cancel
-against the target's logit on confident rows, and lose the loss.
-
-NOTE [same bytes on fake tensors]: rows that are ignored are sorted behind the others, and every array is as long as
-the batch. A rehearsal on fake tensors, which cannot count them and takes all rows, so allocates what the run does.
+When the loss is one number, the gradients of hidden states and weights are formed together with it, in forward: three
+products a tile, as many as the plain path computes. A second backward, a loss a row, or half precision (whose upstream
+scale must come before rounding) make them in backward, at a fourth product. See `sweep.py` for the tiles themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from memscale import _torch_private
-from memscale.techniques.tiling.lazy import LazyLogits, plain
-from memscale.techniques.tiling.recipe import Block, Map, is_plain, linear, threes
-
-Reduction = Literal["none", "mean", "sum"]
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """One loss, as asked for."""
-
-    logits: LazyLogits
-    """Outside the graph; what the loss was called with."""
-    block: Block
-    """What its cross-entropy is taken of."""
-    target: torch.Tensor
-    class_weight: torch.Tensor | None
-    ignore_index: int
-    smoothing: float
-    reduction: Reduction
-    is_nll: bool
-    tile_rows: int
-
-    def plain_loss(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.is_nll:
-            return F.nll_loss(
-                logits, self.target, self.class_weight, ignore_index=self.ignore_index, reduction=self.reduction
-            )
-        return F.cross_entropy(
-            logits,
-            self.target,
-            self.class_weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.smoothing,
-        )
-
-
-class _Rows:
-    """The rows of one loss: those that count first, each with its target."""
-
-    def __init__(self, request: Request, row_ids: torch.Tensor) -> None:
-        flat = request.target.reshape(-1)
-        is_ignored = flat == request.ignore_index
-        self.order = torch.sort(is_ignored, stable=True).indices
-        self.num_all = flat.numel()
-        # See NOTE [same bytes on fake tensors].
-        has_values = not _torch_private.is_fake(flat) and flat.device.type != "meta"
-        self.num_kept = self.num_all - int(is_ignored.sum()) if has_values else self.num_all
-        self.ids = row_ids[self.order]
-        self.targets = flat[self.order]
-
-    def tiles(self, tile_rows: int) -> list[slice]:
-        return [slice(a, min(a + tile_rows, self.num_kept)) for a in range(0, self.num_kept, tile_rows)]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is summed in half precision is summed in single."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-class _Sweep:
-    """Passes over the tiles of one loss."""
-
-    def __init__(self, request: Request, rows: _Rows, scale: torch.Tensor) -> None:
-        self.request = request
-        self.block = request.block
-        self.rows = rows
-        self.scale = scale
-        """What the sum of the rows is multiplied with."""
-        dtype = wide(request.logits.dtype)
-        self.row_max = torch.zeros(rows.num_all, dtype=dtype, device=scale.device)
-        self.log_sum = torch.zeros_like(self.row_max)
-        weight = request.class_weight
-        self.class_weight = None if weight is None else weight.to(dtype)
-        self.total_weight: Any = self.block.vocabulary if self.class_weight is None else self.class_weight.sum()
-
-    def losses(self, tensors: Any, needs: list[bool] | None) -> tuple[torch.Tensor, list[Any] | None]:
-        """A loss a row, in the order of `rows`; and, if anything needs them, gradients of their scaled sum."""
-        losses = torch.zeros_like(self.row_max)
-        gradients = None if needs is None else self._accumulators(tensors, needs)
-        with torch.autocast(self.block.device.type, enabled=False):
-            tensors = self._cast_weights(tensors)
-            for tile in self.rows.tiles(self.request.tile_rows):
-                computed = _Tile(self, tensors, tile, with_gradients=gradients is not None)
-                losses[tile] = computed.loss()
-                if gradients is not None:
-                    computed.add_gradients(gradients, self.scale)
-                del computed
-        return losses, gradients
-
-    def gradients(self, tensors: Any, needs: list[bool], upstream: torch.Tensor) -> list[Any]:
-        """Gradients for an upstream gradient a row (in the order of `rows`), or one for all."""
-        gradients = self._accumulators(tensors, needs)
-        with torch.autocast(self.block.device.type, enabled=False):
-            tensors = self._cast_weights(tensors)
-            for tile in self.rows.tiles(self.request.tile_rows):
-                computed = _Tile(self, tensors, tile, with_gradients=True)
-                computed.to_exponentials()
-                computed.add_gradients(gradients, upstream if upstream.dim() == 0 else upstream[tile])
-                del computed
-        return gradients
-
-    def _cast_weights(self, tensors: Any) -> list[Any]:
-        """Weights in the dtype of the product, once for all tiles."""
-        cast: list[Any] = []
-        for projection, (hidden, weight, bias) in zip(self.block.projections, threes(tensors), strict=True):
-            cast += [hidden, weight.to(projection.dtype), None if bias is None else bias.to(projection.dtype)]
-        return cast
-
-    def _accumulators(self, tensors: Any, needs: list[bool]) -> list[Any]:
-        return [
-            torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) if need and t is not None else None
-            for t, need in zip(tensors, needs, strict=True)
-        ]
-
-
-class _Tile:
-    """A few rows of logits while they exist. They are turned in place into exponentials, then into gradients."""
-
-    def __init__(self, sweep: _Sweep, tensors: list[Any], tile: slice, *, with_gradients: bool) -> None:
-        self.sweep, self.tile, self.tensors = sweep, tile, tensors
-        self.ids, self.targets = sweep.rows.ids[tile], sweep.rows.targets[tile]
-        self.hiddens = [hidden[self.ids] for hidden in tensors[0::3]]
-        self.outputs, self.mapped = self._outputs(with_gradients and not is_plain(sweep.block.expression))
-        values = self.mapped.detach()
-        logits = values.to(wide(values.dtype))
-        self.logits = logits.clone() if self.needs_autograd and logits is values else logits
-
-    def _outputs(self, with_autograd: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The projections' outputs, and the logits made of them, with a small graph between where maps need one."""
-        block = self.sweep.block
-        self.needs_autograd = with_autograd
-        outputs = [
-            linear(projection, hidden, weight, bias)
-            for projection, hidden, (_, weight, bias) in zip(
-                block.projections, self.hiddens, threes(self.tensors), strict=True
-            )
-        ]
-        if not with_autograd:
-            return [], block.expression.evaluate(outputs)
-        with torch.enable_grad():
-            outputs = [output.requires_grad_() for output in outputs]
-            return outputs, block.expression.evaluate(outputs)
-
-    @property
-    def target_weight(self) -> Any:
-        weight = self.sweep.class_weight
-        return 1.0 if weight is None else weight[self.targets]
-
-    def loss(self) -> torch.Tensor:
-        sweep, smoothing = self.sweep, self.sweep.request.smoothing
-        logits, vocabulary = self.logits, self.sweep.block.vocabulary
-        at_target, row_max = logits.gather(1, self.targets[:, None])[:, 0], logits.amax(1)
-        logits.sub_(row_max[:, None])
-        flat: Any = 0.0
-        if smoothing:
-            flat = logits.sum(1) if sweep.class_weight is None else logits @ sweep.class_weight
-        log_sum = logits.exp_().sum(1).log_()
-        sweep.row_max[self.tile], sweep.log_sum[self.tile] = row_max, log_sum
-        # See NOTE [row maximum].
-        loss: torch.Tensor = (1 - smoothing) * self.target_weight * (log_sum + (row_max - at_target))
-        if smoothing:
-            loss = loss + smoothing / vocabulary * (sweep.total_weight * log_sum - flat)
-        return loss
-
-    def to_exponentials(self) -> None:
-        """What `loss` leaves behind, from the statistics that it kept."""
-        self.logits.sub_(self.sweep.row_max[self.tile][:, None]).exp_()
-
-    def add_gradients(self, gradients: list[Any], upstream: torch.Tensor) -> None:
-        self._to_logit_gradients(upstream.to(self.logits.dtype))
-        for index, output_gradient in enumerate(self._output_gradients()):
-            self._add(gradients[3 * index : 3 * index + 3], index, output_gradient)
-
-    def _to_logit_gradients(self, upstream: torch.Tensor) -> None:
-        sweep, smoothing = self.sweep, self.sweep.request.smoothing
-        share = smoothing / sweep.block.vocabulary
-        upstream = upstream.expand(len(self.targets))
-        hit = upstream * (1 - smoothing) * self.target_weight
-        normaliser = torch.exp(-sweep.log_sum[self.tile])
-        self.logits.mul_(((hit + upstream * (share * sweep.total_weight)) * normaliser)[:, None])
-        self.logits.scatter_add_(1, self.targets[:, None], -hit[:, None])
-        if smoothing:
-            weight = sweep.class_weight
-            weight = torch.ones_like(self.logits[0]) if weight is None else weight
-            self.logits.addr_(upstream, weight, alpha=-share)
-
-    def _output_gradients(self) -> tuple[torch.Tensor, ...]:
-        if not self.needs_autograd:
-            return (self.logits.to(self.sweep.block.projections[0].dtype),)
-        gradient = self.logits.to(self.mapped.dtype)
-        return torch.autograd.grad(self.mapped, self.outputs, gradient)
-
-    def _add(self, gradients: list[Any], index: int, output_gradient: torch.Tensor) -> None:
-        of_hidden, of_weight, of_bias = gradients
-        dtype = output_gradient.dtype
-        if of_hidden is not None:
-            product = output_gradient @ self.tensors[3 * index + 1]
-            of_hidden.index_add_(0, self.ids, product.to(of_hidden.dtype))
-        if of_weight is not None:
-            hidden = self.hiddens[index].to(dtype)
-            if of_weight.dtype == dtype:
-                of_weight.addmm_(output_gradient.T, hidden)
-            else:
-                of_weight.add_(output_gradient.T @ hidden)
-        if of_bias is not None:
-            of_bias.add_(output_gradient.sum(0))
+from memscale.techniques.tiling.lazy import LazyLogits, plain, same
+from memscale.techniques.tiling.recipe import Block, Map
+from memscale.techniques.tiling.sweep import Request, Rows, Sweep, wide
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -237,7 +26,7 @@ class _TiledLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, sweep: _Sweep, *tensors: Any) -> Any:
+    def forward(ctx: Any, logits: Any, sweep: Sweep, *tensors: Any) -> Any:
         ctx.sweep = sweep
         ctx.save_for_backward(*tensors)
         request = sweep.request
@@ -254,11 +43,11 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> Any:
         sweep, tensors, needs = ctx.sweep, ctx.saved_tensors, list(ctx.needs_input_grad[2:])
         early, ctx.early = ctx.early, None  # handed over: a second backward makes them anew
+        if sweep.request.logits.block.family.touched:
+            return (_logit_gradient(sweep.request, gradient), None, *[None] * len(tensors))
         if torch.is_grad_enabled():
             with sweep.block.weights_present():
                 return (None, None, *_differentiable(sweep, tensors, needs, gradient))
-        if sweep.request.logits.block.family.touched:
-            return (_logit_gradient(sweep.request, gradient), None, *[None] * len(tensors))
         if early is not None:
             found = [each if each is None else each.mul_(gradient) for each in early]
         else:
@@ -269,15 +58,17 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def _logit_gradient(request: Request, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of the logits themselves, whole, as the plain path has it."""
-    logits = request.logits.value().detach().requires_grad_()
+    """The gradient of the logits themselves, whole, as the plain path has it; in a double backward it has a graph."""
+    again = torch.is_grad_enabled()
+    logits = plain(request.logits) if again else request.logits.value().detach().requires_grad_()
     with torch.enable_grad():
         loss = request.plain_loss(logits)
-        found: torch.Tensor = torch.autograd.grad(loss, logits, gradient.view_as(loss).to(loss.dtype))[0]
+        upstream = gradient.view_as(loss).to(loss.dtype)
+        found: torch.Tensor = torch.autograd.grad(loss, logits, upstream, create_graph=again)[0]
     return found
 
 
-def _differentiable(sweep: _Sweep, tensors: Any, needs: list[bool], gradient: torch.Tensor) -> list[Any]:
+def _differentiable(sweep: Sweep, tensors: Any, needs: list[bool], gradient: torch.Tensor) -> list[Any]:
     """Gradients that can be differentiated again: through the plain path, at its price."""
     request = sweep.request
     # Aliases: the derivative with respect to each alone, not through the hidden states to a tied weight.
@@ -394,22 +185,23 @@ def _tiled(
 ) -> torch.Tensor:
     block.check_current()
     tile_rows = block.projections[0].tile_rows
+    handle = same(logits)
     request = Request(
-        logits.forget(), block, target, weight, ignore_index, smoothing, reduction, is_nll=is_nll, tile_rows=tile_rows
+        handle, block, target, weight, ignore_index, smoothing, reduction, is_nll=is_nll, tile_rows=tile_rows
     )
     with torch.no_grad():
-        rows = _Rows(request, logits.row_ids().reshape(-1))
-        sweep = _Sweep(request, rows, _scale(request, rows))
+        rows = Rows(request, logits.row_ids().reshape(-1))
+        sweep = Sweep(request, rows, _scale(request, rows))
     tensors = block.tensors()
     if not logits.requires_grad:
         tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
-    loss: torch.Tensor = _TiledLoss.apply(logits, sweep, *tensors)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _TiledLoss.apply(handle, sweep, *tensors)  # type: ignore[no-untyped-call]
     if reduction == "none":
         loss = loss.view(target.shape)
     return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 
-def _scale(request: Request, rows: _Rows) -> torch.Tensor:
+def _scale(request: Request, rows: Rows) -> torch.Tensor:
     one = torch.ones((), dtype=wide(request.logits.dtype), device=rows.ids.device)
     if request.reduction != "mean":
         return one
