@@ -21,7 +21,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
@@ -36,13 +35,13 @@ import memscale
 from memscale import Config
 from memscale._execute import executor_of
 from memscale.benchmarks.precision import draw_curves
-from memscale.benchmarks.text import Characters
+from memscale.benchmarks.text import Characters, Learned, build, learn
 from memscale.report.shell import table
 
 PUBLISHED_GB = {"bert-base": 0.84, "gpt2-medium": 2.61}
 BATCHES = {"bert-base": (16, 128), "gpt2-medium": (4, 512)}
 MIN_STATE_REDUCTION = 3.5
-ROWS, LENGTH, TAIL = 8, 64, 20
+WIDTH = 128
 
 
 # ------------------------------------------------------------------------------------------------------------- peaks
@@ -71,17 +70,9 @@ class Peak:
 
 def measure_peak(name: str, steps: int = 2) -> Peak:
     import simgpu
-    from memscale import zoo
 
-    rows, length = BATCHES[name]
-    torch.manual_seed(0)
-    entry, transformers = zoo.find_entry(name), zoo.load_transformers()
-    with zoo.quiet():
-        config = getattr(transformers, entry.config_class)(**entry.numbers)
-        model: nn.Module = getattr(transformers, entry.model_class)(config).train()
+    model, batch = _on_simgpu(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = torch.randint(0, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to("simgpu")
-    batch = {"input_ids": ids, "labels": ids}
     wish = Config(mode=memscale.OptimizationMode.AGGRESSIVE, force_optimize=True, device="simgpu", enable_logging=False)
     _, used = memscale.apply_all_optimizations(model, optimizer, wish, sample_input=batch)
     torch.accelerator.reset_peak_memory_stats()
@@ -93,26 +84,42 @@ def measure_peak(name: str, steps: int = 2) -> Peak:
         used.zero_grad()
         losses.append(loss.item())
         del loss
-    seconds = time.perf_counter() - start
+    peak = _write_down(name, model, losses, time.perf_counter() - start)
+    memscale.detach(model)
+    assert not simgpu.take_reports(), "the device saw races"
+    return peak
+
+
+def _on_simgpu(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model, still on the host, and a batch on the device."""
+    from memscale import zoo
+
+    torch.manual_seed(0)
+    entry, transformers = zoo.find_entry(name), zoo.load_transformers()
+    with zoo.quiet():
+        config = getattr(transformers, entry.config_class)(**entry.numbers)
+        model: nn.Module = getattr(transformers, entry.model_class)(config).train()
+    ids = torch.randint(0, config.vocab_size, BATCHES[name], generator=torch.Generator().manual_seed(0)).to("simgpu")
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _write_down(name: str, model: nn.Module, losses: Sequence[float], seconds: float) -> Peak:
     executor = executor_of(model)
     assert executor is not None
     assert executor.plan is not None
-    stats = executor.stats()
-    peak = Peak(
+    adopted = executor.stats().transfers["optimizer"]
+    return Peak(
         model=name,
-        batch=f"{rows} x {length}",
+        batch=" x ".join(map(str, BATCHES[name])),
         baseline_bytes=executor.plan.baseline_peak_bytes,
         predicted_bytes=executor.plan.predicted_peak_bytes,
         measured_bytes=torch.accelerator.max_memory_allocated(),
-        state_bytes=stats.transfers["optimizer"].unpacked_bytes,
-        packed_bytes=stats.transfers["optimizer"].packed_bytes,
+        state_bytes=adopted.unpacked_bytes,
+        packed_bytes=adopted.packed_bytes,
         outcomes=tuple(map(str, executor.outcomes)),
         losses=tuple(losses),
         seconds=seconds,
     )
-    memscale.detach(model)
-    assert not simgpu.take_reports(), "the device saw races"
-    return peak
 
 
 def show_peaks(peaks: Sequence[Peak]) -> str:
@@ -140,7 +147,7 @@ def show_peaks(peaks: Sequence[Peak]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class Run(Learned):
     """One training."""
 
     name: str
@@ -151,34 +158,9 @@ class Run:
     """Optimizer state between steps, embeddings and other 32-bit state included."""
     seconds: float
 
-    @property
-    def final_loss(self) -> float:
-        return statistics.fmean(self.losses[-TAIL:])
-
-    def distance(self, other: Run) -> float:
-        return abs(self.final_loss - other.final_loss) / other.final_loss
-
 
 RUNS = {"AdamW": 0.0, "AdamW, 8-bit state": 0.01, "AdamW8bit": 0.01, "full stack": 0.02}
 COLORS = dict(zip(RUNS, ("#4c566a", "#5e9fd4", "#a3be8c", "#d08770"), strict=True))
-
-
-def build(vocabulary: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=LENGTH,
-        n_embd=128,
-        n_layer=3,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLMLoss",
-        use_cache=False,
-    )
-    return GPT2LMHeadModel(config)
 
 
 @contextlib.contextmanager
@@ -205,22 +187,13 @@ def prepared(name: str, model: nn.Module, optimizer: Optimizer, sample: Any) -> 
 
 
 def train(name: str, text: Characters, steps: int) -> Run:
-    model = build(len(text.alphabet))
+    model = build(len(text.alphabet), WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses: list[float] = []
-    with prepared(name, model, optimizer, text.batch(0, ROWS, LENGTH)) as used:
+    with prepared(name, model, optimizer, text.batch(0)) as used:
         torch.manual_seed(1)
-        start = time.perf_counter()
-        for step in range(steps):
-            loss = model(**text.batch(step, ROWS, LENGTH)).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            used.step()
-            used.zero_grad()
-            losses.append(loss.item())
-        seconds = time.perf_counter() - start
+        losses, seconds = learn(model, used, text, steps)
         state_bytes = _state_bytes(model, used)
-    return Run(name, RUNS[name], tuple(losses), state_bytes, seconds)
+    return Run(name, RUNS[name], losses, state_bytes, seconds)
 
 
 def _state_bytes(model: nn.Module, optimizer: Optimizer) -> int:

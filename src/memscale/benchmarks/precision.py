@@ -16,7 +16,6 @@ import json
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,18 +24,18 @@ from torch import nn
 
 from memscale._memory import LiveBytes
 from memscale._plan import MixedPrecision
-from memscale.benchmarks.text import Characters
+from memscale.benchmarks.text import Characters, Learned, build, learn
 from memscale.report.shell import table
 from memscale.techniques import precision
 
 MAX_DISTANCE = 0.01
-ROWS, LENGTH, TAIL = 8, 64, 20
+WIDTH = 96
 PRECISIONS: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32", "bfloat16", "float16")
 COLORS = {"float32": "#4c566a", "bfloat16": "#5e9fd4", "float16": "#d08770"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class Run(Learned):
     """One training."""
 
     precision: str
@@ -46,51 +45,16 @@ class Run:
     """Live after the forward of one step, above what was live before it."""
     num_skipped_steps: int
 
-    @property
-    def final_loss(self) -> float:
-        return statistics.fmean(self.losses[-TAIL:])
-
-    def distance(self, other: Run) -> float:
-        """Of the final losses, as a share of the other's."""
-        return abs(self.final_loss - other.final_loss) / other.final_loss
-
-
-def build(vocabulary: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=LENGTH,
-        n_embd=96,
-        n_layer=3,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLMLoss",
-        use_cache=False,
-    )
-    return GPT2LMHeadModel(config)
-
 
 def train(kind: Literal["float32", "bfloat16", "float16"], text: Characters, steps: int) -> Run:
-    model = build(len(text.alphabet))
+    model = build(len(text.alphabet), WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses: list[float] = []
     with contextlib.ExitStack() as undo:
         attached = None if kind == "float32" else precision.attach(MixedPrecision(kind), model, "cpu", undo)
-        held_bytes = held_by_a_forward(model, text.batch(0, ROWS, LENGTH))
-        start = time.perf_counter()
-        for step in range(steps):
-            loss = model(**text.batch(step, ROWS, LENGTH)).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        seconds = time.perf_counter() - start
+        held_bytes = held_by_a_forward(model, text.batch(0))
+        losses, seconds = learn(model, optimizer, text, steps)
         scale = attached.scale if attached is not None else None
-    return Run(kind, tuple(losses), seconds, held_bytes, scale.num_skipped_steps if scale is not None else 0)
+    return Run(kind, losses, seconds, held_bytes, scale.num_skipped_steps if scale is not None else 0)
 
 
 def held_by_a_forward(model: nn.Module, batch: dict[str, Any]) -> int:
