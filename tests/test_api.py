@@ -304,3 +304,25 @@ def test_an_offload_dir_that_is_none_names_the_field(tmp_path: pathlib.Path) -> 
 def test_a_budget_beyond_floats_names_the_field() -> None:
     with pytest.raises(ValueError, match="memory_budget_gb="):
         Config(memory_budget_gb=10**400)
+
+
+def test_an_offload_dir_that_cannot_be_made_is_an_error_at_once(tmp_path: pathlib.Path) -> None:
+    """Also for a model that fits as it is: the batch that does not may come hours later."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"offload_dir='/proc/none' cannot be written"):
+        memscale.wrap(model, Config(offload_dir="/proc/none", enable_logging=False), torch.zeros(1, 2))
+    assert not hasattr(model, "_memscale_executor")
+    memscale.wrap(model, Config(offload_dir=str(tmp_path / "a" / "b"), enable_logging=False), torch.zeros(1, 2))
+    assert list(tmp_path.iterdir()) == []  # made when it is needed
+    memscale.detach(model)
+
+
+def test_what_has_no_weights_and_what_takes_no_hooks_is_refused_with_the_reason() -> None:
+    with pytest.raises(memscale.MemScaleError, match=r"Linear is on the meta device"):
+        memscale.wrap(nn.Linear(2, 2, device="meta"), QUIET, torch.zeros(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated, and still met
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    for model, name in ((scripted, "RecursiveScriptModule"), (nn.Sequential(scripted), r"Sequential\.0")):
+        with pytest.raises(memscale.MemScaleError, match=rf"^{name} is TorchScript"):
+            memscale.wrap(model, QUIET, torch.zeros(1, 2))

@@ -45,6 +45,27 @@ def test_without_handlers_it_is_printed_to_stderr(capsys: pytest.CaptureFixture[
     assert "memscale: hardware: test card" in err
 
 
+@pytest.mark.parametrize("how", ["level", "disabled", "all disabled"])
+def test_an_application_that_wants_no_records_is_not_printed_to(
+    how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    target, name, value = {
+        "level": (LOGGER, "level", logging.WARNING),
+        "disabled": (LOGGER, "disabled", True),
+        "all disabled": (LOGGER.manager, "_disable", logging.CRITICAL),
+    }[how]
+    monkeypatch.setattr(target, name, value)
+    LOGGER.manager._clear_cache()  # type: ignore[attr-defined]
+    model = Mlp()
+    with no_handlers():
+        console.show_plan(PLAN)
+        memscale.wrap(model, Config(log_file=str(tmp_path / "log")), torch.zeros(2, 64))
+    memscale.detach(model)
+    monkeypatch.undo()
+    LOGGER.manager._clear_cache()  # type: ignore[attr-defined]
+    assert capsys.readouterr() == ("", "")
+
+
 def test_with_handlers_it_is_a_record(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     with caplog.at_level(logging.INFO, "memscale"):
         console.show_plan(PLAN)

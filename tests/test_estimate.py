@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,22 @@ def test_a_model_without_blocks() -> None:
     model = nn.Linear(16, 16)
     estimate = memscale.estimate(model, SAMPLE, config=Config(force_optimize=True, enable_offloading=False))
     assert estimate.by_mode[OptimizationMode.CONSERVATIVE].plan.actions == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"model": None}, "takes an nn.Module, not NoneType"),
+        ({"config": {}}, "config must be a memscale.Config or None, not dict"),
+        ({"hardware": "RTX 3090"}, r"not str; a card by its name is Hardware.from_name"),
+        ({"optimizer": 5}, "optimizer must be a name or a torch.optim.Optimizer, not int"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        memscale.estimate(**{"model": nn.Linear(2, 2), "sample_input": torch.zeros(1, 2), **arguments})
+
+
+def test_lazy_models_are_refused() -> None:
+    with pytest.raises(MemScaleError, match="lazy"):
+        memscale.estimate(nn.Sequential(nn.LazyLinear(2)), torch.zeros(1, 2))

@@ -7,23 +7,24 @@ import copy
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale._errors import MemScaleError
+from memscale._errors import ConfigError, MemScaleError
 from memscale._execute import Executor, executor_of
-from memscale._hardware import Hardware
+from memscale._hardware import Hardware, nearest_existing
 from memscale._patching import OwnHook
 from memscale._pipeline import device_of, execution_settings, make_plan
 from memscale._plan import MixedPrecision, Plan
 from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._profile.profiler import refuse_unprofilable
 from memscale.report import console, stack
 from memscale.techniques.optimizer8bit import is_8bit, moments_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
@@ -226,8 +227,8 @@ def _attach(
     if earlier is not None:
         logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
         earlier.detach()
+    _refuse_unusable(model, config)
     device = device_of(model, config)
-    _refuse_unplannable(model, config)
     hardware = Hardware.detect(device, config.offload_dir)
     executor = Executor(model, execution_settings(config, device, hardware), optimizer)
     try:
@@ -278,11 +279,27 @@ def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
         logger.info(text)
 
 
-def _refuse_unplannable(model: nn.Module, config: Config) -> None:
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise MemScaleError(f"{type(model).__name__} has uninitialized (lazy) parameters: run a batch through it first")
-    if config.offload_dir is not None and os.path.exists(config.offload_dir) and not os.path.isdir(config.offload_dir):
-        raise ValueError(f"offload_dir={config.offload_dir!r} is not a directory")
+def _refuse_unusable(model: nn.Module, config: Config) -> None:
+    refuse_unprofilable(model)
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise MemScaleError(
+            f"{type(model).__name__} is on the meta device and has no weights to train: give it some before it is "
+            "wrapped; memscale.estimate() needs none"
+        )
+    if config.offload_dir is not None:
+        _check_directory(config.offload_dir)
+
+
+def _check_directory(offload_dir: str) -> None:
+    """That files can be made there, now: the first tensor may be sent there hours later. Nothing is left behind."""
+    existing = nearest_existing(offload_dir)
+    if not existing.is_dir():
+        raise ConfigError(f"offload_dir={offload_dir!r} is not a directory")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".memscale-", dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(f"offload_dir={offload_dir!r} cannot be written: {error}") from error
 
 
 def _model_of(target: object) -> nn.Module:

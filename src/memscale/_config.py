@@ -141,8 +141,9 @@ class Config:
             _check_gb(self, name)
         if self.device is not None and not _DEVICE.fullmatch(self.device):
             raise _bad("device", self.device, 'a device like "cpu" or "cuda:0", or None')
-        if self.offload_dir == "":
-            raise _bad("offload_dir", self.offload_dir, "a directory, or None")
+        for name, what in (("offload_dir", "a directory"), ("log_file", "a file")):
+            if getattr(self, name) == "":
+                raise _bad(name, "", f"{what}, or None")
         _check_share(self, "target_gpu_utilization")
         _check_int(self, "warmup_steps", minimum=0)
         if self.observability_port is not None:

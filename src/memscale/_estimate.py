@@ -64,8 +64,7 @@ def estimate(
 
     The model may be on the meta device: no weights are needed. `optimizer` is a name or an optimizer object.
     """
-    if isinstance(optimizer, str) and optimizer not in (*OPTIMIZERS, "none"):
-        raise ValueError(f"optimizer={optimizer!r} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}")
+    _check_arguments(model, optimizer, config, hardware)
     config = config or Config()
     inputs = Inputs.from_sample(sample_input) if sample_input is not None else derive_inputs(model)
     if inputs is None:
@@ -90,6 +89,22 @@ def estimate(
         optimizer_name=profile.optimizer.name,
         inputs=next(iter(by_mode.values())).plan.inputs,
     )
+
+
+def _check_arguments(model: object, optimizer: object, config: object, hardware: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memscale.estimate takes an nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, str | Optimizer):
+        raise TypeError(f"optimizer must be a name or a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, str) and optimizer not in (*OPTIMIZERS, "none"):
+        raise ValueError(f"optimizer={optimizer!r} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}")
+    if not isinstance(config, Config | None):
+        raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
+    if not isinstance(hardware, Hardware | None):
+        raise TypeError(
+            f"hardware must be a memscale.Hardware or None, not {type(hardware).__name__}; "
+            "a card by its name is Hardware.from_name(name)"
+        )
 
 
 def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:

@@ -249,9 +249,13 @@ def _read_int(path: pathlib.Path) -> int | None:
 
 def _disk_free(offload_dir: str) -> int:
     """Free bytes where `offload_dir` is, or will be."""
-    path = pathlib.Path(offload_dir).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(nearest_existing(offload_dir)).free
+
+
+def nearest_existing(path: str) -> pathlib.Path:
+    """The path itself, or the directory in which it would be made."""
+    absolute = pathlib.Path(path).absolute()
+    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

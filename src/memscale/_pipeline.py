@@ -38,7 +38,7 @@ from memscale._profile import OptimizerCost, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.optimizers import optimizer_cost
-from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, try_variant
+from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach, Rehearsal
 from memscale._profile.shallow import ShallowRehearsal, open_shallow
 from memscale._writing import OPTIMIZER_BUCKET_BYTES, cut_inside, explain_misfit
@@ -91,6 +91,7 @@ class Study:
         hardware: Hardware,
         before_real: Callable[[], None] | None = None,
     ) -> None:
+        refuse_unprofilable(model)
         self.model = model
         self.inputs = inputs
         self.optimizer = optimizer

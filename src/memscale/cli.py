@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
 import sys
@@ -148,6 +147,8 @@ def plan(
 ) -> None:
     """Make the plan that `memscale.wrap` would attach. Exits with 1 when none fits."""
     config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, force_optimize=force)
+    if output is not None and output.is_dir():
+        raise PlanError(f"--output {output}: that is a directory")
     if output is not None and not output.absolute().parent.is_dir():
         raise PlanError(f"--output {output}: there is no directory {output.parent}")
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
@@ -249,17 +250,11 @@ def _progress(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Others' chatter is not ours to print: advice of `transformers`, torch's traceback of shapes that do not fit."""
+    """Others' chatter is not ours to print: advice of `transformers`."""
     from memscale import zoo
 
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with zoo.quiet():
-            yield
-    finally:
-        logger.setLevel(level)
+    with zoo.quiet():
+        yield
 
 
 def _save(made: Plan, output: pathlib.Path) -> None:

@@ -70,6 +70,19 @@ def test_what_cannot_be_profiled_says_why(settings: ProfileSettings, words: str)
     assert "sample_input" in str(caught.value)
 
 
+def test_a_real_step_is_not_tried_on_a_card_that_is_elsewhere() -> None:
+    with pytest.raises(ProfileError) as refusal:
+        open_rehearsal(nn.ReLU(), Inputs((torch.zeros(2),)), torch.device("cuda"), ProfileSettings())
+    assert "real step" not in str(refusal.value)
+
+
+def test_torchs_own_traceback_is_not_printed(caplog: pytest.LogCaptureFixture) -> None:
+    """What it says is in our error."""
+    with pytest.raises(ProfileError, match="reduction dim"):
+        open_rehearsal(nn.Linear(3, 3), Inputs((torch.zeros(2, 4),)), torch.device("cpu"), ProfileSettings())
+    assert not [record for record in caplog.records if record.name.startswith("torch")]
+
+
 def test_a_model_without_weights_is_never_run_for_real() -> None:
     with torch.device("meta"):
         model = case("data-dependent").build()

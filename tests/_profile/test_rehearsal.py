@@ -218,6 +218,18 @@ def test_any_output_gets_a_stand_in(output: Any) -> None:
     loss.backward()
 
 
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    name: str = "x"
+
+
+def test_a_dataclass_is_looked_into() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    loss_of([Result(2 * weight)]).backward()
+    assert weight.grad is not None
+
+
 def test_an_output_without_gradients_is_refused() -> None:
     with pytest.raises(RuntimeError, match="does not depend"):
         loss_of(torch.ones(3))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memscale._errors import ProfileError
 from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
-from memscale._profile.rehearsal import Attach, FakeRehearsal, RealRehearsal, Rehearsal
+from memscale._profile.rehearsal import Attach, FakeRehearsal, RealRehearsal, Rehearsal, device_exists
 
 logger = logging.getLogger("memscale")
 
@@ -27,6 +29,17 @@ class ProfileSettings:
     warmup_steps: int = 2
 
 
+def refuse_unprofilable(model: nn.Module) -> None:
+    """Say at once what no stage can do anything about."""
+    name = type(model).__name__
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ProfileError(f"{name} has uninitialized (lazy) parameters: run a batch through it first")
+    for module_fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"{name}.{module_fqn}" if module_fqn else name
+            raise ProfileError(f"{where} is TorchScript, which takes no hooks: use the model that it was made from")
+
+
 def open_rehearsal(
     model: nn.Module,
     inputs: Inputs,
@@ -38,12 +51,13 @@ def open_rehearsal(
     refusals = []
     if settings.static:
         try:
-            rehearsal: Rehearsal = FakeRehearsal(model, inputs, device.type)
-            return rehearsal, rehearsal.run()
+            with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
+                rehearsal: Rehearsal = FakeRehearsal(model, inputs, device.type)
+                return rehearsal, rehearsal.run()
         except Exception as error:  # whatever a user's model raises on fake tensors: a real step may still work
             refusals.append(f"on fake tensors: {_said(error)}")
             logger.debug("static profiling failed", exc_info=True)
-    if settings.empirical and _has_real_tensors(model):
+    if settings.empirical and _has_real_tensors(model) and device_exists(device.type):
         logger.info("fake tensors do not suffice for this model (%s); running a real step", "; ".join(refusals))
         if before_real is not None:
             before_real()
@@ -57,6 +71,17 @@ def open_rehearsal(
             refusals.append(f"by a real step: {_said(error)}")
             raise ProfileError(_refusal(model, refusals)) from error
     raise ProfileError(_refusal(model, refusals))
+
+
+@contextlib.contextmanager
+def _unlogged(name: str) -> Iterator[None]:
+    other = logging.getLogger(name)
+    level = other.level
+    other.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        other.setLevel(level)
 
 
 def _said(error: Exception) -> str:

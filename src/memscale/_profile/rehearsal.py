@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
@@ -161,7 +162,16 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _with_gradient(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [tensor for tensor in _tensors_in(tree) if tensor.requires_grad]
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Also those in dataclasses, which PyTorch's trees take for leaves."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
 
 
 class Rehearsal:

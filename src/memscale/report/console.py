@@ -71,7 +71,7 @@ def show_plan(plan: Plan) -> None:
 
 def _emit(text: str, plan: Plan | None) -> None:
     logger.info("%s", text)
-    if _application_listens():
+    if _application_listens() or _application_declines():
         return
     if plan is not None and sys.stderr.isatty():
         _print_table(plan)
@@ -87,6 +87,12 @@ def _application_listens() -> bool:
             return True
         current = current.parent if current.propagate else None
     return False
+
+
+def _application_declines() -> bool:
+    """Whether our logger was told to be quiet. What our own log files did to its level does not count."""
+    level = next((file.level_before for file in _log_files()), logger.level)
+    return level > logging.INFO or logger.disabled or logger.manager.disable >= logging.INFO
 
 
 def _print_table(plan: Plan) -> None:

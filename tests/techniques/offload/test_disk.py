@@ -59,6 +59,23 @@ def test_aligned_memory_is_used_as_it_is(tmp_path):
     store.close()
 
 
+def test_of_aligned_memory_only_a_last_block_that_is_not_full_is_copied(tmp_path, monkeypatch):
+    store = DiskStore(tmp_path)
+    copied = []
+    copy_ = torch.Tensor.copy_
+    memory = torch.frombuffer(mmap.mmap(-1, 4 * BLOCK_BYTES), dtype=torch.uint8)[: 3 * BLOCK_BYTES + 5]
+    memory.copy_(torch.arange(len(memory)) % 251)
+    expected = memory.clone()
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, source: copied.append(len(source)) or copy_(to, source))
+    ticket = store.put(memory)
+    memory.zero_()
+    store.read(ticket, [memory])
+    monkeypatch.undo()
+    assert copied == [5, 5]
+    assert torch.equal(memory, expected)
+    store.close()
+
+
 def cached_bytes(store: DiskStore, num_bytes: int) -> int:
     """How much of the file is in the page cache."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -170,8 +170,11 @@ class DiskStore(Store):
 
 
 def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Pieces for one buffer each. A last block that is not full goes alone: it needs a copy, the rest does not."""
     for part in parts:
-        yield from part.split(CHUNK_BYTES) if part.numel() else ()
+        for chunk in part.split(CHUNK_BYTES) if part.numel() else ():
+            whole_bytes = chunk.numel() - chunk.numel() % BLOCK_BYTES
+            yield from (piece for piece in chunk.split([whole_bytes, chunk.numel() - whole_bytes]) if piece.numel())
 
 
 class _UnlinkedFile:
