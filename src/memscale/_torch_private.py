@@ -21,6 +21,13 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def real_tensors() -> Any:
+    """Inside, operators run without any mode: fake tensors are not made."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor has no memory behind it."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -176,6 +176,26 @@ def test_fake_and_real_rehearsals_agree_to_the_byte(name: str) -> None:
     assert [dataclasses.astuple(s)[:4] for s in fake.segments] == [dataclasses.astuple(s)[:4] for s in real.segments]
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(8, 8, num_layers=2, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_keep_on_fake_tensors_what_they_keep(kind: type[nn.RNNBase]) -> None:
+    """oneDNN's LSTM keeps a workspace, whose size fake tensors do not know."""
+    inputs = Inputs((torch.zeros(5, 3, 8),))
+    fake = FakeRehearsal(Recurrent(kind), inputs, "cpu").run()
+    real = RealRehearsal(Recurrent(kind), inputs, torch.device("cpu"), 1).run()
+    assert fake.end_bytes == real.end_bytes
+    # Not to the byte: in backward, an LSTM holds a bias of its own for a moment.
+    assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=0.002)
+
+
 def test_a_rehearsal_takes_off_what_it_attached() -> None:
     model = Chain(TwoLinears(), TwoLinears())
     rehearsal = FakeRehearsal(model, Inputs((torch.ones(8, 16),)), "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale
+from memscale import Config, MemScaleError
 from memscale._execute import execute
 from memscale._plan import Checkpoint
-from memscale.techniques.checkpointing import _draws_random_numbers
+from memscale.techniques.checkpointing import _draws_random_numbers, attach
 from tests.models import Case, Chain, Mlp, TwoLinears, case, odd, square_loss
 from tests.parity import SELECTIVE, assert_same_training, checkpoint_all, plan_of, seed
 
@@ -304,3 +306,51 @@ def test_plans_name_operators_to_keep() -> None:
     model = Mlp(depth=1)
     execute(model, plan_of([Checkpoint("blocks.0", keep=("attention",))]))
     square_loss(model(torch.randn(4, 64))).backward()
+
+
+# ---- what is kept is not written to
+
+
+class Writes(nn.Module):
+    """Changes the output of a matrix product through a view that has a version counter of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.gru = nn.GRU(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "gru":
+            output: torch.Tensor = self.gru(x)[0]
+            return output
+        y: torch.Tensor = self.linear(x)
+        if self.how == "data":
+            y.data.mul_(2)
+        else:
+            y += x
+        return torch.tanh(y) * x
+
+
+@pytest.mark.parametrize("how", ["gru", "residual", "data"])
+def test_a_kept_output_that_is_written_to_is_refused_and_never_planned(how: str) -> None:
+    def train(wrapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Writes(how) for _ in range(3)))
+        sample = torch.randn(3, 4, 8)
+        if wrapped:
+            config = Config(mode="conservative", force_optimize=True, enable_logging=False)  # type: ignore[arg-type]
+            memscale.wrap(model, config, sample)
+        model(sample).square().mean().backward()
+        if wrapped:
+            memscale.detach(model)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    plain, planned = train(False), train(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
+
+    model = nn.Sequential(Writes(how))
+    with contextlib.ExitStack() as undo:
+        attach(Checkpoint("0", keep=("matmul",)), model[0], undo)
+        with pytest.raises(MemScaleError, match=r"^0 changes the output of a matrix product .* in place"):
+            model(torch.randn(3, 4, 8))

@@ -9,6 +9,9 @@ the step runs on fake CPU tensors with these two kernels put in their place. Wha
 which saves the same tensors on both (matmul, norms, activations, losses); recurrent networks and convolution
 workspaces, which do not, are not emulated.
 
+What the CPU's own kernels save and fake tensors do not show: an LSTM of oneDNN keeps a workspace of a size that only
+oneDNN knows, and the fake one is empty. `CpuKernels` asks it, by running the layer once on real zeros.
+
 Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
 takes the batch for packed; real batches are, unless position ids are passed. It also skips an attention mask that
 hides nothing. The plan counts the mask: a later batch may be padded.
@@ -24,7 +27,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale import _torch_private
 
 _DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
 
@@ -110,6 +117,40 @@ def _efficient_attention_3d(
     mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
     tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
     return _efficient_attention(*tensors, mask, dropout_p, is_causal, scale).squeeze(1)
+
+
+def cpu_kernels(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """A mode costs time at every operator: only where there is something for it to do."""
+    return CpuKernels() if any(isinstance(module, nn.LSTM) for module in model.modules()) else contextlib.nullcontext()
+
+
+class CpuKernels(TorchDispatchMode):
+    """LSTMs on fake CPU tensors save what they save on real ones, while this mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._workspace_bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.mkldnn_rnn_layer.default:
+            return result
+        output, hidden, cell, _ = result
+        return output, hidden, cell, torch.empty(self._workspace_of(func, args), dtype=torch.uint8)
+
+    def _workspace_of(self, func: Any, args: tuple[Any, ...]) -> int:
+        key = str([(tuple(arg.shape), arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args])
+        if key not in self._workspace_bytes:
+            with _torch_private.real_tensors():
+                real = [_zeros_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+                self._workspace_bytes[key] = func(*real)[3].nbytes
+        return self._workspace_bytes[key]
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
 
 
 @contextlib.contextmanager

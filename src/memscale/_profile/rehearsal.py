@@ -24,7 +24,7 @@ from memscale._host_rng import HostRng
 from memscale._memory import LiveBytes, rounding_of
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
-from memscale._profile.kernels import gpu_kernels, sequences_unpacked
+from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
 
 CLASSIFIER_WIDTH = 1000
@@ -247,7 +247,7 @@ class FakeRehearsal(Rehearsal):
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
-        kernels: Any = gpu_kernels() if self.emulates_gpu else contextlib.nullcontext()
+        kernels: Any = gpu_kernels() if self.emulates_gpu else cpu_kernels(self.model)
         packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
         # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
         one_thread = torch.autograd.set_multithreading_enabled(False)

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from memscale import _torch_private
+from memscale._errors import MemScaleError
 from memscale._plan import Checkpoint
 from memscale._recompute import RecomputedForward
 
@@ -37,12 +40,11 @@ class CheckpointedForward(RecomputedForward):
     def __init__(self, module: nn.Module, action: Checkpoint, *, verify: bool = False) -> None:
         super().__init__(module, action.module_fqn, verify=verify)
         if action.keep:
-            policy = functools.partial(_policy, frozenset(action.keep))
-            self.context_fn = functools.partial(_selective_contexts, policy)
+            self.context_fn = functools.partial(_selective_contexts, action.module_fqn, frozenset(action.keep))
 
 
-def _selective_contexts(policy: Any) -> tuple[Any, Any]:
-    keeping, reading = create_selective_checkpoint_contexts(policy)
+def _selective_contexts(module_fqn: str, keep: frozenset[str]) -> tuple[Any, Any]:
+    keeping, reading = create_selective_checkpoint_contexts(_Policy(module_fqn, keep))
     return keeping, _FirstRecompute(reading)
 
 
@@ -75,16 +77,49 @@ def attach(
     return forward
 
 
-def _policy(keep: frozenset[str], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is dear to compute; never an operator that draws random numbers.
+class _Policy:
+    """What one call of a block keeps: what is dear to compute, but never what draws random numbers.
 
     NOTE [kept randomness]: a kept operator is not run again, so it would not advance the RNG in the recompute, and
     every later dropout of the block would draw other numbers than in forward.
+
+    NOTE [kept and written to]: what is kept must be as its operator left it, or the recompute would write to it again.
+    PyTorch looks at version counters, but `unsafe_split` (every GRU), `_unsafe_view` (a linear layer without bias) and
+    `.data` give views with others: a gradient would be wrong without a word. Here storages are looked at.
     """
-    is_kept = ("matmul" in keep and op in _MATMULS) or ("attention" in keep and _ATTENTION_MARK in op.name())
-    if is_kept and not _draws_random_numbers(op, args, kwargs):
+
+    def __init__(self, module_fqn: str, keep: frozenset[str]) -> None:
+        self.module_fqn = module_fqn
+        self.keep = keep
+        self._kept: set[int] = set()
+        """Storages; alive as long as they are kept."""
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not context.is_recompute and op._schema.is_mutable:
+            self._refuse_writes(op, args, kwargs)
+        if not self._is_kept(op) or _draws_random_numbers(op, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not context.is_recompute:
+            self._kept.update(_storages(getattr(context, "op_output", None)))
         return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _is_kept(self, op: Any) -> bool:
+        return ("matmul" in self.keep and op in _MATMULS) or ("attention" in self.keep and _ATTENTION_MARK in op.name())
+
+    def _refuse_writes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See NOTE [kept and written to]."""
+        for index, argument in enumerate(op._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if argument.is_write and not self._kept.isdisjoint(_storages(value)):
+                raise MemScaleError(
+                    f"{self.module_fqn} changes the output of a matrix product or of attention in place ({op}), "
+                    "so that cannot be kept: checkpoint this block whole"
+                )
+
+
+def _storages(tree: Any) -> list[int]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    return [_torch_private.storage_key(tensor.untyped_storage()) for tensor in tensors]
 
 
 def _draws_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
