@@ -28,6 +28,12 @@ def real_tensors() -> Any:
     return _disable_current_modes()
 
 
+def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its graph but with its version counter, also inside a dispatch mode, where `detach` gives another."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor has no memory behind it."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -31,6 +31,9 @@ _MATMULS = frozenset(
         aten.convolution.default,
     }
 )
+_ALIASES = frozenset(
+    {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default},
+)
 _ATTENTION_MARK = "_scaled_dot_product_"
 
 
@@ -44,8 +47,9 @@ class CheckpointedForward(RecomputedForward):
 
 
 def _selective_contexts(module_fqn: str, keep: frozenset[str]) -> tuple[Any, Any]:
-    keeping, reading = create_selective_checkpoint_contexts(_Policy(module_fqn, keep))
-    return keeping, _FirstRecompute(reading)
+    policy = _Policy(module_fqn, keep)
+    keeping, reading = create_selective_checkpoint_contexts(policy)
+    return keeping, _FirstRecompute(reading, policy)
 
 
 class _FirstRecompute:
@@ -55,12 +59,15 @@ class _FirstRecompute:
     Kept operators draw no random numbers, so that is the same; see NOTE [kept randomness].
     """
 
-    def __init__(self, reading: contextlib.AbstractContextManager[Any]) -> None:
+    def __init__(self, reading: contextlib.AbstractContextManager[Any], policy: _Policy) -> None:
+        self._policy = policy
         self._reading: contextlib.AbstractContextManager[Any] | None = reading
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         reading, self._reading = self._reading, None
+        if reading is not None:
+            self._policy.refuse_later_writes()
         self._entered.append(reading if reading is not None else contextlib.nullcontext())
         self._entered[-1].__enter__()
 
@@ -93,10 +100,15 @@ class _Policy:
         self.keep = keep
         self._kept: set[int] = set()
         """Storages; alive as long as they are kept."""
+        self._aliases: list[tuple[torch.Tensor, int]] = []
+        """Of kept outputs, with counters of their own: who uses the block may write to them when it is over."""
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not context.is_recompute and op._schema.is_mutable:
             self._refuse_writes(op, args, kwargs)
+        if not context.is_recompute and op in _ALIASES and not self._kept.isdisjoint(_storages(args)):
+            aliases = [_torch_private.detach_with_version(tensor) for tensor in tree_leaves(context.op_output)]
+            self._aliases += [(alias, alias._version) for alias in aliases]
         if not self._is_kept(op) or _draws_random_numbers(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not context.is_recompute:
@@ -111,10 +123,19 @@ class _Policy:
         for index, argument in enumerate(op._schema.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             if argument.is_write and not self._kept.isdisjoint(_storages(value)):
-                raise MemScaleError(
-                    f"{self.module_fqn} changes the output of a matrix product or of attention in place ({op}), "
-                    "so that cannot be kept: checkpoint this block whole"
-                )
+                raise self._refusal(f"{op} in {self.module_fqn}")
+
+    def refuse_later_writes(self) -> None:
+        """See NOTE [kept and written to]."""
+        aliases, self._aliases = self._aliases, []
+        if any(alias._version != version for alias, version in aliases):
+            raise self._refusal(f"what comes after {self.module_fqn}")
+
+    def _refusal(self, who: str) -> MemScaleError:
+        return MemScaleError(
+            f"{who} changes the output of a matrix product or of attention in place, so that cannot be kept: "
+            f"checkpoint {self.module_fqn} whole"
+        )
 
 
 def _storages(tree: Any) -> list[int]:
