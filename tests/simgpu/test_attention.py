@@ -118,10 +118,12 @@ def reference_with_mask(q, k, v, keep, dropout, causal=False, bias=None):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("variant", ["plain", "causal", "bias"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "causal", (2, 4, 40, 40), (2, 1, 1, 40), (1, 4, 40, 1), (4, 1, 40), (40, 40)]
+)
 def test_with_dropout_it_equals_plain_mathematics_with_the_same_mask(variant, kv_heads):
     dropout = 0.3
-    bias = torch.randn(2, 4, 40, 40) if variant == "bias" else None
+    bias = torch.randn(variant) if isinstance(variant, tuple) else None
     host = [heads(), heads(count=kv_heads), heads(count=kv_heads)] + ([bias] if bias is not None else [])
     leaves = [t.to("simgpu").requires_grad_() for t in host]
     with Operators() as operators:
@@ -147,6 +149,18 @@ def test_with_dropout_it_equals_plain_mathematics_with_the_same_mask(variant, kv
     torch.testing.assert_close(out.detach().cpu(), expected.detach())
     for have, want in zip(leaves, expected_leaves, strict=True):
         torch.testing.assert_close(have.grad.cpu(), want.grad)
+
+
+def test_a_mask_without_heads_is_not_taken_for_one_with_them():
+    # As many heads as keys: the rows of the mask could be mistaken for batches, its columns for heads.
+    q, k = torch.randn(2, 4, 4, 8), torch.randn(2, 2, 4, 8)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    with Operators() as operators:
+        out = F.scaled_dot_product_attention(
+            q.to("simgpu"), k.to("simgpu"), k.to("simgpu"), mask.to("simgpu"), dropout_p=0.3, enable_gqa=True
+        )
+    keep = torch.ops.simgpu.attention_dropout_mask(operators.seeds[0], 2, 4, 4, 4, 0.3)
+    torch.testing.assert_close(out.cpu(), reference_with_mask(q, k, k, keep, 0.3, causal=True))
 
 
 def test_dropout_repeats_with_the_seed_and_under_checkpoint():

@@ -205,6 +205,19 @@ def test_a_pinned_buffer_dropped_with_its_copy_pending_stays_until_it_ran():
     assert simgpu.pinned_stats().requested_bytes == in_use
 
 
+@pytest.mark.parametrize("to_device", [True, False])
+def test_a_pinned_buffer_resized_with_its_copy_pending_stays_until_it_ran(to_device):
+    in_use = simgpu.pinned_stats().requested_bytes
+    x, host = torch.zeros(1000, device="simgpu"), torch.empty(1000, pin_memory=True)
+    host.fill_(3)
+    (x.copy_(host, non_blocking=True) if to_device else host.copy_(x, non_blocking=True))
+    host.untyped_storage().resize_(0)
+    assert simgpu.pinned_stats().requested_bytes == in_use + 4000
+    A.synchronize()
+    assert simgpu.pinned_stats().requested_bytes == in_use
+    assert x.unique().tolist() == [3 if to_device else 0]
+
+
 def test_results_that_are_operands():
     x = torch.ones(4, device="simgpu")
     assert x.contiguous() is x

@@ -341,5 +341,31 @@ def test_bad_capacities_and_devices_are_refused():
         simgpu.set_cap(-1)
     with pytest.raises(RuntimeError, match="invalid device index 7"):
         simgpu.set_cap(1, device=7)
-    with pytest.raises(RuntimeError, match="invalid device index"):
-        torch.empty(1, device="simgpu:7")
+    for operation in (
+        lambda: torch.empty(1, device="simgpu:7"),
+        lambda: A.memory_allocated(7),
+        lambda: A.reset_peak_memory_stats(7),
+        lambda: A.get_memory_info(7),
+        lambda: A.current_stream(7),
+        lambda: A.synchronize(7),
+        lambda: A.set_device_index(7),
+        lambda: torch.Stream(device="simgpu:7"),
+        lambda: torch.Stream(stream_id=0, device_index=7, device_type=20).synchronize(),
+        lambda: torch.Generator("simgpu:7"),
+        lambda: torch.simgpu.get_rng_state(7),
+        lambda: simgpu.overlap_report(7),
+    ):
+        with pytest.raises(RuntimeError, match="invalid device index 7"):
+            operation()
+    with pytest.raises(RuntimeError, match="no stream 99"):
+        A.set_stream(torch.Stream(stream_id=99, device_index=0, device_type=20))
+
+
+def test_a_lower_cap_lowers_what_is_reserved(cap):
+    A.empty_cache()
+    x = torch.empty(3 << 20, dtype=torch.uint8, device="simgpu")
+    covered = A.memory_reserved()
+    cap(covered - 512)
+    assert A.memory_reserved() == covered - 512
+    cap(1 << 20)
+    assert A.memory_reserved() == A.memory_allocated() >= x.nbytes  # what is in use stays

@@ -79,9 +79,25 @@ def test_mixed_devices_are_refused():
         lambda: F.embedding(torch.tensor([0]), torch.ones(2, 3, device="simgpu")),
         lambda: F.cross_entropy(x.unsqueeze(0), torch.tensor([0])),
         lambda: x.add_(host),
+        lambda: torch.tensor(1.0).add_(torch.tensor(1.0, device="simgpu")),
+        lambda: x.index_put_((torch.tensor([0]),), host[:1]),
+        lambda: torch.ops.aten.native_dropout_backward(x, host > 0, 2.0),
     ):
         with pytest.raises((RuntimeError, ValueError), match=r"same device|different device|indices should be"):
             operation()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_refuses_operands_of_another_device(dropout):
+    q = torch.ones(2, 2, 8, 8, device="simgpu")
+    for operands in (
+        (q, q, q, torch.zeros(8, 8)),
+        (q, q, q, torch.ones(8, 8, dtype=torch.bool)),
+        (q, q.cpu(), q, None),
+        (q, q, q.to("simgpu:1"), None),
+    ):
+        with pytest.raises(RuntimeError, match="same device"):
+            F.scaled_dot_product_attention(*operands, dropout_p=dropout)
 
 
 def test_scalars_and_indices_on_the_cpu_are_allowed_as_on_a_card():
@@ -241,6 +257,22 @@ def test_generators():
     assert generator.clone_state().initial_seed() == 5
 
 
+def test_generators_of_another_device_are_refused():
+    with pytest.raises(RuntimeError, match="'simgpu:0' generator device but found 'cpu'"):
+        torch.randn(3, device="simgpu", generator=torch.Generator())
+    with pytest.raises(RuntimeError, match="found 'simgpu:1'"):
+        torch.empty(3, device="simgpu").normal_(generator=torch.Generator("simgpu:1"))
+
+
+def test_generators_can_be_copied():
+    generator = torch.Generator(device="simgpu").manual_seed(5)
+    torch.randn(3, device="simgpu", generator=generator)
+    copy_of_it = copy.deepcopy(generator)
+    assert copy_of_it.device == generator.device
+    first = torch.randn(3, device="simgpu", generator=generator)
+    assert torch.equal(first, torch.randn(3, device="simgpu", generator=copy_of_it))
+
+
 def test_fork_rng_and_state_functions():
     torch.simgpu.manual_seed_all(1)
     assert torch.simgpu.initial_seed() == 1
@@ -277,6 +309,8 @@ def test_autocast_lists():
             assert torch.cat([a, a.to(dtype)]).dtype == torch.float32
             with torch.autocast("simgpu", enabled=False):
                 assert (a @ a).dtype == torch.float32
+            with pytest.raises(RuntimeError, match="unsafe to autocast"):  # as on a card
+                F.binary_cross_entropy(a, a)
 
 
 def test_selective_checkpoint():
@@ -325,6 +359,31 @@ def test_custom_operators_run_on_their_cpu_kernel():
     assert y.device.type == "simgpu"
     assert y.tolist() == [0.5] * 4
     assert log.item() == 1
+
+
+def test_custom_operators_can_be_taken_back_and_defined_anew(run_python):
+    run_python(
+        """
+        def store(x, y, z, k): y.copy_(x * z + k)
+
+        def call(*arguments): return torch._C._jit_get_operation("simgpu_tests::changing")[0](*arguments)
+
+        one = torch.ones(2, device="simgpu")
+        for _ in range(20):
+            library = torch.library.Library("simgpu_tests", "FRAGMENT")
+            library.define("changing(Tensor x) -> Tensor")
+            library.impl("changing", lambda x: x * 2, "CPU")
+            assert call(one).tolist() == [2, 2]
+            library._destroy()
+            library = torch.library.Library("simgpu_tests", "FRAGMENT")
+            library.define("changing(Tensor x, Tensor(a!) y, Tensor z, int k) -> ()")
+            library.impl("changing", store, "CPU")
+            y = torch.zeros(2, device="simgpu")
+            call(one, y, one, 3)
+            assert y.tolist() == [4, 4]
+            library._destroy()
+        """
+    )
 
 
 def test_eight_bit_blockwise_state():

@@ -274,6 +274,41 @@ def test_raise_mode_raises_an_unsafe_free_at_the_next_operator(side):
     simgpu.take_reports()
 
 
+def free_while_in_use(side):
+    x = torch.ones(1000, device="simgpu")
+    side.wait_stream(A.current_stream())
+    with side:
+        x * 2
+
+
+def test_raise_mode_raises_an_unsafe_free_at_its_end_at_the_latest(side):
+    with pytest.raises(RuntimeError, match="use-after-free"), simgpu.race_mode("raise"):
+        free_while_in_use(side)
+    assert kinds() == {"use-after-free"}
+
+
+def test_a_report_is_not_raised_for_a_later_user(side):
+    simgpu.set_race_mode("raise")
+    free_while_in_use(side)
+    simgpu.reset()
+    with simgpu.race_mode("raise"):
+        torch.ones(3, device="simgpu") + 1
+    simgpu.set_race_mode("raise")
+    free_while_in_use(side)
+    assert len(simgpu.take_reports()) == 1
+    torch.ones(3, device="simgpu") + 1  # whoever took the report has seen it
+
+
+def test_growing_a_storage_reads_it(side):
+    x = torch.zeros(1000, device="simgpu")
+    side.wait_stream(A.current_stream())
+    with side:
+        x.add_(1)
+    x.record_stream(side)  # so that the free alone is right
+    x.untyped_storage().resize_(8000)
+    assert kinds() == {"read-after-write"}
+
+
 def test_off_mode_is_silent(side):
     x = torch.ones(1000, device="simgpu") * 2
     with simgpu.race_mode("off"), side:
@@ -293,3 +328,12 @@ def test_many_unsynchronised_slices_stay_fast_and_right(side):
     assert flat.sum().item() == 5000
     flat.record_stream(side)
     assert simgpu.take_reports() == []
+
+
+@pytest.mark.parametrize("gaps_only", [False, True])
+def test_host_writes_to_a_strided_pinned_source_in_flight(gaps_only):
+    pairs = torch.ones(1000, 2).pin_memory()
+    x = torch.empty(1000, device="simgpu")
+    x.copy_(pairs[:, 0], non_blocking=True)
+    pairs[:, 1 if gaps_only else 0] = 5
+    assert kinds() == (set() if gaps_only else {"pinned buffer"})

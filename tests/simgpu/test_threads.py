@@ -145,6 +145,36 @@ assert (keep * 2).sum().item() == 6
     )
 
 
+def test_a_forked_child_can_drop_tensors_and_use_none(in_time):
+    in_time(
+        """
+import os, warnings
+
+warnings.simplefilter("ignore")
+x, buffer = torch.ones(3, device="simgpu"), torch.ones(3).pin_memory()
+pid = os.fork()
+if pid == 0:
+    accepted = []
+    for name, use in {
+        "in place": lambda: x.add_(1),
+        "to host": lambda: x.cpu(),
+        "to device": lambda: x.copy_(buffer, non_blocking=True),
+        "within": lambda: x.clone(),
+        "pin": lambda: torch.ones(3).pin_memory(),
+    }.items():
+        try:
+            use()
+            accepted.append(name)
+        except RuntimeError as error:
+            assert "forked subprocess" in str(error)
+    del x, buffer  # must not wait for a lock that the parent had
+    os._exit(len(accepted))
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert x.tolist() == [1, 1, 1]
+"""
+    )
+
+
 def test_data_loader_workers_fork_while_another_thread_uses_the_device(in_time):
     in_time(
         """

@@ -80,11 +80,12 @@ def set_race_mode(mode: RaceMode) -> None:
 
 @contextlib.contextmanager
 def race_mode(mode: RaceMode) -> Iterator[None]:
-    """`set_race_mode` for a while."""
+    """`set_race_mode` for a while. What was found at a free and met no operator since is raised at the end."""
     before = native.get_race_mode()
     set_race_mode(mode)
     try:
         yield
+        native.raise_postponed_report()
     finally:
         native.set_race_mode(before)
 

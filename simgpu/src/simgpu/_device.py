@@ -2,8 +2,15 @@
 
 NOTE [_initialized]: torch.utils.checkpoint saves and restores a device's random state only if its module says that it
 is initialised; without that, dropout under checkpoint silently draws other numbers in the recomputation.
+
+NOTE [exit]: torch's thread for the backward pass lets go of its last Python objects after backward() has returned. If
+the interpreter is being finalised by then, Python ends that thread in the middle of a C++ destructor and the process
+aborts ("terminate called without an active exception"). This is torch's, with any device, and rare. Here everything is
+so fast that a short script often meets it, so the thread is given time for it first.
 """
 
+import atexit
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -247,6 +254,12 @@ _NAMES: tuple[Callable[..., Any] | type, ...] = (
 )
 
 
+def _let_backward_threads_finish() -> None:
+    """See NOTE [exit]."""
+    for _ in range(20):
+        time.sleep(0.005)  # lets go of the interpreter's lock
+
+
 def register() -> None:
     """Makes `torch.simgpu`, and the tensor and module methods `.simgpu()` and `.is_simgpu`."""
     module = types.ModuleType("torch.simgpu", __doc__)
@@ -258,3 +271,4 @@ def register() -> None:
     generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
+    atexit.register(_let_backward_threads_finish)

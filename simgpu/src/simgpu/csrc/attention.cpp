@@ -160,10 +160,12 @@ void for_each_tile(const Problem& p, int64_t seed, double dropout, Function func
   }
 }
 
-// Dropout works on ungrouped heads; gradients are summed back afterwards.
+// Dropout works on ungrouped heads and on a mask of full size, so that both can be tiled; gradients are summed back
+// afterwards.
 Problem ungrouped(Problem p) {
   p.key = repeat_heads(p.key, p.query.size(1));
   p.value = repeat_heads(p.value, p.query.size(1));
+  if (p.bias.defined()) p.bias = p.bias.expand({p.query.size(0), p.query.size(1), p.query.size(2), p.key.size(2)});
   return p;
 }
 

@@ -18,6 +18,7 @@ void set_capacity(int device, size_t bytes) {
   check_device_index(device);
   Lock lock;
   runtime().devices[device].capacity_bytes = bytes;
+  if (reserved_bytes(device) > bytes) empty_device_cache(device);  // a device never has more reserved than it has
 }
 
 size_t get_capacity(int device) {
@@ -28,12 +29,19 @@ size_t get_capacity(int device) {
 
 std::vector<std::string> take_reports() {
   Lock lock;
+  runtime().forget_postponed_report();  // whoever takes it has seen it
   return std::exchange(runtime().reports, {});
 }
 
 void set_race_mode(RaceMode mode) {
   Lock lock;
+  runtime().forget_postponed_report();  // a report of an earlier user is not for this one
   runtime().race_mode = mode;
+}
+
+void raise_postponed_report() {
+  Lock lock;
+  runtime().raise_postponed_report();
 }
 
 RaceMode get_race_mode() {
@@ -144,6 +152,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_reports", &take_reports, ReleaseGil());
   m.def("set_race_mode", &set_race_mode, ReleaseGil());
   m.def("get_race_mode", &get_race_mode, ReleaseGil());
+  m.def("raise_postponed_report", &raise_postponed_report, ReleaseGil());
   m.def("set_schedule_seed", &set_schedule_seed, ReleaseGil());
   m.def("set_defer_copies", &set_defer_copies, ReleaseGil());
   m.def("set_poison", &set_poison, ReleaseGil());

@@ -12,19 +12,19 @@ namespace simgpu {
 
 namespace {
 
-// One end of a copy. The alias of a device tensor does not keep its memory alive (the deferred item's block does);
-// the alias of a host tensor does, which is what CUDA's host allocator achieves with events.
+// One end of a copy. The alias does not keep its memory alive: the block does, on the device and in pinned memory alike,
+// even if the tensor's storage is resized while the copy is deferred. Copies of other memory are never deferred.
 struct End {
   Tensor alias;
-  BlockPtr block;                  // device memory
-  PinnedBlock* pinned = nullptr;   // pinned host memory
+  BlockPtr block;    // device memory
+  PinnedPtr pinned;  // pinned host memory
   ByteRange range;                 // within either
   char* bytes() const { return static_cast<char*>(alias.storage().mutable_data()) + byte_range_of(alias).begin; }
   size_t size() const { return range.end - range.begin; }
 };
 
-c10::Storage unowned_storage(const c10::Storage& device_storage) {
-  c10::StorageImpl* impl = device_storage.unsafeGetStorageImpl();
+c10::Storage unowned_storage(const c10::Storage& storage) {
+  c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
       c10::DataPtr(impl->mutable_data(), c10::Device(c10::DeviceType::CPU)), /*allocator=*/nullptr, /*resizable=*/false));
@@ -34,12 +34,8 @@ c10::Storage unowned_storage(const c10::Storage& device_storage) {
 End make_end(const Tensor& t) {
   End end;
   end.range = byte_range_of(t);
-  if (on_device(t)) {
-    end.block = block_of(t.storage().data_ptr());
-    end.alias = tensor_over(unowned_storage(t.storage()), c10::DispatchKey::CPU, t);
-  } else {
-    end.alias = tensor_over(t.storage(), c10::DispatchKey::CPU, t);
-  }
+  if (on_device(t)) end.block = block_of(t.storage().data_ptr());
+  end.alias = tensor_over(unowned_storage(t.storage()), c10::DispatchKey::CPU, t);
   return end;
 }
 
@@ -89,6 +85,13 @@ bool is_poisoned(const char* data, size_t size) {
 
 bool spans_without_gaps(const End& end) { return end.alias.is_non_overlapping_and_dense(); }
 
+uint64_t hash_elements(const End& end) {
+  if (spans_without_gaps(end)) return hash_bytes(end.bytes(), end.size());
+  KernelScope scope;
+  const Tensor dense = end.alias.contiguous();  // what lies in the gaps may change rightly
+  return hash_bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
+}
+
 struct PinnedWatch {
   bool hashed = false, poisoned = false;
   uint64_t hash = 0, device_writes = 0;
@@ -97,12 +100,12 @@ struct PinnedWatch {
 PinnedWatch watch_pinned(const End& source, const End& destination) {
   PinnedWatch watch;
   if (runtime().race_mode == RaceMode::off) return watch;
-  if (source.pinned && spans_without_gaps(source) && source.pinned->pending_writes == 0) {
+  if (source.pinned && source.pinned->pending_writes == 0) {
     watch.hashed = true;
-    watch.hash = hash_bytes(source.bytes(), source.size());
+    watch.hash = hash_elements(source);
     watch.device_writes = source.pinned->device_writes;
   }
-  const PinnedBlock* target = destination.pinned;
+  const PinnedBlock* target = destination.pinned.get();
   if (target && spans_without_gaps(destination) && target->pending_reads == 0 && target->pending_writes == 0 &&
       runtime().poison) {
     watch.poisoned = true;
@@ -114,7 +117,7 @@ PinnedWatch watch_pinned(const End& source, const End& destination) {
 
 void check_pinned(const PinnedWatch& watch, const End& source, const End& destination) {
   if (watch.hashed && source.pinned->device_writes == watch.device_writes &&
-      hash_bytes(source.bytes(), source.size()) != watch.hash) {
+      hash_elements(source) != watch.hash) {
     runtime().report("pinned buffer race: the host wrote to a pinned buffer of " +
                      std::to_string(source.pinned->requested_bytes) +
                      " bytes before the copy from it to the device had ended (missing synchronize on its event)");
@@ -154,6 +157,7 @@ void check_fault() {
 }
 
 void copy_across_link(const Tensor& source, const Tensor& destination, bool non_blocking) {
+  refuse_in_forked_child();
   const bool to_device = on_device(destination);
   const int device = (to_device ? destination : source).device().index();
   const int lane = current_lane(device);
@@ -181,6 +185,7 @@ void copy_across_link(const Tensor& source, const Tensor& destination, bool non_
 
 // Runs on the source's stream; the two current streams wait for one another before and after, as on CUDA.
 void copy_on_devices(const Tensor& source, const Tensor& destination) {
+  refuse_in_forked_child();
   const int lane = current_lane(source.device().index()), other = current_lane(destination.device().index());
   End from = make_end(source), to = make_end(destination);
   Lock lock;

@@ -21,22 +21,25 @@ struct OperatorFacts {
   bool is_view = false;         // results are views of operands: no launch
   bool host_waits = false;      // the host reads the result (item, nonzero)
   bool draws = false;           // random
-  bool takes_host_index = false;
   bool is_matmul = false;
   bool is_lookup = false;       // touches few rows of a large operand
   int weight_argument = -1;     // of a convolution
   int generator_argument = -1;
+  int host_argument = -1;       // may be a CPU tensor that is no scalar
   std::vector<bool> writes;     // per argument
   std::vector<int> returns_argument;  // per result: the written argument that it is, or -1
 };
 
-// Operators that a real device also allows to take CPU tensors that are not scalars: indices, sequence lengths.
-bool takes_host_index(const std::string& name) {
-  static const std::unordered_set<std::string> names = {
-      "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
-      "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::_pack_padded_sequence_backward",
-      "aten::_foreach_addcmul", "aten::_foreach_addcmul_", "aten::_foreach_addcdiv", "aten::_foreach_addcdiv_"};
-  return names.count(name) > 0;
+// The one argument that a real device also allows to be a CPU tensor that is no scalar: indices, sequence lengths, a
+// list of scalars.
+int host_argument_of(const std::string& name) {
+  static const std::unordered_map<std::string, int> arguments = {
+      {"aten::index", 1}, {"aten::index_put", 1}, {"aten::index_put_", 1}, {"aten::_index_put_impl_", 1},
+      {"aten::_unsafe_index", 1}, {"aten::_unsafe_index_put", 1}, {"aten::_pack_padded_sequence", 1},
+      {"aten::_pack_padded_sequence_backward", 2}, {"aten::_foreach_addcmul", 3}, {"aten::_foreach_addcmul_", 3},
+      {"aten::_foreach_addcdiv", 3}, {"aten::_foreach_addcdiv_", 3}};
+  auto found = arguments.find(name);
+  return found == arguments.end() ? -1 : found->second;
 }
 
 bool is_matmul(const std::string& name) {
@@ -83,7 +86,7 @@ OperatorFacts read_facts(const c10::OperatorHandle& op) {
   }
   const std::string& name = schema.name();
   facts.draws = op.hasTag(at::Tag::nondeterministic_seeded);
-  facts.takes_host_index = takes_host_index(name);
+  facts.host_argument = host_argument_of(name);
   facts.is_matmul = is_matmul(name);
   facts.is_lookup = is_lookup(name);
   if (name == "aten::convolution") facts.weight_argument = 1;
@@ -91,8 +94,10 @@ OperatorFacts read_facts(const c10::OperatorHandle& op) {
   return facts;
 }
 
-const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
+// Only PyTorch's own operators are remembered: a custom one can be taken back, and another be defined at its address.
+const OperatorFacts& facts_of(const c10::OperatorHandle& op, std::optional<OperatorFacts>& scratch) {
   static thread_local std::unordered_map<const c10::FunctionSchema*, OperatorFacts> cache;
+  if (op.schema().name().rfind("aten::", 0) != 0) return scratch.emplace(read_facts(op));
   auto found = cache.find(&op.schema());
   if (found == cache.end()) found = cache.emplace(&op.schema(), read_facts(op)).first;
   return found->second;
@@ -103,7 +108,7 @@ const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
 class BoxedCall {
  public:
   BoxedCall(const c10::OperatorHandle& op, Stack* stack)
-      : op_(op), stack_(stack), facts_(facts_of(op)), call_(op.schema().name().c_str(), -1),
+      : op_(op), stack_(stack), facts_(facts_of(op, scratch_)), call_(op.schema().name().c_str(), -1),
         arguments_(op.schema().arguments().size()), first_(stack->size() - arguments_) {}
 
   void run() {
@@ -170,30 +175,31 @@ class BoxedCall {
     has_generator_ = true;
     if (value.isNone()) {
       value = host_generator(default_generator(call_.device()));
-    } else if (value.toGenerator().device().type() == c10::DeviceType::PrivateUse1) {
+    } else {
+      const c10::Device device = value.toGenerator().device();
+      TORCH_CHECK(device == device_at(call_.device()), "Expected a '", device_at(call_.device()),
+                  "' generator device but found '", device, "'");
       value = host_generator(value.toGenerator());
     }
   }
 
   Tensor alias(const Tensor& t, bool write, size_t index) {
-    if (t.defined() && !on_device(t)) refuse_host_operand(t, index);
+    if (t.defined() && !on_device(t)) return host_operand(t, write, index);
     Tensor host = write ? call_.write(t) : call_.read(t);
-    if (on_device(t)) {
-      bytes_ += static_cast<double>(t.numel() * t.itemsize());
-      previous_operand_ = std::exchange(last_operand_, host);
-      if (write) written_.emplace_back(t, host);
-      if (static_cast<int>(index) == facts_.weight_argument) weight_ = host;
-      if (index == 0) grad_out_elements_ = static_cast<double>(t.numel());
-    }
+    if (!t.defined()) return host;
+    bytes_ += static_cast<double>(t.numel() * t.itemsize());
+    previous_operand_ = std::exchange(last_operand_, host);
+    if (write) written_.emplace_back(t, host);
+    if (static_cast<int>(index) == facts_.weight_argument) weight_ = host;
+    if (index == 0) grad_out_elements_ = static_cast<double>(t.numel());
     return host;
   }
 
   // As on a real device: only scalars, and indices of the few operators that move them, may be on the CPU.
-  void refuse_host_operand(const Tensor& t, size_t index) {
-    const bool is_index = facts_.takes_host_index && index > 0;
-    const bool allowed = t.dim() == 0 || is_index || !t.device().is_cpu();
-    TORCH_CHECK(allowed, "Expected all tensors to be on the same device, but found at least two devices, simgpu:",
-                call_.device(), " and cpu! (", op_.schema().name(), ")");
+  Tensor host_operand(const Tensor& t, bool write, size_t index) {
+    const bool allowed = t.dim() == 0 || static_cast<int>(index) == facts_.host_argument;
+    if (write || !allowed || !t.device().is_cpu()) call_.refuse(t);
+    return call_.pass(t);
   }
 
   void compute() {
@@ -255,6 +261,7 @@ class BoxedCall {
 
   const c10::OperatorHandle& op_;
   Stack* stack_;
+  std::optional<OperatorFacts> scratch_;  // of an operator that is not remembered
   const OperatorFacts& facts_;
   HostCall call_;
   const size_t arguments_, first_;

@@ -17,8 +17,9 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
   uint64_t current_seed() const override { return host.current_seed(); }
   uint64_t seed() override { return host.seed(); }
-  void set_offset(uint64_t) override { TORCH_CHECK(false, "simgpu: a Mersenne twister has no offset to set"); }
-  uint64_t get_offset() const override { TORCH_CHECK(false, "simgpu: a Mersenne twister has no offset to get"); }
+  // A Mersenne twister has no offset; pickling a generator asks for one and sets it again.
+  void set_offset(uint64_t offset) override { TORCH_CHECK(offset == 0, "simgpu: a Mersenne twister has no offset to set"); }
+  uint64_t get_offset() const override { return 0; }
   void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host.unsafeGetGeneratorImpl()->get_state(); }
 
@@ -38,11 +39,17 @@ at::CPUGeneratorImpl* engine_of(const at::Generator& generator) {
 
 }  // namespace
 
-at::Generator new_generator(int device) { return at::make_generator<DeviceGenerator>(device < 0 ? current_device() : device); }
+at::Generator new_generator(int device) {
+  const int index = device < 0 ? current_device() : device;
+  check_device_index(index);
+  return at::make_generator<DeviceGenerator>(index);
+}
 
 at::Generator& default_generator(int device) {
   static auto* generators = new std::array<at::Generator, kMaxDevices>{new_generator(0), new_generator(1)};
-  return generators->at(device < 0 ? current_device() : device);
+  const int index = device < 0 ? current_device() : device;
+  check_device_index(index);
+  return (*generators)[index];
 }
 
 at::Generator host_generator(const at::Generator& generator) {

@@ -17,12 +17,18 @@ struct EventHandle {
 EventPtr record_of(void* event) { return event ? static_cast<EventHandle*>(event)->record : nullptr; }
 
 int lane_of_stream(const c10::Stream& stream) {
+  check_device_index(stream.device_index());
+  TORCH_CHECK(stream.id() >= 0 && stream.id() < kStreamsPerDevice, "simgpu: there is no stream ", stream.id());
   return lane_of(stream.device_index(), static_cast<int>(stream.id()));
 }
 
 c10::Stream stream_at(int device, int stream) { return c10::Stream(c10::Stream::UNSAFE, device_at(device), stream); }
 
-int index_or_current(c10::Device device) { return device.index() < 0 ? current_device() : device.index(); }
+int index_or_current(c10::Device device) {
+  if (device.index() < 0) return current_device();
+  check_device_index(device.index());
+  return device.index();
+}
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -31,13 +37,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
 
   c10::Device exchangeDevice(c10::Device device) const override {
-    const int index = index_or_current(device);
-    check_device_index(index);
-    return device_at(exchange_device(index));
+    return device_at(exchange_device(index_or_current(device)));
   }
   c10::Device getDevice() const override { return device_at(current_device()); }
   void setDevice(c10::Device device) const override { exchangeDevice(device); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { exchange_device(index_or_current(device)); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0) exchange_device(device.index());
+  }
 
   // -- streams
   c10::Stream getStream(c10::Device device) const override {
@@ -48,7 +54,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
     const int index = index_or_current(device);
-    check_device_index(index);
     Lock lock;
     int& made = runtime().devices[index].streams_made;
     const int stream = 1 + (made - 1) % (kStreamsPerDevice - 1);  // a pool that wraps around, like CUDA's
@@ -56,8 +61,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return stream_at(index, stream);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    const int device = stream.device_index();
-    return stream_at(device, exchange_stream(device, static_cast<int>(stream.id())));
+    const int lane = lane_of_stream(stream), device = device_of_lane(lane);
+    return stream_at(device, exchange_stream(device, stream_of_lane(lane)));
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &runtime().lanes[lane_of_stream(stream)]; }
 
@@ -78,6 +83,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     runtime().host_waits_for_lane(lane_of_stream(stream));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    check_device_index(device);
     Lock lock;
     for (int stream = 0; stream < kStreamsPerDevice; ++stream) {
       runtime().drain_lane(lane_of(device, stream));

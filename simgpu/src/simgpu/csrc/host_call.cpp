@@ -50,12 +50,20 @@ void HostCall::require_device(int device) {
               device_, " and simgpu:", device, "! (", operation_, ")");
 }
 
+void HostCall::refuse(const Tensor& elsewhere) const {
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, simgpu:", device_,
+              " and ", elsewhere.device(), "! (", operation_, ")");
+  __builtin_unreachable();
+}
+
+Tensor HostCall::pass(const Tensor& t) {
+  if (t.defined() && t.has_storage()) foreign_.push_back(t.storage().unsafeGetStorageImpl());
+  return t;
+}
+
 Tensor HostCall::alias(const Tensor& t, bool write) {
   if (!t.defined()) return t;
-  if (!on_device(t)) {
-    if (t.has_storage()) foreign_.push_back(t.storage().unsafeGetStorageImpl());
-    return t;
-  }
+  if (!on_device(t)) refuse(t);
   require_device(t.device().index());
   TORCH_CHECK_NOT_IMPLEMENTED(t.has_storage(), "simgpu: '", operation_, "' got a tensor without a storage (layout ",
                               t.layout(), "); only strided tensors are supported");
@@ -94,6 +102,7 @@ bool HostCall::is_foreign(const c10::Storage& host_storage) const {
 }
 
 void HostCall::launch() {
+  refuse_in_forked_child();
   Lock lock;
   Runtime& r = runtime();
   r.raise_postponed_report();

@@ -40,9 +40,12 @@ class HostCall {
  public:
   HostCall(const char* operation, int device) : operation_(operation), device_(device) {}
 
-  // CPU aliases of device operands. Other tensors pass through.
+  // CPU aliases of device operands. Tensors elsewhere are refused.
   Tensor read(const Tensor& t) { return alias(t, false); }
   Tensor write(const Tensor& t) { return alias(t, true); }
+  // A tensor elsewhere that is allowed as it is: a scalar, an index.
+  Tensor pass(const Tensor& t);
+  [[noreturn]] void refuse(const Tensor& elsewhere) const;
   // Which device the call is on, once known; operands on another device are refused.
   void require_device(int device);
 

@@ -179,9 +179,16 @@ void empty_device_cache(int device) {
   }
 }
 
+size_t reserved_bytes(int device) { return total(runtime().devices[device].stats.reserved_bytes).current; }
+
 // ------------------------------------------------------------------------------------------------ device allocator
 
 namespace {
+
+DeviceState& checked_state(int device) {
+  check_device_index(device);
+  return runtime().devices[device];
+}
 
 class DeviceAllocatorImpl final : public c10::DeviceAllocator {
  public:
@@ -212,19 +219,19 @@ class DeviceAllocatorImpl final : public c10::DeviceAllocator {
   }
   Stats getDeviceStats(c10::DeviceIndex device) override {
     Lock lock;
-    return runtime().devices.at(device).stats;
+    return checked_state(device).stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     for_each_stat(device, [](auto& stat) { stat.reset_accumulated(); });
-    runtime().devices.at(device).stats.num_ooms = 0;
-    runtime().devices.at(device).stats.num_alloc_retries = 0;
+    checked_state(device).stats.num_ooms = 0;
+    checked_state(device).stats.num_alloc_retries = 0;
   }
   void resetPeakStats(c10::DeviceIndex device) override {
     for_each_stat(device, [](auto& stat) { stat.reset_peak(); });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     Lock lock;
-    DeviceState& state = runtime().devices.at(device);
+    DeviceState& state = checked_state(device);
     const size_t reserved = total(state.stats.reserved_bytes).current;
     return {state.capacity_bytes > reserved ? state.capacity_bytes - reserved : 0, state.capacity_bytes};
   }
@@ -233,7 +240,7 @@ class DeviceAllocatorImpl final : public c10::DeviceAllocator {
   template <class Function>
   void for_each_stat(c10::DeviceIndex device, Function function) {
     Lock lock;
-    Stats& s = runtime().devices.at(device).stats;
+    Stats& s = checked_state(device).stats;
     for (auto* stats : {&s.allocation, &s.active, &s.allocated_bytes, &s.reserved_bytes, &s.active_bytes, &s.requested_bytes}) {
       function(total(*stats));
     }
@@ -254,8 +261,13 @@ void resize_storage(const c10::Storage& storage, size_t new_bytes) {
   c10::DataPtr fresh(nullptr, device_at(device));
   if (new_bytes) fresh = allocator_instance.allocate_on(device, new_bytes);
   if (kept) {
+    const BlockPtr before = block_of(impl->data_ptr()), after = block_of(fresh);
     Lock lock;
-    runtime().drain_lane(current_lane(device));
+    const int lane = current_lane(device);
+    runtime().drain_lane(lane);
+    runtime().begin_operation(lane);
+    if (before) runtime().access(*before, {0, kept}, lane, false, "resize");
+    if (after) runtime().access(*after, {0, kept}, lane, true, "resize");
     std::memcpy(fresh.get(), impl->data(), kept);
   }
   impl->set_data_ptr_noswap(std::move(fresh));
@@ -292,39 +304,34 @@ void take_from_host_cache(Runtime& r, size_t rounded) {
   }
 }
 
-void free_pinned(void* context) {
-  std::unique_ptr<PinnedBlock> block(static_cast<PinnedBlock*>(context));
-  Lock lock;
-  Runtime& r = runtime();
-  r.pinned.erase(reinterpret_cast<uintptr_t>(block->data));
-  count_pinned(r.pinned_stats, *block, -1);
-  r.pinned_cache[block->rounded_bytes]++;
-}
+void free_pinned(void* context) { delete static_cast<PinnedPtr*>(context); }
 
 class PinnedAllocatorImpl final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
+    refuse_in_forked_child();
     if (bytes == 0) return {nullptr, c10::Device(c10::DeviceType::CPU)};
-    auto block = std::make_unique<PinnedBlock>();
-    block->requested_bytes = bytes;
-    block->rounded_bytes = next_power_of_two(bytes);
     {
       Lock lock;
       TORCH_CHECK(!faults().strikes(Fault::pinned_allocation), "simgpu error: out of memory: pinned host allocation of ",
                   bytes, " bytes (injected fault)");
     }
-    block->backing = c10::GetCPUAllocator()->allocate(bytes);
-    block->data = block->backing.get();
+    c10::DataPtr backing = c10::GetCPUAllocator()->allocate(bytes);
+    auto block = std::make_shared<PinnedBlock>();
+    block->requested_bytes = bytes;
+    block->rounded_bytes = next_power_of_two(bytes);
+    block->data = backing.get();
+    block->backing = std::move(backing);
     Lock lock;
     take_from_host_cache(runtime(), block->rounded_bytes);
     count_pinned(runtime().pinned_stats, *block, +1);
     runtime().pinned[reinterpret_cast<uintptr_t>(block->data)] = block.get();
     void* data = block->data;
-    return {data, block.release(), &free_pinned, c10::Device(c10::DeviceType::CPU)};
+    return {data, new PinnedPtr(std::move(block)), &free_pinned, c10::Device(c10::DeviceType::CPU)};
   }
 
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
-  // Deferred copies keep the host storage alive themselves, so there is nothing to record.
+  // Deferred copies keep the block alive themselves, so there is nothing to record.
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {
     Lock lock;
@@ -355,13 +362,21 @@ PinnedAllocatorImpl pinned_instance;
 c10::Allocator* pinned_allocator() { return &pinned_instance; }
 REGISTER_HOST_ALLOCATOR(at::kPrivateUse1, &pinned_instance);
 
-PinnedBlock* pinned_block_at(const void* address) {
+PinnedBlock::~PinnedBlock() {
+  Lock lock;
+  Runtime& r = runtime();
+  r.pinned.erase(reinterpret_cast<uintptr_t>(data));
+  count_pinned(r.pinned_stats, *this, -1);
+  r.pinned_cache[rounded_bytes]++;
+}
+
+PinnedPtr pinned_block_at(const void* address) {
   auto& blocks = runtime().pinned;
   auto after = blocks.upper_bound(reinterpret_cast<uintptr_t>(address));
   if (after == blocks.begin()) return nullptr;
   PinnedBlock* block = std::prev(after)->second;
   const size_t offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(block->data);
-  return offset < block->requested_bytes ? block : nullptr;
+  return offset < block->requested_bytes ? block->weak_from_this().lock() : nullptr;
 }
 
 void reset_pinned_peaks() {

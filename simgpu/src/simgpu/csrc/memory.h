@@ -22,11 +22,12 @@ c10::DataPtr adopt_host_memory(c10::StorageImpl& host_storage, int device);
 
 // Null if the pointer is not one of ours.
 BlockPtr block_of(const c10::DataPtr& pointer);
-PinnedBlock* pinned_block_at(const void* address);  // needs the lock
+PinnedPtr pinned_block_at(const void* address);  // needs the lock
 
 void record_stream(const c10::DataPtr& pointer, int lane);
 void resize_storage(const c10::Storage& storage, size_t new_bytes);
 void empty_device_cache(int device);
+size_t reserved_bytes(int device);  // needs the lock
 void reset_pinned_peaks();
 
 }  // namespace simgpu

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <new>
 #include <utility>
 
 namespace simgpu {
@@ -38,7 +39,8 @@ void before_fork() { lock_without_gil(runtime().mutex); }
 void after_fork_in_parent() { runtime().mutex.unlock(); }
 void after_fork_in_child() {
   runtime().in_forked_child = true;
-  runtime().mutex.unlock();
+  // Not unlock(): the owner it remembers is the thread of the parent, so it would refuse and stay locked for ever.
+  new (&runtime().mutex) std::recursive_mutex();
 }
 [[maybe_unused]] const int fork_handlers = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 
@@ -60,8 +62,8 @@ Lock::~Lock() {
 
 int current_device() { return tls_device; }
 int exchange_device(int device) { return std::exchange(tls_device, device); }
-int current_stream(int device) { return tls_streams[device]; }
-int exchange_stream(int device, int stream) { return std::exchange(tls_streams[device], stream); }
+int current_stream(int device) { return tls_streams.at(device); }
+int exchange_stream(int device, int stream) { return std::exchange(tls_streams.at(device), stream); }
 
 void check_device_index(int device) {
   TORCH_CHECK(device >= 0 && device < kMaxDevices, "simgpu: invalid device index ", device, "; there are ", kMaxDevices,
@@ -235,6 +237,8 @@ void Runtime::report(const std::string& message) {
   // Some reports are made where nothing may throw (a free); they are raised by the next operator.
   if (race_mode == RaceMode::raise_at_once && postponed_report_.empty()) postponed_report_ = message;
 }
+
+void Runtime::forget_postponed_report() { postponed_report_.clear(); }
 
 void Runtime::raise_postponed_report() {
   if (postponed_report_.empty()) return;

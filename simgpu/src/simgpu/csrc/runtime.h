@@ -37,8 +37,10 @@ struct Block {
 };
 using BlockPtr = std::shared_ptr<Block>;
 
-// One pinned host allocation.
-struct PinnedBlock {
+// One pinned host allocation. A deferred copy keeps it alive after its tensor is gone or has been resized, which is what
+// CUDA's host allocator achieves with events.
+struct PinnedBlock : std::enable_shared_from_this<PinnedBlock> {
+  ~PinnedBlock();
   void* data = nullptr;
   size_t requested_bytes = 0;
   size_t rounded_bytes = 0;  // to a power of two, as CUDA's host allocator rounds
@@ -47,6 +49,8 @@ struct PinnedBlock {
   int pending_reads = 0, pending_writes = 0;  // deferred copies from and into the block
   uint64_t device_writes = 0;                 // copies that have landed in it
 };
+
+using PinnedPtr = std::shared_ptr<PinnedBlock>;
 
 // The bytes are no longer in use by any stream (memory.cpp).
 void release_active_bytes(Block& block);
@@ -118,6 +122,7 @@ class Runtime {
   void access_pinned(PinnedBlock& block, ByteRange range, int lane, bool write, const char* operation);
   void report(const std::string& message);
   void raise_postponed_report();
+  void forget_postponed_report();
 
   std::recursive_mutex mutex;
   int lock_depth = 0;
