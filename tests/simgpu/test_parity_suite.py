@@ -46,7 +46,7 @@ def checkpoint_blocks(model: nn.Module) -> int:
 
 
 def saving(mode):
-    """Pinned on both devices: pinned copies are contiguous, and their products differ from strided ones in a last bit."""
+    """Pinned on both devices: pinned copies are contiguous, their products differ from strided ones in a last bit."""
     if mode != "save_on_cpu":
         return contextlib.nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=True, device_type="simgpu")
