@@ -206,6 +206,102 @@ def test_scores_that_go_another_way_are_built_and_right():
         assert_near(mine, theirs, 1e-5)
 
 
+def scores_of(q, k):
+    return torch.matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+
+
+def double_softmax(q, k, v, module):
+    return scores_of(q, k).softmax(-1).softmax(-1) @ v
+
+
+def weights_outside_the_graph(q, k, v, module):
+    with torch.no_grad():
+        weights = scores_of(q, k).softmax(-1)
+    return weights @ v
+
+
+def a_step_outside_the_graph(q, k, v, module):
+    scores = scores_of(q, k)
+    with torch.no_grad():
+        twice = scores * 2 + module.bias[:, : q.shape[-2], : k.shape[-2]]
+        scores += module.causal[: q.shape[-2], : k.shape[-2]]
+    return (scores + twice).softmax(-1) @ v + twice.softmax(-1) @ v
+
+
+def blind_queries(q, k, v, module):
+    mask = torch.zeros(q.shape[-2], k.shape[-2])
+    mask[3], mask[5], mask[:, 7] = torch.finfo(q.dtype).min, -1e4, torch.finfo(q.dtype).min
+    return (scores_of(q, k) + mask).softmax(-1) @ v
+
+
+def hooked_scores(q, k, v, module):
+    scores = scores_of(q, k)
+    scores.register_hook(lambda gradient: gradient * 3)
+    weights = scores.softmax(-1)
+    weights.register_hook(lambda gradient: gradient * 2)
+    return weights @ v
+
+
+def two_uses(q, k, v, module):
+    weights = scores_of(q, k).softmax(-1)
+    entropy = -(weights * (weights + 1e-9).log()).sum(-1, keepdim=True)
+    return weights @ v + weights @ (v * 2) + entropy
+
+
+def written_after_use(q, k, v, module):
+    scores = scores_of(q, k)
+    weights = scores.softmax(-1)
+    scores.mul_(0)
+    return weights @ v + scores.softmax(-1) @ v
+
+
+ODD = (
+    double_softmax, weights_outside_the_graph, a_step_outside_the_graph, blind_queries, hooked_scores, two_uses,
+    written_after_use,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("writing", ODD)
+def test_odd_attentions(writing):
+    ours, plain = pair(lambda: Model("scaled"))
+    with Attached(ours, TILED):
+        losses = []
+        for model in (ours, plain):
+            model.attention.writing = writing
+            losses.append(model(batch()).square().mean())
+            losses[-1].backward()
+    assert_near(losses[0], losses[1], LOSS_BOUND)
+    assert_same_gradients(ours, plain)
+
+
+@pytest.mark.parametrize("of", ["scores", "weights"])
+def test_hooks_that_come_too_late_are_refused(of):
+    def writing(q, k, v, module):
+        scores = scores_of(q, k)
+        weights = scores.softmax(-1)
+        output = weights @ v
+        (scores if of == "scores" else weights).retain_grad()
+        return output
+
+    model = Model("scaled")
+    model.attention.writing = writing
+    with Attached(model, TILED), pytest.raises(TilingError, match="after they were used"):
+        model(batch())
+
+
+def test_functional_transforms_take_the_plain_path():
+    ours, plain = pair(lambda: Model("causal_fill"))
+    with Attached(ours, TILED):
+        found = []
+        for model in (ours, plain):
+            parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            gradient = torch.func.grad(lambda p, m=model: torch.func.functional_call(m, p, (batch(),)).square().mean())
+            found.append(gradient(parameters))
+        assert caught(ours) == 0
+    for name, expected in found[1].items():
+        assert_near(found[0][name], expected, 1e-6)
+
+
 def test_a_mask_that_changes_in_between_is_noticed():
     class Changes(nn.Module):
         def forward(self, q, k, v, mask):

@@ -150,6 +150,8 @@ class Body(nn.Module):
         )
         self.norm = nn.LayerNorm(WIDTH)
         self.table = nn.Parameter(torch.randn(5, WIDTH))
+        self.register_buffer("count", torch.zeros(1))
+        self.kept = []
         self.function = function
 
     def forward(self, x):
@@ -167,6 +169,7 @@ POSITION_WISE = {
     "mean over width": lambda self, x: mlp(self, x - x.mean(-1, keepdim=True)),
     "dropout outside": lambda self, x: F.dropout(mlp(self, x), 0.1, True),
     "flattened": lambda self, x: mlp(self, x.reshape(-1, WIDTH)).view(x.shape),
+    "in place inside": lambda self, x: self.down(self.up(x).relu_()).mul_(2.0),
 }
 NOT_POSITION_WISE = {
     "mean over positions": (lambda self, x: mlp(self, x - x.mean(1, keepdim=True)), "not the last"),
@@ -181,6 +184,15 @@ NOT_POSITION_WISE = {
     "sorted": (lambda self, x: mlp(self, x.sort(1).values), "may mix positions"),
     "first position": (lambda self, x: mlp(self, x + x[:, :1]), ""),
     "reads a value": (lambda self, x: mlp(self, x * float(x.sum())), "does not run by itself"),
+    "divides by the length": (lambda self, x: mlp(self, x) / x.shape[1], "depends on the length"),
+    "divides by all": (lambda self, x: mlp(self, x) / x.numel(), "depends on the length"),
+    "length as a tensor": (lambda self, x: mlp(self, x) / torch.tensor(float(x.shape[1])), "was made a tensor"),
+    "length in a full tensor": (lambda self, x: mlp(self, x) / torch.full((), x.shape[1]), "depends on the length"),
+    "branches": (lambda self, x: mlp(self, x if x.shape[1] > 3 else x.relu()), "depends on the length"),
+    "counts in an attribute": (lambda self, x: (setattr(self, "calls", 1), mlp(self, x))[1], "changes its attributes"),
+    "keeps what it computed": (lambda self, x: self.kept.append(x) or mlp(self, x), "changes its attributes"),
+    "counts in a buffer": (lambda self, x: mlp(self, x * self.count.add_(1)), "writes to"),
+    "writes to its input": (lambda self, x: mlp(self, x.view(-1, WIDTH).relu_()).view(x.shape), "writes to"),
 }
 
 
@@ -197,6 +209,19 @@ def test_modules_that_may_mix_positions(name):
     mlps = find_mlps(record(Around(Body(function)), (torch.randn(2, 5, WIDTH),)))
     assert not mlps
     assert reason in mlps.reason or "does not run on fake tensors" in mlps.reason
+
+
+def test_weights_that_change_with_every_forward():
+    """Power iteration: every stretch would have weights of its own."""
+    body = Body(mlp)
+    torch.nn.utils.parametrizations.spectral_norm(body.up)
+    assert "writes to" in find_mlps(record(Around(body), (torch.randn(2, 5, WIDTH),))).reason
+
+
+def test_hooks_inside_an_mlp():
+    body = Body(mlp)
+    body.up.register_forward_hook(lambda *_: None)
+    assert "hooks" in find_mlps(record(Around(body), (torch.randn(2, 5, WIDTH),))).reason
 
 
 def test_recording_leaves_the_model_as_it_was():

@@ -341,6 +341,26 @@ def test_autocast(build):
     assert_same_gradients(ours, plain, 1e-2)
 
 
+@pytest.mark.parametrize("kind", [*HEADS, "hand-written"])
+def test_bf16_losses_are_within_one_ulp(kind):
+    """Of the plain bf16 path: the distance to the next number of bf16, at the loss."""
+    ours, plain = pair(lambda: (HandWritten() if kind == "hand-written" else hugging_face(kind)).bfloat16().eval())
+    losses = []
+    with Attached(ours, TileHead(HEADS.get(kind, "head"), TILE_ROWS)), builds() as built:
+        for model in (ours, plain):
+            if kind == "hand-written":
+                losses.append(shifted_loss(model(tokens()), labels()))
+            else:
+                losses.append(model(input_ids=tokens(), labels=labels()).loss)
+            losses[-1].backward()
+        assert not built
+    assert losses[0].dtype == losses[1].dtype
+    rounded = losses[1].detach().bfloat16()
+    ulp = torch.nextafter(rounded, torch.full_like(rounded, torch.inf)).float() - rounded.float()
+    assert (losses[0].float() - losses[1].float()).abs() <= ulp
+    assert_same_gradients(ours, plain, 2e-2)
+
+
 def test_bf16_model():
     ours, plain = pair(lambda: HandWritten(tied=False, bias=True).bfloat16())
     with Attached(ours, HEAD):

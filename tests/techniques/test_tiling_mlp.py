@@ -208,6 +208,34 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(model, (x,))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_functional_transforms_and_forward_mode_take_the_plain_path():
+    ours, plain = pair(Model)
+    x, found = batch(2, 10), []
+    with Attached(ours, TileMlp("mlp", 2)):
+        for model in (ours, plain):
+            parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+            def loss(parameters, x, model=model):
+                return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+            gradients = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+                tangent = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.detach().clone()
+            found.append([*gradients.values(), tangent])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_double_backward_is_refused():
+    model = Model()
+    with Attached(model, TileMlp("mlp", 2)):
+        (gradient,) = torch.autograd.grad(model(batch()).square().mean(), model.mlp.up.weight, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()
+
+
 def test_copies_are_plain_and_detach_leaves_nothing():
     model = Model()
     before = vars(model.mlp).keys()

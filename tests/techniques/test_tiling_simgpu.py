@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import memscale
 import simgpu  # noqa: F401  the device must be there before the first backward of this process
+from memscale import Config
+from memscale._execute import executor_of
 from memscale._plan import TileAttention, TileHead, TileMlp
 from tests.techniques.tiling_models import (
     LOSS_BOUND,
@@ -119,12 +122,23 @@ def test_a_long_sequence_trains_under_a_cap_where_the_plain_model_does_not(cap):
     model = GPT2LMHeadModel(config).to("simgpu")
     ids = torch.randint(0, VOCABULARY, (4, 4096)).to("simgpu")
     logits_bytes = ids.numel() * VOCABULARY * 4
-    cap(A.memory_allocated() + logits_bytes // 4)
+    cap_bytes = A.memory_allocated() + logits_bytes // 4
+    cap(cap_bytes)
     with pytest.raises(torch.OutOfMemoryError):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
-    with Attached(model, TileHead("lm_head", 256)):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    config = Config(
+        enable_logging=False, enable_tiling=True, enable_checkpointing=False, enable_offloading=False,
+        use_8bit_optimizer=False, use_mixed_precision=False, memory_budget_gb=cap_bytes / 1e9,
+    )  # fmt: skip
+    with memscale.optimize(model, optimizer, config, {"input_ids": ids, "labels": ids}):
+        executor = executor_of(model)
+        assert executor is not None
+        assert any(isinstance(action, TileHead) for action in executor.plan.actions)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        assert A.max_memory_allocated() <= cap_bytes
     assert relative(loss.cpu(), torch.tensor(10.8)) < 0.02  # ln(50257) at random weights
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

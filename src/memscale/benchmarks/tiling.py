@@ -1,6 +1,6 @@
 """What does tiling save, and what does it cost? The head at 4 x 512 x 50,257, and peaks over the sequence length.
 
-    python -m memscale.benchmarks.tiling [--repeats N] [--measured-up-to LENGTH] [--svg FILE] [--simgpu] [--json]
+    python -m memscale.benchmarks.tiling [--repeats N] [--measured-up-to LENGTH] [--svg FILE] [--simgpu] [--json FILE]
 
 Bytes are counted at operator boundaries (`memscale.measure`'s way), on the CPU; with `--simgpu` also by the allocator
 of the simulated device, which must be installed. The head's share is what head, loss and their backward need above the
@@ -139,8 +139,6 @@ class DeviceRun:
 
 
 def measure_on_simgpu(rows_tried: Sequence[int | None] = (None, *ROWS)) -> list[DeviceRun]:
-    import simgpu  # noqa: F401  the device of that name
-
     head = Head()
     head.move_to(torch.device("simgpu", 0))
     runs = []
@@ -320,23 +318,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--svg", type=pathlib.Path, help="write the sweep as a plot")
     parser.add_argument("--skip-head", action="store_true", help="the sweep only")
     parser.add_argument("--simgpu", action="store_true", help="the head's bytes on the simulated device, too")
-    parser.add_argument("--json", action="store_true", help="print numbers instead of tables")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file, too")
     options = parser.parse_args(arguments)
+    if options.simgpu:
+        import simgpu  # noqa: F401  a device must be there before the first backward of a process
     runs = [] if options.skip_head else measure_head(options.repeats)
     on_device = measure_on_simgpu() if options.simgpu else []
     peaks = sweep(options.measured_up_to)
     if options.svg is not None:
         options.svg.write_text(draw(peaks))
-    if options.json:
+    if options.json is not None:
         parts: dict[str, Sequence[Any]] = {"head": runs, "head_on_simgpu": on_device, "sweep": peaks}
-        print(json.dumps({name: [_plain(row) for row in rows] for name, rows in parts.items()}, indent=1))
-    else:
-        if runs:
-            print(f"head at {BATCH} x {LENGTH} x {VOCABULARY}, {HIDDEN} wide, fp32, one thread\n")
-            print(head_table(runs), "", sep="\n")
-        if on_device:
-            print(device_table(on_device), "", sep="\n")
-        print("small GPT-2, batch 1: peak above parameters and inputs", "", sweep_table(peaks), sep="\n")
+        rows = {name: [_plain(row) for row in rows] for name, rows in parts.items()}
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if runs:
+        print(f"head at {BATCH} x {LENGTH} x {VOCABULARY}, {HIDDEN} wide, fp32, one thread\n")
+        print(head_table(runs), "", sep="\n")
+    if on_device:
+        print(device_table(on_device), "", sep="\n")
+    print("small GPT-2, batch 1: peak above parameters and inputs", "", sweep_table(peaks), sep="\n")
     return 0 if _passes(runs, peaks) and _passes_on_device(on_device) else 1
 
 

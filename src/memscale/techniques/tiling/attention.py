@@ -16,7 +16,6 @@ call a fused kernel already are untouched, except for what they do beside it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,19 +27,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memscale import _torch_private
 from memscale._patching import ForwardOverride
 from memscale._plan import TileAttention
+from memscale.techniques.tiling.attend import attend
 from memscale.techniques.tiling.common import (
+    TilingError,
     at_least_one,
-    autocast_now,
     draw_noise,
     dropout_call,
     dropped,
+    is_plain_path,
     names,
     submodule,
 )
-from memscale.techniques.tiling.scores import SOFTMAX, Drop, Slot, Step, Steps, replay
+from memscale.techniques.tiling.scores import CASTS, SOFTMAX, Steps
 
 _MATMULS = frozenset({"matmul", "__matmul__", "bmm"})
-_CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
+_HOOKS = frozenset({"register_hook", "retain_grad"})
 _ELEMENTWISE = names(
     "mul __mul__ __rmul__ multiply div __truediv__ true_divide divide add __add__ __radd__ sub __sub__ masked_fill "
     "where tanh clamp"
@@ -77,7 +78,7 @@ class TiledAttention(ForwardOverride):
         self.mode = ScoreCatcher(action.rows)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_plain_path():
             return self.inner()(*args, **kwargs)
         with self.mode:
             return self.inner()(*args, **kwargs)
@@ -124,6 +125,7 @@ class ScoreCatcher(TorchFunctionMode):
             and queries.shape[-2] > self.rows
             and keys.shape[-1] > queries.shape[-1]
             and not isinstance(keys, nn.Parameter)
+            and (torch.is_grad_enabled() or not (queries.requires_grad or keys.requires_grad))
         )
 
 
@@ -137,11 +139,13 @@ class LazyScores(torch.Tensor):
     catcher: ScoreCatcher
     steps: Steps
     built: torch.Tensor | None
+    is_used: bool
+    """Something was made from it, which a hook on it would miss."""
 
     @staticmethod
     def __new__(cls, catcher: ScoreCatcher, steps: Steps, geometry: torch.Tensor) -> LazyScores:
         self: LazyScores = _torch_private.wrapper_tensor(cls, geometry, steps.queries.device)
-        self.catcher, self.steps, self.built = catcher, steps, None
+        self.catcher, self.steps, self.built, self.is_used = catcher, steps, None, False
         return self
 
     @classmethod
@@ -155,7 +159,8 @@ class LazyScores(torch.Tensor):
     def value(self) -> torch.Tensor:
         """The scores by ordinary operators, connected to autograd; the same tensor every time."""
         if self.built is None:
-            self.built = self.steps.replay()
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self.steps.needs_grad()):
+                self.built = self.steps.replay()
         return self.built
 
     @classmethod
@@ -169,6 +174,11 @@ class LazyScores(torch.Tensor):
         if name in _METADATA or (name == "__get__" and _shows_metadata(func)):
             with _torch_private.without_torch_function():
                 return func(*args, **kwargs)
+        if name in _HOOKS and args[0].is_used:
+            raise TilingError(
+                f"{name} on tiled attention weights (or scores) after they were used would see nothing: call it before "
+                "they are multiplied with the values, or set enable_tiling=False"
+            )
         lazy = _follow(func, name, args, kwargs)
         if lazy is not None:
             return lazy
@@ -216,7 +226,7 @@ def _follow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return _written(scores, name, rest, kwargs)
     if name in SOFTMAX and not _is_over_keys(scores, rest, kwargs):
         return None
-    if name in SOFTMAX | _CASTS or (name in _ELEMENTWISE and _are_sliceable(scores, rest, kwargs)):
+    if name in SOFTMAX | CASTS or (name in _ELEMENTWISE and _are_sliceable(scores, rest, kwargs)):
         return _stepped(scores, name, func, rest, kwargs, position)
     if name == "contiguous" or (name == "clone" and not kwargs):
         return scores
@@ -225,6 +235,8 @@ def _follow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _stepped(scores: LazyScores, name: str, func: Any, rest: Any, kwargs: Any, position: int) -> LazyScores | None:
     steps = scores.steps.call(name, func, rest, kwargs, position)
+    if not torch.is_grad_enabled() and steps.needs_grad():
+        return None  # a step outside the graph, of scores inside it
     with _torch_private.without_torch_function(), torch.no_grad():
         # On one element of everything: the dtype that comes out depends on all of them, and on autocast.
         sample = torch.empty((1,) * scores.dim(), dtype=scores.dtype, device=scores.device)
@@ -232,6 +244,7 @@ def _stepped(scores: LazyScores, name: str, func: Any, rest: Any, kwargs: Any, p
         result = steps.steps[-1].apply(sample, ones)
     if result.device != scores.device or not result.is_floating_point() or result.dim() != scores.dim():
         return None
+    scores.is_used = True
     return LazyScores.of(scores.catcher, steps, result.dtype)
 
 
@@ -245,13 +258,14 @@ def _written(scores: LazyScores, name: str, rest: Any, kwargs: Any) -> LazyScore
         stepped = _stepped(stepped, "to", torch.Tensor.to, (scores.dtype,), {}, 0)
     if stepped is None:
         return None
-    scores.steps = stepped.steps
+    scores.steps, scores.is_used = stepped.steps, False
     return scores
 
 
 def _dropped(func: Any, scores: Any, p: float, inplace: bool) -> Any:
     if inplace or p == 1.0:
         return None
+    scores.is_used = True
     kept = draw_noise(scores, scores.shape, p) != 0
     return dropped(func, LazyScores.of(scores.catcher, scores.steps.drop(kept, p), scores.dtype))
 
@@ -272,137 +286,13 @@ def _broadcasts(shape: torch.Size, onto: torch.Size) -> bool:
     return len(shape) <= len(onto) and all(mine in (1, theirs) for mine, theirs in pairs)
 
 
-# ---- the product with the values
-
-
 def _attend(scores: LazyScores, values: torch.Tensor) -> torch.Tensor | None:
     steps = scores.steps
     if not steps.is_softmaxed() or values.dim() != scores.dim() or values.shape[:-2] != scores.shape[:-2]:
         return None
-    if values.shape[-2] != scores.shape[-1] or (values.dtype != scores.dtype and not _autocasts(values)):
+    autocasts = torch.is_autocast_enabled(values.device.type)
+    if values.shape[-2] != scores.shape[-1] or (values.dtype != scores.dtype and not autocasts):
         return None
-    steps.check_unchanged()
+    scores.is_used = True
     scores.catcher.note_caught(scores.shape[-2])
-    fused = _fused_arguments(steps, values)
-    if fused is not None:
-        scale, mask = fused
-        return F.scaled_dot_product_attention(
-            steps.queries, steps.keys.transpose(-2, -1), values, attn_mask=mask, scale=scale
-        )
-    run = _Run(steps, scores.catcher.rows, values.device.type)
-    output: torch.Tensor = _TiledProduct.apply(run, steps.queries, steps.keys, values, *steps.arguments)  # type: ignore[no-untyped-call]
-    return output
-
-
-def _autocasts(tensor: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(tensor.device.type)
-
-
-def _fused_arguments(steps: Steps, values: torch.Tensor) -> tuple[float, torch.Tensor | None] | None:
-    """(scale, mask) when the steps are a scale, additive masks that need no gradient, and a softmax; else None."""
-    scale, mask, softmaxed = 1.0, None, False
-    if steps.queries.dim() != 4 or values.dtype != steps.queries.dtype:
-        return None
-    for step in steps.steps:
-        if isinstance(step, Drop):
-            return None
-        number = _number(step)
-        if step.name in SOFTMAX:
-            softmaxed = True
-        elif step.name in _CASTS:
-            continue
-        elif softmaxed:
-            return None
-        elif number is not None and step.name in ("mul", "__mul__", "__rmul__", "div", "__truediv__"):
-            factor = number if step.name in ("mul", "__mul__", "__rmul__") else 1 / number
-            scale, mask = scale * factor, None if mask is None else mask * factor
-        elif step.name in ("add", "__add__", "__radd__") and (added := _float_mask(step, steps)) is not None:
-            mask = added if mask is None else mask + added
-        else:
-            return None
-    return scale, mask
-
-
-def _number(step: Step) -> float | None:
-    """The only argument, if it is a number."""
-    is_one = len(step.args) == 1 and not step.kwargs and isinstance(step.args[0], int | float)
-    return float(step.args[0]) if is_one and not (step.position == 1 and "div" in step.name) else None
-
-
-def _float_mask(step: Step, steps: Steps) -> torch.Tensor | None:
-    """The only argument, if it is an additive mask that a fused kernel takes."""
-    if len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Slot):
-        return None
-    mask = steps.arguments[step.args[0].index]
-    fits = mask.dtype == steps.queries.dtype and mask.dim() in (2, 4)
-    return mask if fits and not mask.requires_grad else None
-
-
-class _Run:
-    """One attention in tiles of queries. See NOTE [steps hold no tensors]."""
-
-    def __init__(self, steps: Steps, rows: int, device_type: str) -> None:
-        self.steps, self.rows = steps.steps, rows
-        self.num_queries = steps.queries.shape[-2]
-        self.autocast = autocast_now(device_type)
-
-    def tiles(self) -> list[slice]:
-        return [slice(a, min(a + self.rows, self.num_queries)) for a in range(0, self.num_queries, self.rows)]
-
-    def part(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-        """What a tile of queries sees of an argument."""
-        is_per_query = tensor.dim() >= 2 and tensor.shape[-2] == self.num_queries
-        return tensor[..., rows, :] if is_per_query else tensor
-
-    def cut(self, tensors: Sequence[Any], rows: slice) -> list[Any]:
-        """The part of queries, keys, values and arguments that belongs to a tile."""
-        queries, keys, values, *arguments = tensors
-        return [
-            None if queries is None else queries[..., rows, :],
-            keys,
-            values,
-            *(None if argument is None else self.part(argument, rows) for argument in arguments),
-        ]
-
-    def compute(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        queries, keys, values, *arguments = tensors
-        with torch.autocast(**self.autocast):
-            return torch.matmul(replay(self.steps, queries, keys, arguments), values)
-
-
-class _TiledProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Any) -> Any:
-        ctx.run = run
-        ctx.save_for_backward(*tensors)
-        output: Any = None
-        for rows in run.tiles():
-            piece = run.compute(run.cut(tensors, rows))
-            if output is None:
-                output = piece.new_empty((*piece.shape[:-2], run.num_queries, piece.shape[-1]))
-            output[..., rows, :] = piece
-            del piece
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Any) -> Any:
-        run, saved, needs = ctx.run, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        totals = [torch.zeros_like(t) if need else None for t, need in zip(saved, needs, strict=True)]
-        for rows in run.tiles():
-            found = iter(_tile_gradients(run, run.cut(saved, rows), needs, gradient[..., rows, :]))
-            for target in run.cut(totals, rows):
-                piece = next(found) if target is not None else None
-                if piece is not None:
-                    target.add_(piece)
-            del found, target, piece
-        return (None, *totals)
-
-
-def _tile_gradients(run: _Run, tensors: list[Any], needs: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """Gradients of what needs them, for one tile, on detached stand-ins."""
-    stand_ins = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-    with torch.enable_grad():
-        output = run.compute(stand_ins)
-    wanted = [t for t in stand_ins if t.requires_grad]
-    return torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+    return attend(steps, values, scores.catcher.rows)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memscale import _torch_private
 from memscale._errors import MemScaleError, PlanError
 
 _DROPOUT = F.dropout
@@ -64,6 +65,16 @@ def submodule(model: nn.Module, module_fqn: str) -> nn.Module:
 def at_least_one(module_fqn: str, what: str, value: int) -> None:
     if value < 1:
         raise PlanError(f"{what} of {module_fqn!r} is {value}; it must be at least 1")
+
+
+def is_plain_path() -> bool:
+    """Whether someone looks at the operators who would not understand ours: a compiler, `torch.func`, forward mode."""
+    return (
+        torch.compiler.is_compiling()
+        or _torch_private.is_tracing()
+        or _torch_private.inside_functional_transform()
+        or _torch_private.in_forward_mode()
+    )
 
 
 def autocast_now(device_type: str) -> dict[str, Any]:

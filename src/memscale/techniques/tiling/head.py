@@ -23,11 +23,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-from memscale import _torch_private
 from memscale._errors import PlanError
 from memscale._patching import ForwardOverride, undo_with
 from memscale._plan import TileHead
-from memscale.techniques.tiling.common import at_least_one, submodule
+from memscale.techniques.tiling.common import at_least_one, is_plain_path, submodule
 from memscale.techniques.tiling.lazy import LazyLogits, lazy_linear
 
 _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
@@ -127,9 +126,7 @@ def can_be_lazy(hidden: Any, weight: Any, tile_rows: int) -> bool:
     """Whether this call is a plain product of more rows than a tile has."""
     if not isinstance(hidden, torch.Tensor) or isinstance(hidden, LazyLogits) or hidden.dim() < 1:
         return False
-    if torch.compiler.is_compiling() or _torch_private.is_tracing() or hidden.layout is not torch.strided:
-        return False
-    if _torch_private.inside_functional_transform() or _torch_private.in_forward_mode():
+    if is_plain_path() or hidden.layout is not torch.strided:
         return False
     if hidden.shape[-1] != weight.shape[-1] or hidden.device != weight.device or weight.shape[0] < 2:
         return False

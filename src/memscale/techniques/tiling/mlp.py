@@ -33,6 +33,7 @@ from memscale.techniques.tiling.common import (
     draw_noise,
     dropout_call,
     dropped,
+    is_plain_path,
     names,
     submodule,
 )
@@ -70,7 +71,7 @@ class TiledMlp(ForwardOverride):
         return _TiledRun.apply(run, hidden, *parameters)  # type: ignore[no-untyped-call]
 
     def _can_tile(self, hidden: Any) -> bool:
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or torch.compiler.is_compiling():
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or is_plain_path():
             return False
         return self.num_tiles > 1 and hidden.shape[_SEQUENCE_DIM] >= self.num_tiles
 

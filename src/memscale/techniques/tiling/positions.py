@@ -1,4 +1,9 @@
-"""Is a module position-wise? Its operators on fake tensors say so, or that nobody can be sure."""
+"""Is a module position-wise? Its operators on fake tensors say so, or that nobody can be sure.
+
+It runs as long as the sequence is and as short as its tiles may be: the operators and their numbers must be the same (a
+forward that divides by the length, or branches on it, gives itself away). It may leave no trace: no write to its input
+or buffers, no attribute that is new, for a stretch would leave its own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memscale import _torch_private
 from memscale.techniques.tiling.common import dropout_call, dropped
 
 aten = torch.ops.aten
@@ -38,6 +44,11 @@ _SAME_SHAPE = {
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SHORTEST = 16
+"""A stretch is at least one part in so many of the sequence."""
+
+
 class _Unsure(Exception):
     """Carries the reason."""
 
@@ -46,21 +57,65 @@ def why_not_position_wise(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, mode: Any, *, wider: int
 ) -> str | None:
     """None if the module maps each position by itself, and is `wider` times wider inside; else what speaks against."""
+    if any(_has_hooks(part) for part in module.modules() if part is not module):
+        return "modules inside it have hooks, which would fire once a stretch"
+    before = _attributes(module)
+    try:
+        whole, *stretches = [
+            _watched(module, (*shape[:-2], length, shape[-1]), dtype, device, mode) for length in _lengths(shape[-2])
+        ]
+    except _Unsure as unsure:
+        return str(unsure)
+    except Exception as error:  # whatever a stranger's forward may raise
+        return f"it does not run by itself ({type(error).__name__}: {error})"
+    if not _are_same(before, _attributes(module)):
+        return "its forward changes its attributes"
+    if any(stretch.done != whole.done for stretch in stretches):
+        return "what it computes depends on the length of the sequence"
+    if whole.num_products < 2:
+        return "it has fewer than two products"
+    if whole.widest < wider * shape[-1]:
+        return f"it is only {whole.widest} wide inside, for {shape[-1]} outside"
+    return None
+
+
+def _lengths(length: int) -> list[int]:
+    return sorted({length, -(-length // 2), -(-length // SHORTEST)}, reverse=True)
+
+
+def _watched(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, mode: Any) -> _Watch:
     with mode, torch.no_grad():
         hidden = torch.empty(shape, dtype=dtype, device=device)
         watch = _Watch(hidden)
-        try:
-            with watch, _Dropouts(shape[-1]):
-                module(hidden)
-        except _Unsure as unsure:
-            return str(unsure)
-        except Exception as error:  # whatever a stranger's forward may raise
-            return f"it does not run by itself ({type(error).__name__}: {error})"
-    if watch.num_products < 2:
-        return "it has fewer than two products"
-    if watch.widest < wider * shape[-1]:
-        return f"it is only {watch.widest} wide inside, for {shape[-1]} outside"
-    return None
+        with watch, _Dropouts(shape[-1]):
+            module(hidden)
+    return watch
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(vars(module).get(name) for name in _HOOKS)
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """What every module inside holds, by identity; containers of it by their contents."""
+    return [_held(vars(part)) for part in module.modules()]
+
+
+def _held(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _held(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_held(each) for each in value]
+    return value
+
+
+def _are_same(before: Any, after: Any) -> bool:
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_are_same(before[key], after[key]) for key in before)
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_are_same, before, after))
+    is_number = isinstance(before, int | float | str) and type(before) is type(after)
+    return before is after or (is_number and bool(before == after))
 
 
 class _Dropouts(TorchFunctionMode):
@@ -85,21 +140,46 @@ class _Watch(TorchDispatchMode):
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.widest = self.num_products = 0
+        self.done: list[tuple[Any, ...]] = []
+        """Every operator, and its arguments that are no tensors."""
         self._activations = {id(hidden): hidden}  # by identity, kept alive so that no id is used twice
+        self._made: dict[int, torch.Tensor] = {}
+        """By storage: what was made in here may be written to."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         inputs = [tensor for tensor in tensors if id(tensor) in self._activations]
+        self._note(func, args, kwargs)
         if inputs:
             self._check(func, args, inputs, [t for t in tensors if id(t) not in self._activations])
         result = func(*args, **kwargs)
+        theirs = {_storage_of(tensor) for tensor in tensors}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and _storage_of(leaf) not in theirs:
+                self._made[_storage_of(leaf)] = leaf
         if inputs:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._activations[id(leaf)] = leaf
                     self.widest = max(self.widest, leaf.shape[-1] if leaf.dim() else 0)
         return result
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if func.namespace == "prim":
+            return
+        leaves = tree_leaves((args, kwargs))
+        if any(getattr(leaf, "constant", None) is not None for leaf in leaves):
+            raise _Unsure(f"{func} takes a number that was made a tensor, and may depend on the length")
+        numbers = [] if func in _VIEWS else [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self.done.append((func, *numbers))
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
+            for leaf in tree_leaves(written):
+                if isinstance(leaf, torch.Tensor) and _storage_of(leaf) not in self._made:
+                    raise _Unsure(f"{func} writes to its input or its own state")
 
     def _check(self, func: Any, args: Any, inputs: list[Any], others: list[Any]) -> None:
         if func.namespace == "prim":
@@ -122,6 +202,10 @@ class _Watch(TorchDispatchMode):
             _check_broadcast(func, inputs, others)
         else:
             raise _Unsure(f"{func} may mix positions")
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return _torch_private.storage_key(tensor.untyped_storage())
 
 
 def _keeps_last_dim(args: Any) -> bool:

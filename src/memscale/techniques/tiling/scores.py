@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from memscale.techniques.tiling.common import TilingError, names
 
 SOFTMAX = names("softmax _softmax")
+CASTS = names("to type type_as float half bfloat16 double")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Steps:
             return Slot(len(self.arguments) + len(found) - 1)
 
         args, kwargs = tree_map_only(torch.Tensor, put, (args, kwargs))
+        if not torch.is_grad_enabled():
+            found = [tensor.detach() for tensor in found]
         return self._with(Step(name, func, args, kwargs, position), *found)
 
     def drop(self, kept: torch.Tensor, p: float) -> Steps:
@@ -102,6 +105,9 @@ class Steps:
         """All scores, by ordinary operators."""
         self.check_unchanged()
         return replay(self.steps, self.queries, self.keys, self.arguments)
+
+    def needs_grad(self) -> bool:
+        return any(tensor.requires_grad for tensor in (self.queries, self.keys, *self.arguments))
 
     def is_softmaxed(self) -> bool:
         return any(isinstance(step, Step) and step.name in SOFTMAX for step in self.steps)
