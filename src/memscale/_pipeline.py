@@ -326,6 +326,9 @@ def _find_tiles(whole: Rehearsal, shallow: ShallowRehearsal | None) -> _Tiles:
         head, attentions, mlps = (find(recording) for find in finders)
     for found in (head, attentions, mlps):
         logger.debug("tiling: %s: %s", ", ".join(found.module_fqns) or "nothing", found.reason)
+    if not (head or attentions or mlps):
+        reasons = (f"head: {head.reason}", f"attention: {attentions.reason}", f"MLPs: {mlps.reason}")
+        logger.info("nothing to tile in %s (%s)", type(whole.model).__name__, "; ".join(reasons))
     action: TileHead | None = None
     head_rows: tuple[int, ...] = ()
     if head:

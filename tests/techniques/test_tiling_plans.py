@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import memscale
 from memscale import Config
@@ -63,6 +64,7 @@ def rows_of_head(plan):
     return [action.rows for action in plan.actions if isinstance(action, TileHead)]
 
 
+@pytest.mark.slow
 def test_rows_of_the_head():
     """No tiles where the model fits; half the rows of the batch; a byte less, and they are smaller."""
     config = CONFIG.replace(enable_checkpointing=False)
@@ -70,6 +72,31 @@ def test_rows_of_the_head():
     first = under(32e6, config)
     assert rows_of_head(first) == [512]
     assert rows_of_head(under(first.predicted_peak_bytes - 1, config)) == [256]
+
+
+class Unsure(nn.Module):
+    """Wide inside, but it divides by the length of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()) / x.shape[1]
+
+
+def test_what_is_not_sure_is_left_alone_and_said(caplog):
+    model = nn.Sequential(nn.Linear(8, 8), Unsure(), nn.Linear(8, 8))
+    with caplog.at_level("INFO", "memscale"):
+        memscale.wrap(model, CONFIG.replace(force_optimize=True), torch.randn(2, 64, 8))
+    executor = executor_of(model)
+    assert executor is not None
+    assert not [a for a in executor.plan.actions if isinstance(a, TileHead | TileAttention | TileMlp)]
+    (said,) = [record.getMessage() for record in caplog.records if "nothing to tile" in record.getMessage()]
+    assert "no head" in said
+    assert "no attention was seen" in said
+    assert "depends on the length of the sequence" in said
+    memscale.detach(model)
 
 
 def test_a_batch_no_larger_than_a_tile_takes_the_plain_path():
