@@ -391,7 +391,38 @@ def views_without_graph(model):
     return [outside, loss]
 
 
+def written_losses(model):
+    """In place on what came out: losses a row, chosen log-probabilities."""
+    logits = model(X)
+    losses = F.cross_entropy(logits.transpose(1, 2), X, reduction="none")
+    losses[Y == -100] = 0.0
+    losses.mul_(torch.linspace(0, 1, LENGTH))
+    chosen = logits.log_softmax(-1).gather(-1, X[..., None])
+    chosen.masked_fill_((Y == -100)[..., None], 0.0)
+    loss = losses.sum() - chosen.sum()
+    loss.backward()
+    return [loss, losses, chosen]
+
+
+def label_smoother(model):
+    """As the trainer of transformers smooths labels, outside of the model."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    loss = LabelSmoother(0.1)({"logits": model(X)}, Y.clone(), shift_labels=True)
+    loss.backward()
+    return [loss]
+
+
+def perplexity(model):
+    loss = flat_loss(model(X), Y)
+    (torch.exp(loss) / 3 + loss**2).backward()
+    return [loss]
+
+
 LOOPS = {
+    "written losses": written_losses,
+    "label smoother": label_smoother,
+    "perplexity": perplexity,
     "head called twice": twice,
     "kept for later": kept_for_later,
     "adversary": adversary,
