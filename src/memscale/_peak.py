@@ -335,13 +335,13 @@ class CostModel:
 
     def peak_of(self, trace: StepTrace, choice: Choice, optimizer: OptimizerCost | None = None) -> int:
         """The peak of a step that was traced as a whole; the `optimizer` over what is not streamed, where known."""
-        extras = self._extras(choice)
-        static: int = self._static_bytes(choice.run, extras)
-        step: int = round(self.step_bytes(choice.run, extras.streamed_bytes))
-        if optimizer is not None and not choice.run.offloads_optimizer:
-            static += optimizer.state_bytes - round(self.state_bytes(choice.run, extras.streamed_bytes))
-            step = optimizer.step_bytes
-        return static + max(trace.peak_bytes, trace.end_bytes + step)
+        extras, run = self._extras(choice), choice.run
+        state: int = round(self.resident_state_bytes(run, extras.streamed_bytes))
+        step: int = round(self.step_bytes(run, extras.streamed_bytes))
+        if optimizer is not None:
+            state = optimizer.offloaded_state_bytes if run.offloads_optimizer else optimizer.state_bytes
+            step = (optimizer.offloaded_step_bytes or 0) if run.offloads_optimizer else optimizer.step_bytes
+        return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
     def _outcome(self, run: Run, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
         step_ms = float(self.step_ms(run, compute_ms, extras.streamed_bytes))
@@ -417,14 +417,28 @@ class CostModel:
     def step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
         """What the optimizer's step needs on top."""
         optimizer, rest = self.optimizer(run), self.profile.rest_optimizer
+        if run.offloads_optimizer:
+            return self._offloaded_step_bytes(run, streamed_bytes)
         rest_bytes = None if rest is None else min(optimizer.step_bytes, rest.step_bytes)
         step = self._falling(optimizer.step_bytes, rest_bytes, streamed_bytes)
-        step = step - (rest_bytes or 0) * (1 - self._rest_left(run))
+        return step - (rest_bytes or 0) * (1 - self._rest_left(run))
+
+    def _offloaded_step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+        """The largest bucket's, which is there until the last block is streamed."""
+        whole, rest = self.optimizer(run).offloaded_step_bytes, self.profile.rest_optimizer
+        assert whole is not None
+        least = whole if rest is None else min(whole, rest.offloaded_step_bytes or 0)
+        if run.streams_rest and not self._rest_left(run):
+            least = 0
+        return least + (whole - least) * (streamed_bytes < self._trainable_bytes)
+
+    def resident_state_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+        """Optimizer state that is on the device all the time."""
         if not run.offloads_optimizer:
-            return step
-        assert optimizer.offloaded_step_bytes is not None
-        whole = self.state_bytes(run, streamed_bytes) + step
-        return (whole + optimizer.offloaded_step_bytes - abs(whole - optimizer.offloaded_step_bytes)) / 2  # the smaller
+            return self.state_bytes(run, streamed_bytes)
+        whole, rest = self.optimizer(run).offloaded_state_bytes, self.profile.rest_optimizer
+        rest_bytes = whole if rest is None else min(whole, rest.offloaded_state_bytes)
+        return self._falling(whole, rest_bytes, streamed_bytes) - rest_bytes * (1 - self._rest_left(run))
 
     def most_waiting_bytes(self) -> int:
         """What would wait elsewhere if everything did that can."""
@@ -438,7 +452,7 @@ class CostModel:
         return profile.parameter_bytes + profile.buffer_bytes + profile.input_bytes
 
     def _static_bytes(self, run: Run, extras: Extras) -> int:
-        state = 0 if run.offloads_optimizer else round(self.state_bytes(run, extras.streamed_bytes))
+        state: int = round(self.resident_state_bytes(run, extras.streamed_bytes))
         return self.base_bytes() + extras.static_bytes + state
 
     # ---- time

@@ -19,6 +19,7 @@ from memscale._decide import decide, full_budget, half_type, needs_optimizing
 from memscale._errors import DoesNotFitError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._hardware import Hardware
+from memscale._optimizer_costs import OptimizerCosts, has_next_tier
 from memscale._peak import INSIDE, REST, TILE_HEAD, Choice, CostModel, Outcome, choice_of, tile_name
 from memscale._plan import (
     Action,
@@ -37,15 +38,12 @@ from memscale._policy import Strategy, choose_strategy
 from memscale._profile import OptimizerCost, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
-from memscale._profile.optimizers import optimizer_cost
 from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach, Rehearsal
 from memscale._profile.shallow import ShallowRehearsal, open_shallow
-from memscale._writing import OPTIMIZER_BUCKET_BYTES, cut_inside, explain_misfit
+from memscale._writing import cut_inside, explain_misfit
 from memscale.techniques import tiling
 from memscale.techniques.offload import streaming
-from memscale.techniques.offload.buckets import split_into_buckets
-from memscale.techniques.offload.separable import NotSeparable, check_separable
 
 logger = logging.getLogger("memscale")
 
@@ -97,15 +95,13 @@ class Study:
         self.optimizer = optimizer
         self.hardware = hardware
         settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
-        split = _split_of(optimizer) if has_next_tier(hardware, config) else None
-        cost = optimizer_cost(model, optimizer, hardware.device_type, split=split)
+        self.costs = OptimizerCosts(model, optimizer, hardware, config)
         device = torch.device(hardware.device_type)
         self.rehearsal, plain = open_rehearsal(model, inputs, device, settings, before_real)
-        self.profile = profile_model(model, self.rehearsal, plain, cost, inputs)
+        self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
         self._tried: set[str] = set()
         self._exact: dict[str, tuple[Action, ...]] = {}
         self._tiles: _Tiles | None = None
-        self._resident: dict[tuple[str, ...], OptimizerCost] = {}
         self._traces: dict[str, StepTrace] = {}
 
     def plan(self, strategy: Strategy) -> Plan:
@@ -173,17 +169,12 @@ class Study:
             self._traces[key] = self.rehearsal.run(self._attacher(actions, config))
         return self._traces[key]
 
-    def _resident_optimizer(self, choice: Choice) -> OptimizerCost | None:
+    def _resident_optimizer(self, choice: Choice) -> OptimizerCost:
         """The optimizer over what is not streamed, to the byte."""
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.startswith("stream"))
         streamed = (*blocks, *(self.profile.rest if choice.run.streams_rest else ()))
-        if not streamed or choice.run.offloads_optimizer or choice.run.quantizes_optimizer:
-            return None
-        if streamed not in self._resident:
-            self._resident[streamed] = optimizer_cost(
-                self.model, self.optimizer, self.hardware.device_type, without=streamed
-            )
-        return self._resident[streamed]
+        in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
+        return self.costs.cost(eight_bit=in_8_bits, without=streamed)
 
     # ---- trying techniques
 
@@ -227,9 +218,7 @@ class Study:
     def _cost_in_8_bits(self) -> None:
         """Once; `profile.eight_bit_optimizer` stays None where there is no state to quantise."""
         if self.profile.eight_bit_optimizer is None:
-            split = _split_of(self.optimizer)
-            cost = optimizer_cost(self.model, self.optimizer, self.hardware.device_type, split=split)
-            self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=eight_bit_cost(self.model, cost))
+            self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=self.costs.eight_bit())
 
     def _try(self, variants: Mapping[str, tuple[Action, ...]], config: Config) -> None:
         traces = dict(self.profile.variants)
@@ -249,7 +238,7 @@ class Study:
             return ()
         if self.profile.rest_optimizer is None:
             blocks = tuple(find_blocks(self.rehearsal.model))
-            cost = optimizer_cost(self.model, self.optimizer, self.hardware.device_type, without=blocks)
+            cost = self.costs.cost(without=blocks)
             rest = streaming.rest_of(self.rehearsal.model, blocks)
             parameters = {id(p): p for fqn in rest for p in self.rehearsal.model.get_submodule(fqn).parameters()}
             self.profile = dataclasses.replace(
@@ -367,42 +356,6 @@ def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, 
     executor = Executor(model, settings)
     executor.attach(actions)
     return executor
-
-
-def eight_bit_cost(model: nn.Module, cost: OptimizerCost) -> OptimizerCost | None:
-    """The optimizer with 8-bit state; None where it has none. A step holds one bucket of it in 32 bits."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    total_bytes = sum(p.nbytes for p in trainable)
-    num_moments = round(cost.state_bytes / total_bytes) if total_bytes else 0
-    if not num_moments or cost.offloaded_step_bytes is None:
-        return None
-    action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    saved_bytes = 0
-    for parameter in trainable:
-        is_small = parameter.numel() < action.min_elements
-        if id(parameter) not in embeddings and not is_small and parameter.dtype == torch.float32:
-            packed = parameter.numel() + 4 * -(-parameter.numel() // action.block_size)
-            saved_bytes += num_moments * (parameter.nbytes - packed)
-    state_bytes = cost.state_bytes - saved_bytes
-    return dataclasses.replace(cost, state_bytes=state_bytes, step_bytes=cost.offloaded_step_bytes)
-
-
-def _split_of(optimizer: str | Optimizer) -> Callable[[list[int]], list[list[int]]] | None:
-    """How the optimizer's parameters would be split into buckets; None where its step cannot be split."""
-    if isinstance(optimizer, Optimizer):
-        try:
-            check_separable(optimizer)
-        except NotSeparable:
-            return None
-    return functools.partial(split_into_buckets, bucket_bytes=OPTIMIZER_BUCKET_BYTES)
-
-
-def has_next_tier(hardware: Hardware, config: Config) -> bool:
-    """Whether there is anywhere for tensors to wait: host memory beside a device, or a directory on disk."""
-    if hardware.device_type == "cpu":
-        return config.offload_dir is not None
-    return not hardware.unified_memory
 
 
 def execution_settings(config: Config, device: torch.device, hardware: Hardware | None = None) -> ExecutionSettings:

@@ -201,8 +201,7 @@ class _Searcher:
         middle = model.middle(run, self.order)
         streamed, rest = -columns[:, RESIDENT], model.rest_extras(run)
         live = model.base_bytes() + rest.static_bytes + columns[:, STATIC]
-        if not run.offloads_optimizer:
-            live = live + np.rint(model.state_bytes(run, streamed)).astype(np.int64)
+        live = live + np.rint(model.resident_state_bytes(run, streamed)).astype(np.int64)
         peak = live
         for high, net in (
             (start.peak_bytes, start.net_bytes),

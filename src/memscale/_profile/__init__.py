@@ -94,7 +94,10 @@ class OptimizerCost:
     moved_bytes: int
     """Bytes that one step reads and writes."""
     offloaded_step_bytes: int | None = None
-    """State and temporaries on the device at the peak of a step whose state waits elsewhere; None: not separable."""
+    """State and temporaries on the device at the peak of a step whose state waits elsewhere, above what stays; None:
+    not separable."""
+    offloaded_state_bytes: int = 0
+    """State that stays on the device even then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,8 +33,35 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Optimizers that can be named in `estimate`; `"none"` is training without one."""
 
 
-Split = Callable[[list[int]], list[list[int]]]
-"""From the sizes of parameters to the indices of those that are stepped together."""
+class Stepping(Protocol):
+    """A step that runs bucket by bucket."""
+
+    @property
+    def moves(self) -> bool:
+        """Buckets wait on another tier."""
+
+    @property
+    def prefetches(self) -> bool:
+        """The next bucket arrives while one is stepped."""
+
+    @property
+    def padding_bytes(self) -> int:
+        """Of a bucket's memory."""
+
+    def split(self, sizes: list[int]) -> list[list[int]]:
+        """From the sizes of parameters to the indices of those that are stepped together."""
+
+    def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
+        """The bytes in which a state tensor waits in its bucket; None: it stays as it is."""
+
+    def tables_bytes(self, optimizer: Optimizer, device_type: str) -> int:
+        """What packing keeps on the device all the time."""
+
+    def packs(self, parameter_id: int) -> bool:
+        """Whether state of this parameter may wait in fewer bytes than it has."""
+
+    def scratch_bytes(self, value: torch.Tensor) -> int:
+        """What packing it takes."""
 
 
 def optimizer_cost(
@@ -42,18 +69,20 @@ def optimizer_cost(
     optimizer: str | Optimizer,
     device_type: str,
     *,
-    split: Split | None = None,
+    resident: Stepping | None = None,
+    offloaded: Stepping | None = None,
     without: Collection[str] = (),
 ) -> OptimizerCost:
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
-    With a `split`, also what the device holds when the step runs bucket by bucket; `without` leaves out submodules.
+    `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
+    it cannot. `without` leaves out submodules.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     left_out = {id(p) for module_fqn in without for p in model.get_submodule(module_fqn).parameters()}
     try:
-        return _Twin(model, optimizer, device_type, left_out).cost(split)
+        return _Twin(model, optimizer, device_type, left_out).cost(resident, offloaded)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -63,7 +92,7 @@ def optimizer_cost(
             type(error).__name__,
             error,
         )
-        cost = _Twin(model, "adamw", device_type, left_out).cost(None)
+        cost = _Twin(model, "adamw", device_type, left_out).cost(None, None)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
@@ -78,12 +107,42 @@ class _AnyValue(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _BucketCost:
+    """What the state of a few parameters takes on the device."""
+
+    waiting_bytes: int
+    """Of its memory, in which it waits."""
+    kept_bytes: int
+    """Of the state tensors that never wait."""
+    unpacked_bytes: int
+    """For a step: of those that wait packed, in memory of their own."""
+    step_bytes: int
+    """The step's temporaries."""
+    scratch_bytes: int
+    making_bytes: int = 0
+    """The most that there is while the state is made and laid out."""
+
+    def stays_bytes(self, how: Stepping) -> int:
+        return self.kept_bytes + (0 if how.moves else self.waiting_bytes)
+
+    def stepping_bytes(self, how: Stepping) -> int:
+        """Above what stays."""
+        beside = self.waiting_bytes if how.moves else 0
+        return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
 class _Twin:
     """The same optimizer over fake parameters, choosing its implementation as the real device would."""
 
     def __init__(self, model: nn.Module, optimizer: str | Optimizer, device_type: str, left_out: set[int]) -> None:
         self._left_out = left_out
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+        self.device_type = device_type
         self.mode = _torch_private.fake_tensor_mode()
         self.is_emulated = not device_exists(device_type)
         self.rounding_bytes = rounding_of(device_type)
@@ -114,10 +173,21 @@ class _Twin:
             self._fakes[id(parameter)] = nn.Parameter(empty)
         return self._fakes[id(parameter)]
 
-    def cost(self, split: Split | None) -> OptimizerCost:
+    def cost(self, resident: Stepping | None, offloaded: Stepping | None) -> OptimizerCost:
         parameters = list(self._fakes.values())
         if not parameters:
-            return OptimizerCost(self.name, 0, 0, 0)
+            return OptimizerCost(self.name, 0, 0, 0, None if offloaded is None else 0)
+        state_bytes, step_bytes = self._whole() if resident is None else self._in_buckets(resident)
+        moved_bytes = 3 * sum(parameter.nbytes for parameter in parameters) + 2 * state_bytes
+        cost = OptimizerCost(self.name, state_bytes, step_bytes, moved_bytes)
+        if offloaded is None:
+            return cost
+        stays_bytes, step_bytes = self._in_buckets(offloaded)
+        return dataclasses.replace(cost, offloaded_step_bytes=step_bytes, offloaded_state_bytes=stays_bytes)
+
+    def _whole(self) -> tuple[int, int]:
+        """State, and temporaries of a step of all parameters at once."""
+        parameters = list(self._fakes.values())
         books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
         with self.mode:
             for parameter in parameters:
@@ -130,30 +200,90 @@ class _Twin:
                 books.reset_peak()
                 self.optimizer.step()
             step_bytes = books.peak_bytes - before - state_bytes
-        state_bytes -= self._counter_bytes()
-        moved_bytes = 3 * sum(parameter.nbytes for parameter in parameters) + 2 * state_bytes
-        split_bytes = None if split is None else self._split_bytes(split, parameters)
-        return OptimizerCost(self.name, state_bytes, max(0, step_bytes), moved_bytes, split_bytes)
+        return state_bytes - self._counter_bytes(self.optimizer), max(0, step_bytes)
 
-    def _split_bytes(self, split: Split, parameters: list[nn.Parameter]) -> int:
-        """The most that a bucket's state, the next one's, and the step's temporaries come to."""
-        largest = max(split([p.nbytes for p in parameters]), key=lambda b: sum(parameters[i].nbytes for i in b))
-        inside = {id(parameters[index]) for index in largest}
+    # ---- bucket by bucket
+
+    def _in_buckets(self, how: Stepping) -> tuple[int, int]:
+        """What is on the device between steps, and the most that there is above it in any step, the first included."""
+        buckets = self._try_buckets(how)
+        made_bytes = how.tables_bytes(self.optimizer, self.device_type) if buckets else 0
+        stays_bytes = made_bytes + sum(bucket.stays_bytes(how) for bucket in buckets)
+        peak_bytes = 0
+        for index, bucket in enumerate(buckets):
+            peak_bytes = max(peak_bytes, made_bytes + bucket.making_bytes)
+            made_bytes += bucket.stays_bytes(how)
+            neighbours = (buckets[i].waiting_bytes for i in (index - 1, index + 1) if 0 <= i < len(buckets))
+            beside_bytes = max(neighbours, default=0) if how.moves and how.prefetches else 0
+            peak_bytes = max(peak_bytes, stays_bytes + beside_bytes + bucket.stepping_bytes(how))
+        return stays_bytes, peak_bytes - stays_bytes
+
+    def _try_buckets(self, how: Stepping) -> list[_BucketCost]:
+        parameters = list(self._fakes.items())
+        alike: dict[Any, _BucketCost] = {}
+        costs = []
+        for indices in how.split([fake.nbytes for _, fake in parameters]):
+            bucket = dict(parameters[index] for index in indices)
+            optimizer = self._over({id(fake) for fake in bucket.values()})
+            key = tuple((how.packs(number), _kind(fake)) for number, fake in bucket.items())
+            if key not in alike:
+                alike[key] = self._try_bucket(how, optimizer, bucket)
+            costs.append(alike[key])
+        return costs
+
+    def _over(self, inside: set[int]) -> Optimizer:
         groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
-        bucket = _same_class(self.optimizer, groups)
-        books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
-        with self.mode, books, _AnyValue():
-            bucket.step()
-            state_bytes = books.total_bytes
-            books.reset_peak()
-            bucket.step()
-        return 2 * state_bytes + books.peak_bytes - state_bytes
+        return _same_class(self.optimizer, groups)
 
-    def _counter_bytes(self) -> int:
+    def _try_bucket(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
+        books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
+        with self.mode:
+            for parameter in bucket.values():
+                parameter.grad = torch.empty_like(parameter)
+            books.see_all([bucket.values(), [parameter.grad for parameter in bucket.values()]])
+            before = books.total_bytes
+            books.reset_peak()
+            with books, _AnyValue():
+                optimizer.step()
+                making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
+                books.reset_peak()
+                optimizer.step()
+            step_bytes = books.peak_bytes - before - state_bytes
+        for parameter in bucket.values():
+            parameter.grad = None
+        counters = self._counter_bytes(optimizer)
+        cost = self._share(how, optimizer, bucket, max(0, step_bytes), state_bytes - counters)
+        together = cost.waiting_bytes + state_bytes - counters + cost.scratch_bytes
+        return dataclasses.replace(cost, making_bytes=max(making_bytes - counters, together))
+
+    def _share(
+        self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter], step_bytes: int, state_bytes: int
+    ) -> _BucketCost:
+        """What of a bucket's state waits, and what does not."""
+        waiting_bytes = unpacked_bytes = scratch_bytes = moved_bytes = 0
+        for number, parameter in bucket.items():
+            for name, value in optimizer.state[parameter].items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                slot_bytes = how.waiting_bytes(optimizer, number, name, value)
+                if slot_bytes is None:
+                    continue
+                waiting_bytes += slot_bytes
+                moved_bytes += self._rounded(value.nbytes)
+                if slot_bytes < value.nbytes:
+                    unpacked_bytes += self._rounded(value.nbytes)
+                    scratch_bytes = max(scratch_bytes, how.scratch_bytes(value))
+        waiting_bytes += how.padding_bytes if waiting_bytes else 0
+        return _BucketCost(waiting_bytes, state_bytes - moved_bytes, unpacked_bytes, step_bytes, scratch_bytes)
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.rounding_bytes) * self.rounding_bytes
+
+    def _counter_bytes(self, optimizer: Optimizer) -> int:
         """Step counters stay on the host while parameters are on a device, unless the step is fused or capturable."""
-        if not self.is_emulated or any(g.get("fused") or g.get("capturable") for g in self.optimizer.param_groups):
+        if not self.is_emulated or any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups):
             return 0
-        leaves = tree_leaves(list(self.optimizer.state.values()))
+        leaves = tree_leaves(list(optimizer.state.values()))
         counters = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
         return self.rounding_bytes * len(counters)
 

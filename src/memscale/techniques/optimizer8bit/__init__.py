@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from memscale._plan import QuantizeOptimizer
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, dequantize, forget_tables, quantize
 
-__all__ = ["BlockPacking", "EightBit", "find_problem", "is_8bit", "moments_of"]
+__all__ = ["BlockPacking", "Chooser", "EightBit", "eligible_parameters", "find_problem", "is_8bit", "moments_of"]
 
 logger = logging.getLogger("memscale")
 
@@ -71,23 +71,25 @@ def find_problem(device: torch.device) -> str | None:
     return None
 
 
+def eligible_parameters(model: nn.Module, min_elements: int) -> frozenset[int]:
+    """The ids of those whose state may wait in 8 bits: large ones, and no embeddings."""
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    }
+    large = (parameter for parameter in model.parameters() if parameter.numel() >= min_elements)
+    return frozenset(id(parameter) for parameter in large if id(parameter) not in embeddings)
+
+
 class EightBit:
     """Which state of one model's optimizers waits in 8 bits. Warns once for each wish that is not followed."""
 
     def __init__(self, action: QuantizeOptimizer, model: nn.Module, undo: contextlib.ExitStack) -> None:
         self.action = action
         undo.callback(forget_tables)
-        embeddings = {
-            id(parameter)
-            for module in model.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            for parameter in module.parameters(recurse=False)
-        }
-        self._eligible = {
-            id(parameter)
-            for parameter in model.parameters()
-            if parameter.numel() >= action.min_elements and id(parameter) not in embeddings
-        }
+        self._eligible = eligible_parameters(model, action.min_elements)
 
     def choose(self, optimizer: Optimizer) -> Choose | None:
         """How this optimizer's state waits; None, and a warning, where it cannot wait in 8 bits."""
@@ -113,18 +115,22 @@ class EightBit:
                     stacklevel=2,
                 )
                 return None
-        return _Chooser(self._eligible, moments, self.action.block_size)
+        return Chooser(self._eligible, moments, self.action.block_size)
 
 
-class _Chooser:
+class Chooser:
     """For one optimizer."""
 
-    def __init__(self, eligible: set[int], moments: dict[str, bool], block_size: int) -> None:
+    def __init__(self, eligible: frozenset[int], moments: dict[str, bool], block_size: int) -> None:
         self.eligible = eligible
         self.packings = {name: BlockPacking(signed, block_size) for name, signed in moments.items()}
 
     def __call__(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> BlockPacking | None:
-        if id(parameter) not in self.eligible or value.shape != parameter.shape or value.dtype not in _KINDS:
+        return self.packing(id(parameter), name, value) if value.shape == parameter.shape else None
+
+    def packing(self, parameter_id: int, name: Any, value: torch.Tensor) -> BlockPacking | None:
+        """For a state tensor of the parameter's shape."""
+        if parameter_id not in self.eligible or value.dtype not in _KINDS:
             return None
         return self.packings.get(name)
 

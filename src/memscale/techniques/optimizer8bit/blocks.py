@@ -21,9 +21,11 @@ import torch
 from memscale import _torch_private
 
 CHUNK_ELEMENTS = 1 << 20
-"""Plain tensor operations need about 20 bytes of scratch an element, and have it for one chunk."""
+"""Plain tensor operations need scratch, and have it for one chunk at a time."""
 _GRID = 1 << 16
 """bitsandbytes' CPU kernel rounds to this many values between -1 and 1 before it looks up the nearest in the map."""
+_KERNEL_DEVICES = ("cpu", "cuda", "xpu")
+"""For which bitsandbytes brings kernels; a plan may be made where it is not installed."""
 _NEIGHBOURS = (0, 1, -1, 2, -2)
 
 
@@ -36,6 +38,12 @@ class BlockPacking:
 
     def waiting_bytes(self, num_elements: int) -> int:
         return self._scales_at(num_elements) + 4 * -(-num_elements // self.block_size)
+
+    def scratch_bytes(self, num_elements: int) -> int:
+        """What packing and unpacking take on top."""
+        chunk, last = min(num_elements, CHUNK_ELEMENTS), num_elements % CHUNK_ELEMENTS
+        filled = 12 * last if num_elements % self.block_size else 0  # the last block's filling copies its chunk
+        return max(8 * chunk, filled) + 4 * -(-chunk // self.block_size)
 
     @staticmethod
     def _scales_at(num_elements: int) -> int:
@@ -54,6 +62,7 @@ class BlockPacking:
             quantized = self._pack_exactly(part) if exactly else quantize(part, self.signed, self.block_size)
             codes[elements].copy_(quantized[0])
             scales[blocks].copy_(quantized[1])
+            del quantized  # one chunk's scratch at a time
 
     def unpack(self, memory: torch.Tensor, values: torch.Tensor) -> None:
         """Write what waits in the memory into the values (a line)."""
@@ -100,6 +109,11 @@ def _table(signed: bool, device: torch.device) -> torch.Tensor:
     book = code_book(signed, torch.device("cpu"))
     grid = torch.arange(_GRID, device="cpu") / ((_GRID - 1) / 2) - 1
     return torch.bucketize(grid, (book[:-1] + book[1:]) / 2).to(torch.uint8).to(device)
+
+
+def table_bytes(device_type: str) -> int:
+    """What `code_book` and `_table` keep on the device, for one of the two maps."""
+    return 256 * 4 + (0 if device_type in _KERNEL_DEVICES else _GRID)
 
 
 def forget_tables() -> None:

@@ -1,0 +1,125 @@
+"""What the optimizer costs under a plan: as it is, its state on another tier or in 8 bits, over what is not streamed.
+
+The optimizer itself is tried on fake parameters (`_profile.optimizers`); how its state waits is said here, by the rules
+of the techniques that do it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._config import Config
+from memscale._hardware import Hardware
+from memscale._plan import QuantizeOptimizer
+from memscale._profile import OptimizerCost
+from memscale._profile.optimizers import optimizer_cost
+from memscale._writing import OPTIMIZER_BUCKET_BYTES
+from memscale.techniques.offload.buckets import SMALL_BYTES, rounded, split_into_buckets
+from memscale.techniques.offload.separable import NotSeparable, check_separable
+from memscale.techniques.offload.stores import PART_BYTES
+from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, is_8bit, moments_of
+from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
+
+
+def has_next_tier(hardware: Hardware, config: Config) -> bool:
+    """Whether there is anywhere for tensors to wait: host memory beside a device, or a directory on disk."""
+    if hardware.device_type == "cpu":
+        return config.offload_dir is not None
+    return not hardware.unified_memory
+
+
+class OptimizerCosts:
+    """Of one optimizer over one model, each found once."""
+
+    def __init__(self, model: nn.Module, optimizer: str | Optimizer, hardware: Hardware, config: Config) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._device_type = hardware.device_type
+        self._prefetches = config.async_offload
+        self._can_move = has_next_tier(hardware, config) and _is_separable(optimizer)
+        self._found: dict[tuple[bool, tuple[str, ...]], OptimizerCost] = {}
+
+    def cost(self, *, eight_bit: bool = False, without: Collection[str] = ()) -> OptimizerCost:
+        """Without the parameters of these submodules, which are streamed."""
+        key = (eight_bit, tuple(without))
+        if key not in self._found:
+            self._found[key] = optimizer_cost(
+                self._model,
+                self._optimizer,
+                self._device_type,
+                resident=self._stepping(moves=False) if eight_bit else None,
+                offloaded=self._stepping(moves=True, eight_bit=eight_bit) if self._can_move else None,
+                without=without,
+            )
+        return self._found[key]
+
+    def eight_bit(self) -> OptimizerCost | None:
+        """None where there is no state that can wait in 8 bits."""
+        plain = self.cost()
+        if not plain.state_bytes or not _is_separable(self._optimizer):
+            return None
+        if isinstance(self._optimizer, Optimizer) and (is_8bit(self._optimizer) or not moments_of(self._optimizer)):
+            return None
+        return self.cost(eight_bit=True)
+
+    def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
+        action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+        return _InBuckets(
+            moves=moves,
+            prefetches=self._prefetches,
+            padding_bytes=PART_BYTES if moves and self._device_type == "cpu" else 0,
+            eligible=eligible_parameters(self._model, action.min_elements) if eight_bit else frozenset(),
+            block_size=action.block_size,
+        )
+
+
+def _is_separable(optimizer: str | Optimizer) -> bool:
+    if isinstance(optimizer, Optimizer):
+        try:
+            check_separable(optimizer)
+        except NotSeparable:
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InBuckets:
+    """The rules by which `techniques.offload` and `techniques.optimizer8bit` let state wait."""
+
+    moves: bool
+    prefetches: bool
+    padding_bytes: int
+    eligible: frozenset[int]
+    """Parameters whose state waits in 8 bits."""
+    block_size: int
+
+    def split(self, sizes: list[int]) -> list[list[int]]:
+        return split_into_buckets(sizes, OPTIMIZER_BUCKET_BYTES)
+
+    def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
+        if value.nbytes <= SMALL_BYTES:
+            return None
+        packing = self._packing(optimizer, parameter_id, name, value)
+        if packing is not None:
+            return rounded(packing.waiting_bytes(value.numel()))
+        return rounded(value.nbytes) if self.moves else None
+
+    def _packing(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> BlockPacking | None:
+        return Chooser(self.eligible, moments_of(optimizer) or {}, self.block_size).packing(parameter_id, name, value)
+
+    def packs(self, parameter_id: int) -> bool:
+        return parameter_id in self.eligible
+
+    def scratch_bytes(self, value: torch.Tensor) -> int:
+        return BlockPacking(True, self.block_size).scratch_bytes(value.numel())
+
+    def tables_bytes(self, optimizer: Optimizer, device_type: str) -> int:
+        if not self.eligible:
+            return 0
+        return len(set((moments_of(optimizer) or {}).values())) * table_bytes(device_type)

@@ -1,0 +1,127 @@
+"""What an optimizer costs under a plan: the peak of the whole run, its first step included, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.backends.cpu import ops  # noqa: F401  its kernels
+from torch import nn
+
+import memscale
+from memscale import Config, _torch_private
+from memscale._execute import executor_of
+from memscale._hardware import Hardware
+from memscale._optimizer_costs import OptimizerCosts
+from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer
+from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
+from tests.models import Mlp
+
+SMALL, LARGE = 200, 512
+"""All parameters in one bucket of 16 MB; a block or two in each."""
+
+
+def train(width: int, config: Config) -> tuple[Plan, list[int]]:
+    """The plan, and the peak of each step."""
+    torch.manual_seed(0)
+    model, x = Mlp(width=width, depth=6), torch.randn(4, width)
+    memscale.wrap(model, config, x)
+    plan = executor_of(model).plan
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = x.to("simgpu")
+    gc.collect()
+    peaks = []
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated())
+    memscale.detach(model)
+    return plan, peaks
+
+
+def config_of(**changes: Any) -> Config:
+    """Nothing is streamed or recomputed: the peak is in the optimizer's step."""
+    return Config(device="simgpu", enable_logging=False, force_optimize=True, enable_checkpointing=False, **changes)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("width", "changes", "kinds"),
+    [
+        (LARGE, {}, {OffloadOptimizer}),
+        (LARGE, {"use_8bit_optimizer": True}, {OffloadOptimizer, QuantizeOptimizer}),
+        (LARGE, {"use_8bit_optimizer": True, "enable_offloading": False}, {QuantizeOptimizer}),
+        (SMALL, {"use_8bit_optimizer": True}, {QuantizeOptimizer}),
+    ],
+)
+def test_the_peak_of_the_run_is_the_predicted_one(
+    width: int, changes: dict[str, Any], kinds: set[type], is_async: bool, simgpu_device: Any
+) -> None:
+    plan, peaks = train(width, config_of(async_offload=is_async, **changes))
+    assert {type(action) for action in plan.actions} == kinds
+    assert plan.predicted_peak_bytes == pytest.approx(max(peaks), rel=0.001)
+    assert max(peaks) <= plan.predicted_peak_bytes
+
+
+def test_the_first_step_can_be_the_highest(simgpu_device: Any) -> None:
+    """State is made as the optimizer makes it, then laid out in its bucket: it is there twice."""
+    plan, peaks = train(LARGE, config_of())
+    assert peaks[0] > 1.05 * peaks[1]
+    assert plan.predicted_peak_bytes == peaks[0]
+
+
+def test_offloading_the_state_of_a_small_model_would_gain_nothing(simgpu_device: Any) -> None:
+    plan, peaks = train(SMALL, config_of())
+    assert OffloadOptimizer not in {type(action) for action in plan.actions}
+    assert plan.predicted_peak_bytes == max(peaks)
+
+
+def test_what_is_streamed_is_left_out() -> None:
+    model = Mlp(width=64, depth=4)
+    costs = OptimizerCosts(model, "adamw", Hardware.from_name("RTX 3090"), Config())
+    whole, rest = costs.cost(), costs.cost(without=("blocks.0", "blocks.1", "blocks.2", "blocks.3"))
+    assert rest.state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in model.head.parameters())
+    assert whole.state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+    assert costs.cost(without=("",)).state_bytes == 0
+
+
+def test_biases_and_norms_stay_on_the_device() -> None:
+    model = Mlp(width=64, depth=4)
+    cost = OptimizerCosts(model, "adamw", Hardware.from_name("RTX 3090"), Config()).cost()
+    small = [p for p in model.parameters() if p.nbytes <= 4096]
+    assert cost.offloaded_state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in small)
+
+
+def test_optimizers_that_cannot_be_split_have_no_other_way() -> None:
+    model = nn.Linear(100, 100)
+    hardware = Hardware.from_name("RTX 3090")
+    costs = OptimizerCosts(model, torch.optim.LBFGS(model.parameters()), hardware, Config())
+    assert costs.cost().offloaded_step_bytes is None
+    assert costs.eight_bit() is None
+
+
+@pytest.mark.parametrize("num_elements", [5000, 1 << 20, 3 << 20])
+def test_scratch_of_packing(num_elements: int, simgpu_device: Any) -> None:
+    packing = BlockPacking(True, 256)
+    values = torch.randn(num_elements, device="simgpu")
+    memory = torch.empty(packing.waiting_bytes(num_elements), dtype=torch.uint8, device="simgpu")
+    packing.pack(values, memory)  # makes the tables
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    packing.pack(values, memory)
+    packing.unpack(memory, values)
+    used = torch.accelerator.max_memory_allocated() - before
+    assert packing.scratch_bytes(num_elements) == pytest.approx(used, rel=0.2)
+    assert used <= packing.scratch_bytes(num_elements) + 4096
+
+
+def test_devices_that_bitsandbytes_has_kernels_for() -> None:
+    for device_type in ("cpu", "simgpu"):
+        has_kernel = _torch_private.has_own_kernel("bitsandbytes::quantize_blockwise", device_type)
+        assert (table_bytes(device_type) == 1024) == has_kernel
