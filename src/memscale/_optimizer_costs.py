@@ -7,7 +7,6 @@ of the techniques that do it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -43,11 +42,11 @@ class OptimizerCosts:
         self._device_type = hardware.device_type
         self._prefetches = config.async_offload
         self._can_move = has_next_tier(hardware, config) and _is_separable(optimizer)
-        self._found: dict[tuple[bool, tuple[str, ...]], OptimizerCost] = {}
+        self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
 
-    def cost(self, *, eight_bit: bool = False, without: Collection[str] = ()) -> OptimizerCost:
-        """Without the parameters of these submodules, which are streamed."""
-        key = (eight_bit, tuple(without))
+    def cost(self, *, eight_bit: bool = False, without: frozenset[int] = frozenset()) -> OptimizerCost:
+        """Without the parameters with these ids, which are streamed."""
+        key = (eight_bit, without)
         if key not in self._found:
             self._found[key] = optimizer_cost(
                 self._model,

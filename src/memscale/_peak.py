@@ -333,9 +333,20 @@ class CostModel:
         total_ms = sum(self.segment_ms(segment) for segment in trace.segments)
         return self._outcome(choice.run, extras, self.peak_of(trace, choice), total_ms)
 
-    def peak_of(self, trace: StepTrace, choice: Choice, optimizer: OptimizerCost | None = None) -> int:
-        """The peak of a step that was traced as a whole; the `optimizer` over what is not streamed, where known."""
+    def peak_of(
+        self,
+        trace: StepTrace,
+        choice: Choice,
+        optimizer: OptimizerCost | None = None,
+        streamed_bytes: int | None = None,
+    ) -> int:
+        """The peak of a step that was traced as a whole.
+
+        The `optimizer` over what is not streamed, and the bytes of parameters that are, to the byte where known.
+        """
         extras, run = self._extras(choice), choice.run
+        if streamed_bytes is not None:
+            extras = dataclasses.replace(extras, static_bytes=-streamed_bytes)
         state: int = round(self.resident_state_bytes(run, extras.streamed_bytes))
         step: int = round(self.step_bytes(run, extras.streamed_bytes))
         if optimizer is not None:

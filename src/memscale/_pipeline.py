@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale import _torch_private
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide import decide, full_budget, half_type, needs_optimizing
 from memscale._errors import DoesNotFitError
@@ -35,7 +36,7 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale._policy import Strategy, choose_strategy
-from memscale._profile import OptimizerCost, StepTrace
+from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, refuse_unprofilable, try_variant
@@ -157,7 +158,7 @@ class Study:
         if any(isinstance(action, QuantizeOptimizer) for action in plan.actions):
             self._cost_in_8_bits()
         choice = choice_of(plan.actions, {layer.module_fqn for layer in self.profile.layers if layer.is_block})
-        peak_bytes = CostModel(self.profile, self.hardware).peak_of(trace, choice, self._resident_optimizer(choice))
+        peak_bytes = self._peak_of(trace, choice)
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
         return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True)
@@ -169,12 +170,22 @@ class Study:
             self._traces[key] = self.rehearsal.run(self._attacher(actions, config))
         return self._traces[key]
 
-    def _resident_optimizer(self, choice: Choice) -> OptimizerCost:
-        """The optimizer over what is not streamed, to the byte."""
+    def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
+        """With the optimizer over what is not streamed, to the byte."""
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.startswith("stream"))
-        streamed = (*blocks, *(self.profile.rest if choice.run.streams_rest else ()))
+        streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
         in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
-        return self.costs.cost(eight_bit=in_8_bits, without=streamed)
+        optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed)
+        storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
+        sizes = {_torch_private.storage_key(storage): storage.nbytes() for storage in storages}
+        rounding_bytes = self.rehearsal.rounding_bytes
+        num_bytes = sum(-(-size // rounding_bytes) * rounding_bytes for size in sizes.values())
+        return CostModel(self.profile, self.hardware).peak_of(trace, choice, optimizer, num_bytes)
+
+    def _streamable(self, module_fqns: Sequence[str]) -> frozenset[int]:
+        """What leaves the device when these are streamed: a weight that somebody else has, too, does not."""
+        modules = [self.model.get_submodule(module_fqn) for module_fqn in module_fqns]
+        return frozenset(streaming.streamable(self.model, modules)) if modules else frozenset()
 
     # ---- trying techniques
 
@@ -238,15 +249,15 @@ class Study:
             return ()
         if self.profile.rest_optimizer is None:
             blocks = tuple(find_blocks(self.rehearsal.model))
-            cost = self.costs.cost(without=blocks)
-            rest = streaming.rest_of(self.rehearsal.model, blocks)
-            parameters = {id(p): p for fqn in rest for p in self.rehearsal.model.get_submodule(fqn).parameters()}
+            inside, rest = self._streamable(blocks), streaming.rest_of(self.rehearsal.model, blocks)
+            leaving = self._streamable((*blocks, *rest)) - inside
+            parameters = [p for p in self.model.parameters() if id(p) in leaving]
             self.profile = dataclasses.replace(
                 self.profile,
-                rest_optimizer=cost,
+                rest_optimizer=self.costs.cost(without=inside),
                 rest=rest,
-                rest_param_bytes=sum(p.nbytes for p in parameters.values()),
-                rest_trainable_bytes=sum(p.nbytes for p in parameters.values() if p.requires_grad),
+                rest_param_bytes=sum(p.nbytes for p in parameters),
+                rest_trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
             )
         return tuple(StreamParameters(fqn) for fqn in self.profile.rest)
 

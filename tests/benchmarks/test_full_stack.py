@@ -18,7 +18,8 @@ def test_peaks_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert full_stack.main(["peaks", "--json", str(tmp_path / "peaks.json")]) == 0
     (peak,) = json.loads((tmp_path / "peaks.json").read_text())
     assert 0 < peak["measured_bytes"] < peak["baseline_bytes"]
-    assert peak["predicted_bytes"] > 0
+    assert peak["predicted_bytes"] == pytest.approx(peak["measured_bytes"], rel=0.02)
+    assert peak["measured_bytes"] <= 1.005 * peak["predicted_bytes"]
     assert peak["state_bytes"] > 3.9 * peak["packed_bytes"] > 0
     assert peak["losses"][1] < peak["losses"][0]
     shown = capsys.readouterr().out

@@ -71,18 +71,17 @@ def optimizer_cost(
     *,
     resident: Stepping | None = None,
     offloaded: Stepping | None = None,
-    without: Collection[str] = (),
+    without: Collection[int] = (),
 ) -> OptimizerCost:
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
     `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
-    it cannot. `without` leaves out submodules.
+    it cannot. `without` leaves out parameters, by id.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
-    left_out = {id(p) for module_fqn in without for p in model.get_submodule(module_fqn).parameters()}
     try:
-        return _Twin(model, optimizer, device_type, left_out).cost(resident, offloaded)
+        return _Twin(model, optimizer, device_type, without).cost(resident, offloaded)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -92,7 +91,7 @@ def optimizer_cost(
             type(error).__name__,
             error,
         )
-        cost = _Twin(model, "adamw", device_type, left_out).cost(None, None)
+        cost = _Twin(model, "adamw", device_type, without).cost(None, None)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
@@ -139,7 +138,9 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
 class _Twin:
     """The same optimizer over fake parameters, choosing its implementation as the real device would."""
 
-    def __init__(self, model: nn.Module, optimizer: str | Optimizer, device_type: str, left_out: set[int]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: str | Optimizer, device_type: str, left_out: Collection[int]
+    ) -> None:
         self._left_out = left_out
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
         self.device_type = device_type
