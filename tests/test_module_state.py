@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 import memscale
+from memscale._execute import Executor
+from memscale._plan import Checkpoint
+from tests.models import Mlp
 from tests.parity import checkpoint_all, seed
 
 
@@ -225,3 +229,58 @@ def test_parts_that_are_put_in_after_wrap(change: Callable[[Any], Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(_train(model), _train(twin), strict=True))
     memscale.detach(model)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+
+
+# ---- between forward and backward
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: [setattr(block.dropout, "p", 0.5) for block in model.blocks],
+        lambda model: model.eval(),
+        lambda model: [setattr(block, "norm_scale", 7) for block in model.blocks],
+        lambda model: [delattr(block.norm, "eps") or setattr(block.norm, "eps", 1.0) for block in model.blocks],
+    ],
+    ids=["a rate", "the training mode", "a new attribute", "an attribute made anew"],
+)
+def test_what_is_set_between_forward_and_backward_does_not_reach_the_recompute(change: Any) -> None:
+    plain = Mlp(width=16, depth=3)
+    checkpointed = copy.deepcopy(plain)
+    executor = Executor(checkpointed)
+    executor.attach([Checkpoint(f"blocks.{index}") for index in range(3)])
+    for _ in range(2):
+        for model in (plain, checkpointed):
+            torch.manual_seed(1)
+            model.train()
+            loss = model(torch.ones(4, 16)).square().sum()
+            change(model)
+            loss.backward()
+    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    for ours, theirs in zip(checkpointed.modules(), plain.modules(), strict=True):
+        assert ours.training == theirs.training
+    assert checkpointed.blocks[0].dropout.p == plain.blocks[0].dropout.p
+    assert checkpointed.blocks[0].norm.eps == plain.blocks[0].norm.eps
+    executor.detach()
+
+
+def test_what_a_forward_replaced_dies_at_once() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(8, 8), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.inner(x).detach()
+            return self.last + self.inner(x)
+
+    model = nn.Sequential(Keeps())
+    executor = Executor(model)
+    executor.attach([Checkpoint("0")])
+    for _ in range(2):  # the second forward knows which attributes change
+        model(torch.ones(2, 8)).sum().backward()
+    earlier = weakref.ref(model[0].last)
+    model(torch.ones(2, 8)).sum().backward()
+    assert earlier() is None
+    executor.detach()

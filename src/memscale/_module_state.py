@@ -41,8 +41,9 @@ Slot: TypeAlias = tuple[ModuleRef, str]
 Flags: TypeAlias = tuple[bool, ...]
 
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
+_UNWATCHED = _COMMON_ATTRIBUTES - {"training"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
-_ABSENT = object()
+_ABSENT, _REPLACED = object(), object()
 _chain = itertools.chain.from_iterable
 _MAX_DEPTH = 4
 """Containers in containers are looked into so deep."""
@@ -67,8 +68,11 @@ class Memory:
     num_buffers: int = 0
     shared: frozenset[tuple[int, str]] = frozenset()
     """Those of the copied buffers that share memory with another one."""
+    modules: Sequence[ModuleRef] = ()
+    names: Sequence[tuple[str, ...]] = ()
+    """Of every part: its attributes; see `_Attributes`."""
     values: Sequence[tuple[Any, ...]] = ()
-    """Of every part: its attributes as they were, for the length of the forward; see `_Attributes`."""
+    """What they held, but for those that the forward replaced."""
     tensors: Sequence[tuple[Slot, Any, int]] = ()
     """Attributes that hold tensors, with their versions; for the length of the forward."""
     attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
@@ -137,8 +141,7 @@ class ModuleState:
                 _show(table, name, value, shown)
         if memory.copies:
             self._buffers.show(memory, shown)
-        if memory.attributes or memory.generators:
-            self._attributes.show(memory, shown)
+        self._attributes.show(memory, shown, self._parts())
         return shown
 
     def hide(self, shown: Shown) -> None:
@@ -321,6 +324,7 @@ class _Attributes:
         if known is None or _count(parts) != self._num_attributes:
             self._look(parts)
         memory.values = self._values(parts) or self._look(parts)
+        memory.names, memory.modules = self._names, self._modules
         slots = self._all_slots() if known is None else known
         if slots:
             memory.attributes = {slot: _snapshot(_get(slot), may_be_large=known is not None) for slot in slots}
@@ -333,10 +337,9 @@ class _Attributes:
     def _look(self, parts: list[nn.Module]) -> list[tuple[Any, ...]]:
         """Which attributes there are; returns their values."""
         self._num_attributes = _count(parts)
-        own = [[name for name in vars(part) if name not in _COMMON_ATTRIBUTES] for part in parts]
-        # Two names at least: a getter of a single one gives no tuple.
-        self._names = [("training", "_modules", *names) for names in own]
-        self._getters = [operator.itemgetter(*names) for names in self._names]
+        # No modules among them: a graph must not hold any.
+        self._names = [tuple(name for name in vars(part) if name not in _UNWATCHED) for part in parts]
+        self._getters = [_getter(names) for names in self._names]
         slots = self._all_slots()
         self._generators = [slot for slot in slots if _is_generator(_get(slot))]
         self._tensors = [slot for slot in slots if isinstance(_get(slot), torch.Tensor)]
@@ -350,22 +353,25 @@ class _Attributes:
             return []
 
     def after(self, memory: Memory, parts: list[nn.Module]) -> None:
-        before, memory.values = memory.values, ()  # what was replaced must not live on through it
         tensors, memory.tensors = memory.tensors, ()
-        if memory.flags not in self._changing:
+        is_first = memory.flags not in self._changing
+        if is_first:
             self._learn(memory)
-            return
         now = self._values(parts) if _count(parts) == self._num_attributes else []
-        if not now or not all(map(operator.is_, _chain(now), _chain(before))):
-            self._compare(memory, before)
+        if not now or not all(map(operator.is_, _chain(now), _chain(memory.values))):
+            if not is_first:
+                self._compare(memory)
+            memory.values = _unreplaced(memory)
+        if is_first:
+            return
         for slot, value, version in tensors:
             if _version_of(value) != version and slot not in memory.attributes:
                 self._changing[memory.flags][slot] = None
                 _refuse_attribute(slot)
 
-    def _compare(self, memory: Memory, before: Sequence[tuple[Any, ...]]) -> None:
+    def _compare(self, memory: Memory) -> None:
         """Find what was replaced, made or taken out."""
-        for ref, names, values in zip(self._modules, self._names, before, strict=True):
+        for ref, names, values in zip(memory.modules, memory.names, memory.values, strict=True):
             old = dict(zip(names, values, strict=True))
             now = vars(ref())
             for name in dict.fromkeys([*old, *now]):
@@ -396,13 +402,41 @@ class _Attributes:
             if name not in _COMMON_ATTRIBUTES
         ]
 
-    def show(self, memory: Memory, shown: Shown) -> None:
+    def show(self, memory: Memory, shown: Shown, parts: list[nn.Module]) -> None:
+        now = self._values(parts) if memory.names is self._names else []
+        if not now or not all(map(operator.is_, _chain(now), _chain(memory.values))):
+            _show_kept(memory, shown)
         for slot, value in memory.attributes.items():
-            shown.attributes[slot] = _get(slot)
+            shown.attributes.setdefault(slot, _get(slot))
             _set(slot, value.stand_in() if isinstance(value, _KeptTensor) else _snapshot(value))
         for generator, state in memory.generators:
             shown.generators.append((generator, _state_of(generator)))
             _set_state(generator, state)
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda table: tuple([table[name] for name in names])  # of one name, the other gives no tuple
+
+
+def _unreplaced(memory: Memory) -> list[tuple[Any, ...]]:
+    """Without what the parts do not hold any more: it must not live on through a memory."""
+    kept = []
+    for ref, names, values in zip(memory.modules, memory.names, memory.values, strict=True):
+        now = [_get((ref, name)) for name in names]
+        kept.append(tuple(a if a is b else _REPLACED for a, b in zip(values, now, strict=True)))
+    return kept
+
+
+def _show_kept(memory: Memory, shown: Shown) -> None:
+    """Attributes that the forward left alone, and somebody changed after it: a flag, a rate, the training mode."""
+    for ref, names, values in zip(memory.modules, memory.names, memory.values, strict=True):
+        for name, value in zip(names, values, strict=True):
+            slot = (ref, name)
+            if value is not _REPLACED and ref() is not None and _get(slot) is not value:
+                shown.attributes[slot] = _get(slot)
+                _set(slot, value)
 
 
 def _count(parts: list[nn.Module]) -> int:

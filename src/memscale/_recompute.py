@@ -6,6 +6,7 @@ autocast), the recompute sees the module as the forward saw it:
 - Python's and NumPy's random state, and that of generators which the module holds;
 - buffers that the forward changes (BatchNorm statistics, spectral-norm vectors) and attributes (a counter, a list
   that grows) as they were before it, and on stand-ins, so that they are not changed twice;
+- attributes that somebody sets between forward and backward (a dropout rate, the training mode) as they were;
 - the very parameters, also when `torch.func.functional_call` had put others in their place;
 - arguments: containers that a module changes in place are changed once.
 
