@@ -255,7 +255,22 @@ def written_after_use(q, k, v, module):
     return weights @ v + scores.softmax(-1) @ v
 
 
+def copies_and_aliases(q, k, v, module):
+    scores = scores_of(q, k)
+    copied, alias = scores.clone(), scores.to(scores.dtype)
+    alias.mul_(3)
+    return copied.softmax(-1) @ v + scores.softmax(-1) @ v
+
+
+def copies_outside_the_graph(q, k, v, module):
+    weights = scores_of(q, k).softmax(-1)
+    with torch.no_grad():
+        copied, dropped = weights.clone(), F.dropout(weights, 0.3)
+    return weights @ v + copied @ v + dropped @ v
+
+
 ODD = (
+    copies_and_aliases, copies_outside_the_graph,
     double_softmax, weights_outside_the_graph, a_step_outside_the_graph, blind_queries, hooked_scores, two_uses,
     written_after_use,
 )  # fmt: skip
@@ -268,6 +283,7 @@ def test_odd_attentions(writing):
         losses = []
         for model in (ours, plain):
             model.attention.writing = writing
+            torch.manual_seed(3)
             losses.append(model(batch()).square().mean())
             losses[-1].backward()
     assert_near(losses[0], losses[1], LOSS_BOUND)

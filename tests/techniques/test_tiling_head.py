@@ -735,7 +735,7 @@ def test_distributed_data_parallel(tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([".", *sys.path]), "OMP_NUM_THREADS": "1"},
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert "same on rank 0" in answer.stdout

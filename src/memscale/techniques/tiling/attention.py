@@ -228,9 +228,16 @@ def _follow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return None
     if name in SOFTMAX | CASTS or (name in _ELEMENTWISE and _are_sliceable(scores, rest, kwargs)):
         return _stepped(scores, name, func, rest, kwargs, position)
-    if name == "contiguous" or (name == "clone" and not kwargs):
-        return scores
-    return None
+    if name == "clone" and not kwargs:
+        return _cloned(scores)
+    return scores if name == "contiguous" else None
+
+
+def _cloned(scores: LazyScores) -> LazyScores | None:
+    if not torch.is_grad_enabled() and scores.steps.needs_grad():
+        return None
+    scores.is_used = True
+    return LazyScores.of(scores.catcher, scores.steps, scores.dtype)
 
 
 def _stepped(scores: LazyScores, name: str, func: Any, rest: Any, kwargs: Any, position: int) -> LazyScores | None:
@@ -244,6 +251,8 @@ def _stepped(scores: LazyScores, name: str, func: Any, rest: Any, kwargs: Any, p
         result = steps.steps[-1].apply(sample, ones)
     if result.device != scores.device or not result.is_floating_point() or result.dim() != scores.dim():
         return None
+    if name in CASTS and result.dtype == scores.dtype and not kwargs.get("copy"):
+        return scores  # as in the plain path: the same tensor, and writes to it are seen
     scores.is_used = True
     return LazyScores.of(scores.catcher, steps, result.dtype)
 
@@ -263,7 +272,7 @@ def _written(scores: LazyScores, name: str, rest: Any, kwargs: Any) -> LazyScore
 
 
 def _dropped(func: Any, scores: Any, p: float, inplace: bool) -> Any:
-    if inplace or p == 1.0:
+    if inplace or p == 1.0 or (not torch.is_grad_enabled() and scores.steps.needs_grad()):
         return None
     scores.is_used = True
     kept = draw_noise(scores, scores.shape, p) != 0

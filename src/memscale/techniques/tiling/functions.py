@@ -10,6 +10,7 @@ one that hands memory to others (`numpy`, `dlpack`) ends the tiling of these log
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run_lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _torch_private.without_torch_function():
         result = func(*args, **kwargs)
-    if getattr(func, "__name__", "") in _SNAPSHOTS and isinstance(result, LazyLogits) and not result.requires_grad:
+    if getattr(func, "__name__", "") in _SNAPSHOTS and isinstance(result, LazyLogits) and not args[0].requires_grad:
         result.value()  # someone keeps a copy, which must outlive the optimizer's step
     return result
 
@@ -106,12 +107,22 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _note_hooks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Whoever asks for the gradient of logits, or for their node, must get it. See NOTE [two paths]."""
-    if getattr(func, "__name__", "") in _HOOKS or getattr(func, "__self__", None) is torch.Tensor.grad_fn:
+    if getattr(func, "__name__", "") in _HOOKS or _asks_for_node(func):
         args[0].block.family.touch()
     elif func is torch.autograd.grad:
         for leaf in tree_leaves(args[1] if len(args) > 1 else kwargs["inputs"]):
             if isinstance(leaf, LazyLogits):
                 leaf.block.family.touch()
+
+
+def _asks_for_node(func: Any) -> bool:
+    """Whether someone takes the node, who may hook it; DDP only looks whether there is one."""
+    if getattr(func, "__self__", None) is not torch.Tensor.grad_fn:
+        return False
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(__package__):
+        frame = frame.f_back
+    return bool(frame.f_globals["__name__"] != "torch.nn.parallel.distributed")
 
 
 def _is_for_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
