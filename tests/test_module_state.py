@@ -198,7 +198,7 @@ def test_a_tensor_that_is_changed_late_is_refused_once() -> None:
         model(x).sum().backward()
     for _ in range(3):  # once for each block
         with pytest.raises(RuntimeError, match="'scale' of _LateTensor was changed in place"):
-            model(x)
+            model(x).sum().backward()
     model(x).sum().backward()
     memscale.detach(model)
 

@@ -30,24 +30,28 @@ _POSITION_BYTES = 16
 """The position, which every draw moves, and three words of the key beside it, which change when the position wraps."""
 
 
+_GENERATOR: Any = random.getstate.__self__  # type: ignore[attr-defined]
+"""The instance behind the module's functions."""
+
+
 class Fingerprint:
     """Tells whether somebody has drawn from Python's or NumPy's generator since it was taken."""
 
     __slots__ = ("_numpy", "_python", "_spare")
 
     def __init__(self) -> None:
-        self._spare = _python_generator().gauss_next
-        view = _python_view()
-        self._python = random.getstate() if view is None else bytes(view)
+        self._spare = _GENERATOR.gauss_next
+        position = _python_position()
+        self._python = random.getstate() if position is None else _words(position.tobytes())
         self._numpy = _numpy_position()
 
     def python_moved(self) -> bool:
-        view = _python_view()
-        if view is None:
+        position = _python_position()
+        if position is None:
             moved = random.getstate() != self._python
         else:
-            moved = bytes(view[:_POSITION_BYTES]) != self._python[:_POSITION_BYTES]
-        return moved or _python_generator().gauss_next != self._spare
+            moved = position.tobytes() != self._python[:_POSITION_BYTES]
+        return moved or _GENERATOR.gauss_next != self._spare
 
     def numpy_moved(self) -> bool:
         return _numpy_position() != self._numpy
@@ -89,19 +93,28 @@ class HostRng:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-def _python_generator() -> Any:
-    return random.getstate.__self__  # type: ignore[attr-defined]  # the instance behind the module's functions
+@functools.cache
+def _python_position() -> memoryview | None:
+    view = _python_view()
+    return None if view is None else view[:_POSITION_BYTES]
 
 
 @functools.cache
 def _python_view() -> memoryview | None:
     """Python's generator where it lies, position and key; None where that is not known. See NOTE [raw bytes]."""
-    generator = _python_generator()
-    if type(generator) is not random.Random or sys.implementation.name != "cpython":
+    if type(_GENERATOR) is not random.Random or sys.implementation.name != "cpython":
         return None
-    view = _view(id(generator) + object.__basicsize__)
-    *key, position = generator.getstate()[1]
+    view = _view(id(_GENERATOR) + object.__basicsize__)
+    *key, position = _GENERATOR.getstate()[1]
     return view if view == struct.pack(f"={_NUM_KEY_WORDS + 1}I", position, *key) else None
+
+
+@functools.lru_cache(maxsize=1)  # as long as nobody draws, one copy serves all
+def _words(position: bytes) -> bytes:
+    """Python's whole generator, which is at this position."""
+    view = _python_view()
+    assert view is not None
+    return bytes(view)
 
 
 def _numpy_position() -> bytes | None:

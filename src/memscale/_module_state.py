@@ -43,7 +43,7 @@ Flags: TypeAlias = tuple[bool, ...]
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
 _UNWATCHED = _COMMON_ATTRIBUTES - {"training"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
-_ABSENT, _REPLACED = object(), object()
+_ABSENT = object()
 _chain = itertools.chain.from_iterable
 _MAX_DEPTH = 4
 """Containers in containers are looked into so deep."""
@@ -72,9 +72,9 @@ class Memory:
     names: Sequence[tuple[str, ...]] = ()
     """Of every part: its attributes; see `_Attributes`."""
     values: Sequence[tuple[Any, ...]] = ()
-    """What they held, but for those that the forward replaced."""
+    """What they held."""
     tensors: Sequence[tuple[Slot, Any, int]] = ()
-    """Attributes that hold tensors, with their versions; for the length of the forward."""
+    """Attributes that hold tensors, with their versions."""
     attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
     generators: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     """Random generators that the module holds, and their state."""
@@ -125,16 +125,16 @@ class ModuleState:
     def after(self, memory: Memory) -> None:
         """To be called right after it; learns, and refuses what was learned wrongly."""
         self._buffers.after(memory)
-        self._attributes.after(memory, self._parts())
+        self._attributes.after(memory)
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it."""
         shown = Shown([], {}, [])
-        for (table, name), value, version in zip(memory.slots, memory.parameters, memory.versions, strict=True):
-            if value is not None and version != _UNVERSIONED and value._version != version:
-                _refuse_changed(name, value)
-            # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
-            if table.get(name) is not value:
+        if _versions_of(memory.parameters) != memory.versions:
+            _refuse_changed(memory)
+        # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
+        if not all(map(operator.is_, [table.get(name) for table, name in memory.slots], memory.parameters)):
+            for (table, name), value in zip(memory.slots, memory.parameters, strict=True):
                 _show(table, name, value, shown)
         for table, name, value, _ in memory.buffers:
             if table.get(name) is not value:
@@ -181,7 +181,10 @@ def _put(table: Table, name: str, value: Any) -> None:
         table[name] = value
 
 
-def _refuse_changed(name: str, value: torch.Tensor) -> None:
+def _refuse_changed(memory: Memory) -> None:
+    pairs = zip(memory.slots, memory.parameters, memory.versions, strict=True)
+    name, value = next((name, value) for (_, name), value, version in pairs if _version(value) != version)
+    assert value is not None
     raise RuntimeError(
         f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward: its "
         "recompute would not be the same. Call backward before the optimizer's step."
@@ -199,10 +202,12 @@ class _Buffers:
         self._shared: frozenset[tuple[int, str]] = frozenset()
 
     def before(self, memory: Memory) -> None:
+        memory.num_buffers = sum(map(len, self._tables))
+        if not memory.num_buffers:
+            return
         known = self._changing.get(memory.flags)
         for table in self._tables:
             for name, value in table.items():
-                memory.num_buffers += 1
                 is_known = known is not None and (id(table), name) in known
                 if is_known or (known is None and value is not None and _may_change_silently(value)):
                     memory.copies[id(table), name] = (table, value)
@@ -228,13 +233,16 @@ class _Buffers:
             _show(table, name, value, shown)
 
     def after(self, memory: Memory) -> None:
+        num_buffers = sum(map(len, self._tables))
+        if not num_buffers and not memory.num_buffers:
+            return
         known = self._changing.get(memory.flags)
         touched = {
             (id(table), name): (table, value)
             for table, name, value, version in memory.buffers
             if table.get(name) is not value or _version(value) != version
         }
-        if sum(map(len, self._tables)) != memory.num_buffers:
+        if num_buffers != memory.num_buffers:
             touched |= self._made(memory)
         if known is None:
             self._learn(memory, touched)
@@ -352,37 +360,10 @@ class _Attributes:
         except KeyError:
             return []
 
-    def after(self, memory: Memory, parts: list[nn.Module]) -> None:
-        tensors, memory.tensors = memory.tensors, ()
-        is_first = memory.flags not in self._changing
-        if is_first:
+    def after(self, memory: Memory) -> None:
+        """Learns from the first forward. What later ones replace is seen when it matters, in `show`."""
+        if memory.flags not in self._changing:
             self._learn(memory)
-        now = self._values(parts) if _count(parts) == self._num_attributes else []
-        if not now or not all(map(operator.is_, _chain(now), _chain(memory.values))):
-            if not is_first:
-                self._compare(memory)
-            memory.values = _unreplaced(memory)
-        if is_first:
-            return
-        for slot, value, version in tensors:
-            if _version_of(value) != version and slot not in memory.attributes:
-                self._changing[memory.flags][slot] = None
-                _refuse_attribute(slot)
-
-    def _compare(self, memory: Memory) -> None:
-        """Find what was replaced, made or taken out."""
-        for ref, names, values in zip(memory.modules, memory.names, memory.values, strict=True):
-            old = dict(zip(names, values, strict=True))
-            now = vars(ref())
-            for name in dict.fromkeys([*old, *now]):
-                earlier = old.get(name, _ABSENT)
-                if name not in _COMMON_ATTRIBUTES and now.get(name, _ABSENT) is not earlier:
-                    self._catch_up(memory, (ref, name), earlier)
-
-    def _catch_up(self, memory: Memory, slot: Slot, before: Any) -> None:
-        """This forward replaced an attribute, which maybe no earlier one did. What was replaced is still at hand."""
-        self._changing[memory.flags][slot] = None
-        memory.attributes.setdefault(slot, before)
 
     def _learn(self, memory: Memory) -> None:
         before, slots = memory.attributes, dict.fromkeys([*memory.attributes, *self._all_slots()])
@@ -403,11 +384,16 @@ class _Attributes:
         ]
 
     def show(self, memory: Memory, shown: Shown, parts: list[nn.Module]) -> None:
-        now = self._values(parts) if memory.names is self._names else []
+        is_same = memory.names is self._names and _count(parts) == self._num_attributes
+        now = self._values(parts) if is_same else []
         if not now or not all(map(operator.is_, _chain(now), _chain(memory.values))):
-            _show_kept(memory, shown)
+            _show_others(memory, shown)
+        for slot, value, version in memory.tensors:
+            if _version_of(value) != version and slot not in memory.attributes:
+                self._changing[memory.flags][slot] = None
+                _refuse_attribute(slot)
         for slot, value in memory.attributes.items():
-            shown.attributes.setdefault(slot, _get(slot))
+            shown.attributes[slot] = _get(slot)
             _set(slot, value.stand_in() if isinstance(value, _KeptTensor) else _snapshot(value))
         for generator, state in memory.generators:
             shown.generators.append((generator, _state_of(generator)))
@@ -420,23 +406,16 @@ def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...
     return lambda table: tuple([table[name] for name in names])  # of one name, the other gives no tuple
 
 
-def _unreplaced(memory: Memory) -> list[tuple[Any, ...]]:
-    """Without what the parts do not hold any more: it must not live on through a memory."""
-    kept = []
+def _show_others(memory: Memory, shown: Shown) -> None:
+    """What was replaced, made or taken out since the forward began: by a later one than was learned from, or by
+    somebody between forward and backward (a rate, the training mode)."""
     for ref, names, values in zip(memory.modules, memory.names, memory.values, strict=True):
-        now = [_get((ref, name)) for name in names]
-        kept.append(tuple(a if a is b else _REPLACED for a, b in zip(values, now, strict=True)))
-    return kept
-
-
-def _show_kept(memory: Memory, shown: Shown) -> None:
-    """Attributes that the forward left alone, and somebody changed after it: a flag, a rate, the training mode."""
-    for ref, names, values in zip(memory.modules, memory.names, memory.values, strict=True):
-        for name, value in zip(names, values, strict=True):
-            slot = (ref, name)
-            if value is not _REPLACED and ref() is not None and _get(slot) is not value:
+        module, before = ref(), dict(zip(names, values, strict=True))
+        for name in dict.fromkeys([*before, *vars(module)]) if module is not None else ():
+            slot, earlier = (ref, name), before.get(name, _ABSENT)
+            if name not in _UNWATCHED and slot not in memory.attributes and _get(slot) is not earlier:
                 shown.attributes[slot] = _get(slot)
-                _set(slot, value)
+                _set(slot, earlier)
 
 
 def _count(parts: list[nn.Module]) -> int:
@@ -477,8 +456,9 @@ def _version_of(value: Any) -> int:
 
 def _refuse_attribute(slot: Slot) -> None:
     raise RuntimeError(
-        f"attribute {slot[1]!r} of {type(slot[0]()).__name__} was changed in place by this forward, not by earlier "
-        "ones: its recompute would not be the same. Run the step again: MemScale remembers it from now on."
+        f"attribute {slot[1]!r} of {type(slot[0]()).__name__} was changed in place since this forward began, which "
+        "earlier ones did not do: its recompute would not be the same. Run the step again: MemScale remembers it from "
+        "now on."
     )
 
 
