@@ -21,6 +21,8 @@ from memscale._plan import (
 )
 from memscale._units import show_bytes
 
+NO_GAIN = "it would not lower the peak"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
@@ -62,7 +64,7 @@ def _checkpointing(plan: Plan, config: Config) -> Outcome:
         return Outcome("checkpointing", True, f"{len(actions)} blocks recomputed in backward")
     if streamed:
         return Outcome("checkpointing", True, f"{streamed} streamed blocks are recomputed in backward")
-    return Outcome("checkpointing", False, _why(config.enable_checkpointing, "enable_checkpointing", "nothing to gain"))
+    return Outcome("checkpointing", False, _why(config.enable_checkpointing, "enable_checkpointing", NO_GAIN))
 
 
 def _tiling(count: dict[type, int], config: Config) -> Outcome:
@@ -73,7 +75,7 @@ def _tiling(count: dict[type, int], config: Config) -> Outcome:
     ]
     if parts:
         return Outcome("tiling", True, ", ".join(parts))
-    return Outcome("tiling", False, _why(config.enable_tiling, "enable_tiling", "nothing to gain"))
+    return Outcome("tiling", False, _why(config.enable_tiling, "enable_tiling", NO_GAIN))
 
 
 def _offloading(count: dict[type, int], config: Config, hardware: Hardware) -> Outcome:
@@ -86,7 +88,7 @@ def _offloading(count: dict[type, int], config: Config, hardware: Hardware) -> O
         parts.append("optimizer state")
     if parts:
         return Outcome("offloading", True, ", ".join(parts))
-    missing = "nothing to gain"
+    missing = NO_GAIN
     if hardware.device_type == "cpu" and config.offload_dir is None:
         missing = "the next tier of a CPU is the disk and no offload_dir is set"
     elif hardware.unified_memory:
@@ -100,7 +102,7 @@ def _precision(plan: Plan, config: Config, hardware: Hardware) -> Outcome:
             return Outcome("mixed precision", True, f"computes in {action.dtype}")
     if not hardware.has_fast_16bit and not config.asks_for("use_mixed_precision"):
         return Outcome("mixed precision", False, f"{hardware.device_name} has no fast 16-bit math")
-    return Outcome("mixed precision", False, _why(config.use_mixed_precision, "use_mixed_precision", "not needed"))
+    return Outcome("mixed precision", False, _why(config.use_mixed_precision, "use_mixed_precision", NO_GAIN))
 
 
 def _eight_bit(count: dict[type, int], config: Config, detail: str | None) -> Outcome:
@@ -108,7 +110,7 @@ def _eight_bit(count: dict[type, int], config: Config, detail: str | None) -> Ou
         return Outcome("8-bit optimizer", True, detail)
     if count[QuantizeOptimizer]:
         return Outcome("8-bit optimizer", True, "the optimizer's waiting state, in place")
-    return Outcome("8-bit optimizer", False, _why(config.use_8bit_optimizer, "use_8bit_optimizer", "not needed"))
+    return Outcome("8-bit optimizer", False, _why(config.use_8bit_optimizer, "use_8bit_optimizer", NO_GAIN))
 
 
 def _why(enabled: bool | None, name: str, otherwise: str) -> str:
