@@ -167,7 +167,9 @@ class Study:
         without_reasons = [dataclasses.replace(action, reason=Reason("")) for action in actions]
         key = f"{without_reasons} {config.async_offload}"
         if key not in self._traces:
-            self._traces[key] = self.rehearsal.run(self._attacher(actions, config))
+            prefetches = config.async_offload and any(isinstance(action, StreamParameters) for action in actions)
+            num_steps = 2 if prefetches else 1
+            self._traces[key] = self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
         return self._traces[key]
 
     def _peak_of(self, trace: StepTrace, choice: Choice) -> int:

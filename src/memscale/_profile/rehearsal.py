@@ -192,13 +192,22 @@ class Rehearsal:
         """Empty books for this stage's tensors."""
         return LiveBytes(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
 
-    def run(self, attach: Attach | None = None) -> StepTrace:
-        """Forward and backward of one step, cut into segments, above what is live before it."""
-        recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
+    def run(self, attach: Attach | None = None, *, num_steps: int = 1) -> StepTrace:
+        """Forward and backward of one step, cut into segments, above what is live before it.
+
+        Of several steps the highest: what is attached may learn in which order layers come.
+        """
         with contextlib.ExitStack() as undo:
             undo.enter_context(self.stage())
             if attach is not None:
                 undo.callback(attach(self.model).detach)
+            traces = [self._record() for _ in range(num_steps)]
+        return max(traces, key=lambda trace: trace.peak_bytes)
+
+    def _record(self) -> StepTrace:
+        recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._clear_gradients)
             for module_fqn, module in find_pieces(self.model).items():
                 recorder.watch(module_fqn, module, undo)
             recorder.watch_gradients(self.model, undo)
@@ -223,8 +232,11 @@ class Rehearsal:
             with torch.enable_grad():
                 yield
         finally:
-            for parameter in self.model.parameters():
-                parameter.grad = None
+            self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
 
 class FakeRehearsal(Rehearsal):
