@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import memscale
 from memscale import Plan, PlanError
 from memscale._execute import ExecutionSettings, execute, executor_of, find_module
+from memscale._pipeline import make_plan
 from memscale._plan import Checkpoint
+from memscale._profile.inputs import Inputs
 from tests.models import Mlp, case, square_loss
 from tests.parity import checkpoint_all, plan_of
 from tests.test_patching import snapshot
@@ -33,6 +36,18 @@ def test_a_plan_for_another_model_leaves_no_trace() -> None:
     with pytest.raises(PlanError, match=r"blocks\.9.*Mlp"):
         execute(model, plan_of([Checkpoint("blocks.0"), Checkpoint("blocks.9")]))
     assert snapshot(model) == before
+
+
+def test_a_plan_for_another_model_with_the_same_names_is_refused() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+    config = memscale.Config(force_optimize=True, enable_logging=False)
+    plan = Plan.from_json(make_plan(model, Inputs.from_sample(torch.zeros(64, 8)), config).to_json())
+    other = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    before = snapshot(other)
+    with pytest.raises(PlanError, match="'0' is a Linear here, a Sequential there"):
+        execute(other, plan)
+    assert snapshot(other) == before
+    execute(model, plan).detach()
 
 
 def test_apply_replaces_the_plan_before() -> None:

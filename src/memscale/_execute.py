@@ -367,7 +367,14 @@ def _fills_host(action: Action, device: torch.device) -> bool:
 
 
 def execute(model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None) -> Executor:
-    """Attach a plan to a model."""
+    """Attach a plan to a model of the kind that it was made for."""
+    for layer in plan.rows:
+        found = type(find_module(model, layer.module_fqn)).__name__
+        if found != layer.class_name:
+            raise PlanError(
+                f"the plan was made for another model: {layer.module_fqn!r} is a {found} here, "
+                f"a {layer.class_name} there"
+            )
     executor = Executor(model, settings)
     executor.apply(plan)
     executor.adopt()
