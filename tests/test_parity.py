@@ -34,7 +34,7 @@ odd_by_name = pytest.mark.parametrize("entry", ODD_CASES, ids=lambda entry: entr
 
 REFUSED = {
     "in-place on its input": "changes its input in place",
-    "in-place on kept outputs": "Tensor cached during selective activation checkpoint has been mutated",
+    "in-place on kept outputs": "changes the output of a matrix product or of attention in place",
 }
 """What cannot be computed again says so; planning then leaves it out."""
 
@@ -78,7 +78,7 @@ def test_wrapped(entry: Case) -> None:
 @pytest.mark.parametrize("keep", [(), SELECTIVE], ids=["full", "selective"])
 def test_odd_models_checkpointed(entry: Case, keep: Any) -> None:
     if entry.name in REFUSED and (keep or entry.name == "in-place on its input"):
-        with pytest.raises(RuntimeError, match=REFUSED[entry.name]):
+        with pytest.raises((RuntimeError, memscale.MemScaleError), match=REFUSED[entry.name]):
             assert_same_training(entry, lambda model: checkpoint_all(model, keep=keep))
         return
     _, executor = assert_same_training(entry, lambda model: checkpoint_all(model, keep=keep))

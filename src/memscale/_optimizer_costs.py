@@ -42,10 +42,12 @@ class OptimizerCosts:
         self._device_type = hardware.device_type
         self._prefetches = config.async_offload
         self._can_move = has_next_tier(hardware, config) and _is_separable(optimizer)
+        self._can_pack = _is_separable(optimizer) and _has_moments(optimizer)
         self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
 
     def cost(self, *, eight_bit: bool = False, without: frozenset[int] = frozenset()) -> OptimizerCost:
         """Without the parameters with these ids, which are streamed."""
+        eight_bit = eight_bit and self._can_pack  # else the state stays as it is, and the executor says why
         key = (eight_bit, without)
         if key not in self._found:
             self._found[key] = optimizer_cost(
@@ -59,13 +61,8 @@ class OptimizerCosts:
         return self._found[key]
 
     def eight_bit(self) -> OptimizerCost | None:
-        """None where there is no state that can wait in 8 bits."""
-        plain = self.cost()
-        if not plain.state_bytes or not _is_separable(self._optimizer):
-            return None
-        if isinstance(self._optimizer, Optimizer) and (is_8bit(self._optimizer) or not moments_of(self._optimizer)):
-            return None
-        return self.cost(eight_bit=True)
+        """None where there is no state."""
+        return self.cost(eight_bit=True) if self.cost().state_bytes else None
 
     def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
@@ -85,6 +82,10 @@ def _is_separable(optimizer: str | Optimizer) -> bool:
         except NotSeparable:
             return False
     return True
+
+
+def _has_moments(optimizer: str | Optimizer) -> bool:
+    return isinstance(optimizer, str) or (not is_8bit(optimizer) and moments_of(optimizer) is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

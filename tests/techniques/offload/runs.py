@@ -59,7 +59,7 @@ class Gpt(nn.Module):
 
 
 def tokens(step: int = 0, shape: tuple[int, int] = (2, 16)) -> torch.Tensor:
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step), device="cpu").to(DEVICE)
 
 
 def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:

@@ -86,7 +86,8 @@ class Training:
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.num_steps)
         count = 2 if "accumulate" in self.mode else 1
-        batches = [torch.randn(16, 64, generator=generator).to(self.device, self.dtype) for _ in range(count)]
+        drawn = [torch.randn(16, 64, generator=generator, device="cpu") for _ in range(count)]
+        batches = [batch.to(self.device, self.dtype) for batch in drawn]
 
         def closure() -> float:
             self.optimizer.zero_grad(set_to_none="keep" not in self.mode)
