@@ -203,6 +203,34 @@ def test_a_tensor_that_is_changed_late_is_refused_once() -> None:
     memscale.detach(model)
 
 
+class _LateTensorBesideStatistics(_LateTensor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rate = nn.BatchNorm1d(8), 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x)) * self.rate
+
+
+def test_a_refusal_leaves_the_module_as_it_was() -> None:
+    """It comes in backward: nothing that a recompute would have been shown may stay."""
+    model = _Chain(_LateTensorBesideStatistics)
+    checkpoint_all(model)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        model(x).sum().backward()
+    loss = model(x).sum()
+    for block in model.blocks:
+        block.rate = 0.25
+    buffers, values = list(model.buffers()), [buffer.clone() for buffer in model.buffers()]
+    with pytest.raises(RuntimeError, match="'scale' of _LateTensorBesideStatistics was changed in place"):
+        loss.backward()
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), values, strict=True))
+    assert [block.rate for block in model.blocks] == [0.25] * 3
+    memscale.detach(model)
+
+
 class _PlainBlock(_Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.net(x)

@@ -17,12 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
+from memscale._decide import half_type
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute import Executor, executor_of
 from memscale._hardware import Hardware, nearest_existing
 from memscale._patching import OwnHook
 from memscale._pipeline import device_of, execution_settings, make_plan
-from memscale._plan import MixedPrecision, Plan
+from memscale._plan import Plan
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
 from memscale.report import console, stack
@@ -233,11 +234,7 @@ def _attach(
     executor = Executor(model, execution_settings(config, device, hardware), optimizer)
     try:
         executor.adopt()
-        console.open_log(config, executor.on_detach)
-        if config.enable_logging:
-            console.show_hardware(hardware)
-        _warn_of_slow_math(config, hardware)
-        _tell_of_unified_memory(config, hardware)
+        _introduce(executor, config, hardware)
         baseline = optimizer if baseline is None else baseline
         planner = _Planner(executor, config, "adamw" if baseline is None else baseline, hardware, reporter)
         if inputs is None and derive:
@@ -252,20 +249,23 @@ def _attach(
     return executor
 
 
+def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:
+    """Say where the model will compute, and what of the wishes cannot be followed there."""
+    console.open_log(config, executor.on_detach)
+    if config.enable_logging:
+        console.show_hardware(hardware)
+    _warn_of_slow_math(config, hardware)
+    _tell_of_unified_memory(config, hardware)
+
+
 def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:
     if not config.asks_for("use_mixed_precision"):
         return
-    dtype = MixedPrecision.choose_dtype(
-        hardware.device_type,
-        supports_bf16=hardware.supports_bf16,
-        supports_fp16=hardware.supports_fp16,
-        has_fast_16bit=hardware.has_fast_16bit,
-    )
-    if dtype is None:
+    if half_type(hardware, config) is None:
         warnings.warn(
             f"use_mixed_precision=True is not followed: {hardware.device_name} has no fast 16-bit math, so the model "
             "stays in full precision",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -274,7 +274,7 @@ def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
         return
     text = f"{hardware.device_name} shares its memory with the host: offloading would gain nothing and is left out"
     if config.asks_for("enable_offloading"):
-        warnings.warn(f"enable_offloading=True is not followed: {text}", stacklevel=4)
+        warnings.warn(f"enable_offloading=True is not followed: {text}", stacklevel=5)
     else:
         logger.info(text)
 

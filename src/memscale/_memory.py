@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
+from memscale._units import round_up
 
 Kind = Literal["parameters", "gradients", "optimizer state", "activations", "temporaries", "other"]
 KINDS: tuple[Kind, ...] = (
@@ -134,7 +135,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak_by_kind = dict(self.by_kind)
 
     def _round(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.rounding_bytes) * self.rounding_bytes
+        return round_up(num_bytes, self.rounding_bytes)
 
     def _kind_now(self) -> Kind:
         """What is computed with gradients on will be saved for backward, also in a recompute."""

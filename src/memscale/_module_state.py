@@ -6,7 +6,7 @@
     shown = state.show(memory)         # the module as that forward found it; then the second run
     state.hide(shown)                  # the module as it was, untouched
 
-It runs once a layer a step, so it is written for speed: a few microseconds for a transformer block.
+It runs once a layer a step, so it is written for speed: `python -m memscale.benchmarks.overhead`.
 
 NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
 the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for
@@ -128,10 +128,12 @@ class ModuleState:
         self._attributes.after(memory)
 
     def show(self, memory: Memory) -> Shown:
-        """Let the module be as that forward found it."""
+        """Let the module be as that forward found it. Refuses before it changes anything."""
         shown = Shown([], {}, [])
         if _versions_of(memory.parameters) != memory.versions:
             _refuse_changed(memory)
+        if memory.tensors:
+            self._attributes.refuse_changed(memory)
         # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
         if not all(map(operator.is_, [table.get(name) for table, name in memory.slots], memory.parameters)):
             for (table, name), value in zip(memory.slots, memory.parameters, strict=True):
@@ -383,15 +385,18 @@ class _Attributes:
             if name not in _COMMON_ATTRIBUTES
         ]
 
+    def refuse_changed(self, memory: Memory) -> None:
+        """A tensor that was changed in place, and of which there is no copy; the next forward makes one."""
+        for slot, value, version in memory.tensors:
+            if _version_of(value) != version and slot not in memory.attributes:
+                self._changing[memory.flags][slot] = None
+                _refuse_attribute(slot)
+
     def show(self, memory: Memory, shown: Shown, parts: list[nn.Module]) -> None:
         is_same = memory.names is self._names and _count(parts) == self._num_attributes
         now = self._values(parts) if is_same else []
         if not now or not all(map(operator.is_, _chain(now), _chain(memory.values))):
             _show_others(memory, shown)
-        for slot, value, version in memory.tensors:
-            if _version_of(value) != version and slot not in memory.attributes:
-                self._changing[memory.flags][slot] = None
-                _refuse_attribute(slot)
         for slot, value in memory.attributes.items():
             shown.attributes[slot] = _get(slot)
             _set(slot, value.stand_in() if isinstance(value, _KeptTensor) else _snapshot(value))

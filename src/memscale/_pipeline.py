@@ -42,6 +42,7 @@ from memscale._profile.layers import find_blocks
 from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach, Rehearsal
 from memscale._profile.shallow import ShallowRehearsal, open_shallow
+from memscale._units import round_up
 from memscale._writing import cut_inside, explain_misfit
 from memscale.techniques import tiling
 from memscale.techniques.offload import streaming
@@ -180,8 +181,7 @@ class Study:
         optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed)
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {_torch_private.storage_key(storage): storage.nbytes() for storage in storages}
-        rounding_bytes = self.rehearsal.rounding_bytes
-        num_bytes = sum(-(-size // rounding_bytes) * rounding_bytes for size in sizes.values())
+        num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
         return CostModel(self.profile, self.hardware).peak_of(trace, choice, optimizer, num_bytes)
 
     def _streamable(self, module_fqns: Sequence[str]) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Bytes for people. GB = 1e9 bytes, everywhere."""
+"""Bytes for people, and bytes for allocators. GB = 1e9 bytes, everywhere."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ def show_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.{digits}f} {unit}"
     return f"{num_bytes / 1e3:.1f} kB"
+
+
+def round_up(num_bytes: int, step: int) -> int:
+    """The next multiple of the step."""
+    return -(-num_bytes // step) * step

@@ -59,6 +59,8 @@ def test_waiting_makes_it_right(side, no_races):
     A.current_stream().wait_stream(side)
     x.mul_(2)
     x.record_stream(side)
+    assert x.sum().item() == 6000
+    assert kinds() == set()
 
 
 def test_a_host_synchronisation_orders_everything_after_it(side, no_races):
@@ -78,7 +80,8 @@ def test_an_event_that_the_host_saw_done_orders_what_follows(side, no_races):
     with side:
         y = x + 1
     side.synchronize()
-    del y
+    assert y.sum().item() == 3000
+    assert kinds() == set()
 
 
 def test_reading_a_value_on_the_host_orders_what_follows(side, no_races):
@@ -87,7 +90,8 @@ def test_reading_a_value_on_the_host_orders_what_follows(side, no_races):
     with side:
         y = x + 1
     side.synchronize()
-    del y
+    assert y.sum().item() == 30
+    assert kinds() == set()
 
 
 def test_an_event_recorded_too_early_does_not_help(side):

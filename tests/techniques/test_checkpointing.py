@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale
 from memscale import Config, MemScaleError
@@ -302,10 +303,33 @@ def test_the_peak_falls_in_bytes(name: str) -> None:
     assert peaks[1] < 0.75 * peaks[0]
 
 
-def test_plans_name_operators_to_keep() -> None:
-    model = Mlp(depth=1)
-    execute(model, plan_of([Checkpoint("blocks.0", keep=("attention",))]))
-    square_loss(model(torch.randn(4, 64))).backward()
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers that are really computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("keep", "num_products"), [(("attention",), 2), (("matmul",), 0), (("matmul", "attention"), 0)]
+)
+def test_plans_name_operators_to_keep(keep: tuple[str, ...], num_products: int) -> None:
+    """Of the two products of a block, as many are computed again as are not kept."""
+    counts, gradients = [], []
+    for plan in (plan_of([]), plan_of([Checkpoint("blocks.0", keep=keep)])):
+        seed(1)
+        model, x = Mlp(depth=1), torch.randn(4, 64)
+        executor = execute(model, plan)
+        with Products() as products:
+            square_loss(model(x)).backward()
+        counts.append(products.count)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        executor.detach()
+    assert counts[1] - counts[0] == num_products
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 # ---- what is kept is not written to

@@ -18,6 +18,7 @@ from memscale import _torch_private
 from memscale._memory import LiveBytes, rounding_of
 from memscale._profile import OptimizerCost
 from memscale._profile.rehearsal import device_exists
+from memscale._units import round_up
 
 logger = logging.getLogger("memscale")
 
@@ -270,15 +271,12 @@ class _Twin:
                 if slot_bytes is None:
                     continue
                 waiting_bytes += slot_bytes
-                moved_bytes += self._rounded(value.nbytes)
+                moved_bytes += round_up(value.nbytes, self.rounding_bytes)
                 if slot_bytes < value.nbytes:
-                    unpacked_bytes += self._rounded(value.nbytes)
+                    unpacked_bytes += round_up(value.nbytes, self.rounding_bytes)
                     scratch_bytes = max(scratch_bytes, how.scratch_bytes(value))
         waiting_bytes += how.padding_bytes if waiting_bytes else 0
         return _BucketCost(waiting_bytes, state_bytes - moved_bytes, unpacked_bytes, step_bytes, scratch_bytes)
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.rounding_bytes) * self.rounding_bytes
 
     def _counter_bytes(self, optimizer: Optimizer) -> int:
         """Step counters stay on the host while parameters are on a device, unless the step is fused or capturable."""

@@ -140,6 +140,8 @@ def _device_configs(plain_bytes: int) -> dict[str, memscale.Config]:
 def _run_on_simgpu(subject: Case, config: memscale.Config | None) -> _Run:
     import simgpu  # noqa: F401  the device of that name
 
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
     torch.manual_seed(0)
     model = subject.build().train()
     if config is None:
@@ -156,7 +158,7 @@ def _run_on_simgpu(subject: Case, config: memscale.Config | None) -> _Run:
     for number in range(NUM_STEPS):
         batch = tree_map_only(torch.Tensor, lambda t: t.to("simgpu"), subject.batch(number))
         losses.append(float(_step(subject, model, optimizer, batch)))
-    peak_bytes = torch.accelerator.max_memory_allocated()
+    peak_bytes = torch.accelerator.max_memory_allocated() - before
     plan = executor.plan if executor is not None else None
     if executor is not None:
         memscale.detach(model)

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import pathlib
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -156,7 +157,11 @@ def test_what_waits_already_counts(no_leaks: Any):
     executor.apply(plan)
     optimizer = make_optimizer(model)
     steps(model, optimizer, 0, 1)
+    waiting = [entry for entry in optimizer.state.values() if isinstance(entry, Waiting)]
+    assert waiting
     executor.apply(dataclasses.replace(plan, actions=(*CHECKPOINTED[1:], state_away())))
+    still = [entry for entry in optimizer.state.values() if isinstance(entry, Waiting)]
+    assert all(a is b for a, b in zip(still, waiting, strict=True))
     executor.detach()
 
 
@@ -178,9 +183,13 @@ def test_an_optimizer_that_died_was_seen_all_the_same():
     model = Gpt()
     executor = executor_for(model)
     executor.apply(plan_of([state_away()]))
-    steps(model, make_optimizer(model), 0, 1)
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 1)
+    gone = weakref.ref(optimizer)
+    del optimizer
     let_autograd_finish()
     gc.collect()
+    assert gone() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         executor.detach()

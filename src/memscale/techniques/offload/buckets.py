@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memscale._units import round_up
 from memscale.techniques.offload.stores import Layout, Ticket, can_store
 
 SMALL_BYTES = 4096
@@ -35,7 +36,7 @@ SLOT_BYTES = 512
 
 
 def rounded(num_bytes: int) -> int:
-    return -(-num_bytes // SLOT_BYTES) * SLOT_BYTES
+    return round_up(num_bytes, SLOT_BYTES)
 
 
 def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int]]:

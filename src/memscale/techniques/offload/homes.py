@@ -23,6 +23,7 @@ from torch import nn
 from memscale import _torch_private
 from memscale._errors import OffloadError, StoreFullError
 from memscale._patching import MethodOverride
+from memscale._units import round_up
 from memscale.techniques.offload.host import HostStore
 from memscale.techniques.offload.stores import PART_BYTES, Layout, Store, Ticket
 
@@ -156,7 +157,7 @@ class Homes:
         """Take large segments at once: parameters pack into them with little waste."""
         if not isinstance(self.store, HostStore):
             return
-        sizes = [-(-p.nbytes // PART_BYTES) * PART_BYTES for p in {id(p): p for p in parameters}.values()]
+        sizes = [round_up(p.nbytes, PART_BYTES) for p in {id(p): p for p in parameters}.values()]
         with contextlib.ExitStack() as undo:
             for num_bytes in _segment_sizes(sizes, self.store.segment_bytes):
                 layout = Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)

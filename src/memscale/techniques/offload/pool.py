@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 
+from memscale._units import round_up
+
 
 class Extents:
     """First fit with coalescing over `[0, num_bytes)`, in multiples of `alignment` bytes."""
@@ -17,7 +19,7 @@ class Extents:
             self.grow(num_bytes)
 
     def rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.alignment) * self.alignment
+        return round_up(num_bytes, self.alignment)
 
     def grow(self, num_bytes: int) -> None:
         """Add free space at the end."""

@@ -27,6 +27,7 @@ import torch
 
 from memscale import _torch_private
 from memscale._errors import StoreFullError
+from memscale._units import round_up
 from memscale.techniques.offload.homes import CPU, Homes, unviewed
 from memscale.techniques.offload.stores import PART_BYTES, Layout, StoreCounters, Ticket
 from memscale.techniques.offload.transfers import Arrival, Transfers, TransferStats, order
@@ -349,7 +350,7 @@ class Streamer:
         if not self.overlaps or not self.store.keeps_bytes:
             return
         parameters = [p for ref in self.layers if (layer := ref()) is not None for p in layer.parameters()]
-        sizes = [-(-p.nbytes // PART_BYTES) * PART_BYTES for p in parameters if p.requires_grad]
+        sizes = [round_up(p.nbytes, PART_BYTES) for p in parameters if p.requires_grad]
         num_bytes = min(sum(sizes), LANDING_BYTES)
         try:
             self.store.free(self.store.reserve(Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)))
