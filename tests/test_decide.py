@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
+from memscale._choice import Choice, choice_of
 from memscale._decide import budget_bytes, decide, needs_optimizing
-from memscale._peak import Choice, CostModel, choice_of
+from memscale._peak import CostModel
 from memscale._plan import Checkpoint, Plan
 from tests.profiles import MB, Block, hardware_of, profile_of
 

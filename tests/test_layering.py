@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TORCH_FREE = (
     "__init__",
+    "_choice",
     "_config",
     "_decide",
     "_errors",
@@ -35,10 +36,11 @@ ALLOWED = {
     "_plan": {"_errors", "_json", "_units"},
     "_hardware": {"_errors"},
     "_profile": {"_json", "_plan"},
-    "_peak": {"_hardware", "_plan", "_profile"},
-    "_search": {"_peak"},
-    "_decide": {"_config", "_errors", "_hardware", "_peak", "_plan", "_profile", "_search", "_writing"},
-    "_writing": {"_config", "_peak", "_plan", "_profile", "_search", "_units"},
+    "_choice": {"_plan"},
+    "_peak": {"_choice", "_hardware", "_profile"},
+    "_search": {"_choice", "_peak"},
+    "_decide": {"_choice", "_config", "_errors", "_hardware", "_peak", "_plan", "_profile", "_search", "_writing"},
+    "_writing": {"_choice", "_config", "_peak", "_plan", "_profile", "_search", "_units"},
 }
 """Whom each of the pure modules may import, at most."""
 

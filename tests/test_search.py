@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config
+from memscale._choice import Choice, Outcome, Run
 from memscale._decide import decide
-from memscale._peak import Choice, CostModel, Outcome, Run
+from memscale._peak import CostModel
 from memscale._plan import TileHead
 from memscale._search import EXACT_BLOCKS, Candidate, search
 from tests.profiles import Block, full_profile, hardware_of, trace_of, with_tiled_head

@@ -11,10 +11,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
+from memscale._choice import Choice, Outcome, Run, Treatment
 from memscale._config import Config
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
-from memscale._peak import Choice, CostModel, Outcome, Run, Treatment
+from memscale._peak import CostModel
 from memscale._plan import DecisionSource, MixedPrecision, Plan, Reason
 from memscale._profile import Profile
 from memscale._search import Candidate, search

@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale import _json
+from memscale._choice import Choice
 from memscale._config import Config, OptimizationMode
 from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
-from memscale._peak import Choice, CostModel
+from memscale._peak import CostModel
 from memscale._pipeline import Study, device_of
 from memscale._plan import Plan
 from memscale._policy import choose_strategy

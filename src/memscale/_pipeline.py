@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale import _torch_private
+from memscale._choice import INSIDE, REST, TILE_HEAD, Choice, Outcome, choice_of, tile_name
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide import decide, full_budget, half_type, needs_optimizing
 from memscale._errors import DoesNotFitError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts, has_next_tier
-from memscale._peak import INSIDE, REST, TILE_HEAD, Choice, CostModel, Outcome, choice_of, tile_name
+from memscale._peak import CostModel
 from memscale._plan import (
     Action,
     Checkpoint,

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from memscale._peak import Choice, CostModel, Outcome, Run, Stretch, Treatment
+from memscale._choice import Choice, Outcome, Run, Treatment
+from memscale._peak import CostModel, Stretch
 
 MIN_FRONT = 64
 """Ways that are kept of a stretch of unequal blocks, at least."""

@@ -8,8 +8,9 @@ from typing import Literal
 
 from typing_extensions import assert_never
 
+from memscale._choice import Choice, Outcome, Run, Treatment
 from memscale._config import Config
-from memscale._peak import Choice, CostModel, Outcome, Run, Treatment
+from memscale._peak import CostModel
 from memscale._plan import (
     Action,
     Checkpoint,
