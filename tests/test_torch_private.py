@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale import _torch_private
 
@@ -25,6 +28,24 @@ def test_fake_tensors_have_no_memory_and_run_a_training_step() -> None:
     assert _torch_private.device_type_of(weight) == "cpu"
     assert not _torch_private.is_fake(torch.ones(1))
     assert _torch_private.device_type_of(torch.ones(1, device="meta")) == "meta"
+
+
+def test_questions_where_a_fake_tensor_is_reach_modes_as_an_operator() -> None:
+    class Listens(TorchDispatchMode):
+        heard: list[torch.device]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if _torch_private.is_device_question(func):
+                self.heard.append(_torch_private.device_answer(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    mode = Listens()
+    mode.heard = []
+    with _torch_private.fake_tensor_mode():
+        weight = nn.Parameter(torch.empty(3))
+        with mode:
+            (weight * 2).sum().backward()
+    assert set(mode.heard) == {torch.device("cpu")}
 
 
 def test_flop_formulas() -> None:

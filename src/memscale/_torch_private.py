@@ -47,6 +47,19 @@ def device_type_of(tensor: torch.Tensor) -> str:
     return device.type
 
 
+def is_device_question(func: Any) -> bool:
+    """Whether a mode was handed not an operator but somebody's question where a fake tensor lies."""
+    return func is torch.ops.prim.device.default
+
+
+def device_answer(tensor: torch.Tensor) -> torch.device:
+    """What the fake tensor itself would answer."""
+    if fake_mode_of(tensor).in_kernel_invocation:
+        return torch.device("meta")
+    device: torch.device = tensor.fake_device  # type: ignore[attr-defined]
+    return device
+
+
 def flop_formula(func: Any) -> Callable[..., int] | None:
     """PyTorch's own FLOP count of an operator; None for those that it takes as free."""
     formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)

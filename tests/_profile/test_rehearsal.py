@@ -253,3 +253,26 @@ def test_a_dataclass_is_looked_into() -> None:
 def test_an_output_without_gradients_is_refused() -> None:
     with pytest.raises(RuntimeError, match="does not depend"):
         loss_of(torch.ones(3))
+
+
+class Curious(nn.Module):
+    """Asks tensors where they are."""
+
+    def __init__(self, num_questions: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.num_questions = num_questions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.num_questions):
+            assert x.device.type == "cpu"
+        return torch.relu(self.inner(x))
+
+
+def test_only_operators_that_touch_memory_are_traffic() -> None:
+    inputs = Inputs(args=(torch.empty(4, 8, device="meta"),))
+    silent, curious = (FakeRehearsal(Curious(number), inputs, "cpu").run() for number in (0, 50))
+    assert curious.segments == silent.segments
+    in_forward = sum(segment.other_bytes for segment in silent.segments if segment.phase == "forward")
+    relu, square, mean = 2 * 128, 2 * 128, 128 + 4
+    assert relu + square + mean <= in_forward <= relu + square + mean + 64
