@@ -221,6 +221,20 @@ def test_plan_groups_layers_and_explains_each(shell: Shell, model_file: str) -> 
     assert all(f"\n{index} " in explained for index in range(6))
 
 
+def test_peak_against_time_is_drawn(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
+    drawing, output = tmp_path / "front.svg", tmp_path / "plan.json"
+    arguments = ("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--explain")
+    assert "nothing else was looked into" in shell(*arguments)
+    explained = shell(*arguments, "--pareto", str(drawing), "--output", str(output))
+    plan = memscale.Plan.load(output)
+    assert drawing.read_text().count("<circle") == len(plan.front) > 1
+    assert "next smaller: none" not in explained
+    assert plan.explain() in explained
+    sentence = shell.complaint("plan", f"{model_file}:build", "--pareto", str(tmp_path))
+    assert "--pareto" in sentence
+    assert "directory" in sentence
+
+
 def test_a_plan_that_does_not_fit_exits_with_1(shell: Shell, model_file: str) -> None:
     sentence = shell.complaint("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--budget", "0.000001", code=1)
     assert "the budget is" in sentence

@@ -229,6 +229,35 @@ def test_the_same_bytes_in_every_process_and_without_torch() -> None:
     assert outputs.pop().count(b'"actions"') == 4
 
 
+WHOLE_PROGRAM = """
+import sys
+import torch
+from torch import nn
+from memscale import Config, Hardware
+from memscale._pipeline import make_plan
+from memscale._profile.inputs import Inputs
+from tests.profiles import hardware_of
+torch.set_num_threads(1)
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(4)))
+    inputs = Inputs((torch.zeros(8, 32, 64),))
+for mode in ("conservative", "balanced", "aggressive"):
+    config = Config(mode=mode, force_optimize=True)
+    sys.stdout.write(make_plan(model, inputs, config, hardware=hardware_of()).to_json())
+"""
+
+
+@pytest.mark.slow
+def test_the_whole_pipeline_gives_the_same_bytes_in_every_process() -> None:
+    outputs = set()
+    for hash_seed in ("0", "7"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", WHOLE_PROGRAM]
+        outputs.add(subprocess.run(command, check=True, capture_output=True, env=environment, cwd=_root()).stdout)
+    assert len(outputs) == 1
+    assert outputs.pop().count(b'"actions"') == 3
+
+
 def _root() -> str:
     return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

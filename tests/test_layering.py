@@ -17,6 +17,7 @@ TORCH_FREE = (
     "_config",
     "_decide",
     "_errors",
+    "_front",
     "_hardware",
     "_json",
     "_peak",
@@ -39,8 +40,20 @@ ALLOWED = {
     "_choice": {"_plan"},
     "_peak": {"_choice", "_hardware", "_profile"},
     "_search": {"_choice", "_peak"},
-    "_decide": {"_choice", "_config", "_errors", "_hardware", "_peak", "_plan", "_profile", "_search", "_writing"},
-    "_writing": {"_choice", "_config", "_peak", "_plan", "_profile", "_search", "_units"},
+    "_front": {"_choice", "_plan", "_search"},
+    "_decide": {
+        "_choice",
+        "_config",
+        "_errors",
+        "_front",
+        "_hardware",
+        "_peak",
+        "_plan",
+        "_profile",
+        "_search",
+        "_writing",
+    },
+    "_writing": {"_choice", "_config", "_front", "_peak", "_plan", "_profile", "_search", "_units"},
 }
 """Whom each of the pure modules may import, at most."""
 

@@ -11,18 +11,20 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal
 
-from memscale._choice import Choice, Outcome, Run, Treatment
+from memscale._choice import Choice, Outcome, Run, Treatment, choice_of
 from memscale._config import Config
 from memscale._errors import DoesNotFitError
+from memscale._front import by_peak, by_time, pareto_front
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
-from memscale._plan import DecisionSource, MixedPrecision, Plan, Reason
+from memscale._plan import DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
 from memscale._profile import Profile
 from memscale._search import Candidate, search
 from memscale._writing import asked_for, explain_misfit, write_plan
 
 HOST_MARGIN = 0.1
 """The share of available host memory that offloading leaves alone, unless told how much it may use."""
+NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,11 +88,14 @@ def decide(
     if not needs_optimizing(profile, hardware, config):
         numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
         chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
+        candidates, note = [chosen], NOTHING_ELSE
     else:
         tighter = dataclasses.replace(budget, device_bytes=budget.device_bytes - margin_bytes)
-        chosen, summary = _choose(model, baseline, tighter, config)
+        candidates, note = find_candidates(model, baseline, budget, config), ""
+        chosen, summary = _choose(candidates, baseline, tighter, config)
     fits = budget.admits(chosen.outcome)
-    plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary)
+    front = pareto_front(_placeable(candidates, budget), baseline, chosen)
+    plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
     if not chosen.choice.num_actions:
         plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, half_type(hardware, config))))
     if raise_if_unfit and not plan.fits:
@@ -98,31 +103,38 @@ def decide(
     return plan
 
 
-def _choose(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> tuple[Candidate, Reason]:
-    candidates = find_candidates(model, baseline, budget, config)
-    placeable = [c for c in candidates if dataclasses.replace(budget, device_bytes=2**63).admits(c.outcome)]
+def _choose(candidates: list[Candidate], baseline: Outcome, budget: Budget, config: Config) -> tuple[Candidate, Reason]:
+    placeable = _placeable(candidates, budget)
     numbers: dict[str, int | float | str] = {
         "baseline_bytes": baseline.peak_bytes,
         "budget_bytes": budget.device_bytes,
         "candidates": len(candidates),
     }
     if config.force_optimize:
-        return min(placeable, key=_by_peak), Reason("force_optimize: the lowest peak that the mode allows", numbers)
+        return min(placeable, key=by_peak), Reason("force_optimize: the lowest peak that the mode allows", numbers)
     fitting = [c for c in placeable if budget.admits(c.outcome)]
     if not fitting:
-        return min(placeable, key=_by_peak), Reason("nothing fits: the lowest peak that the mode allows", numbers)
+        return min(placeable, key=by_peak), Reason("nothing fits: the lowest peak that the mode allows", numbers)
     exact = [c for c in fitting if c.choice.run.is_exact]
     if exact or all(c.choice.run.is_exact for c in candidates):
-        return min(exact, key=_by_time), Reason("the fastest of the candidates that fit", numbers)
-    return min(fitting, key=_by_time), Reason("nothing exact fits: the fastest of the others that do", numbers)
+        return min(exact, key=by_time), Reason("the fastest of the candidates that fit", numbers)
+    return min(fitting, key=by_time), Reason("nothing exact fits: the fastest of the others that do", numbers)
 
 
-def _by_peak(candidate: Candidate) -> tuple[float, ...]:
-    return candidate.outcome.peak_bytes, round(candidate.outcome.step_ms, 9), candidate.choice.num_actions
+def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
+    """Those for which host and disk have room."""
+    anywhere = dataclasses.replace(budget, device_bytes=2**63)
+    return [c for c in candidates if anywhere.admits(c.outcome)]
 
 
-def _by_time(candidate: Candidate) -> tuple[float, ...]:
-    return round(candidate.outcome.step_ms, 9), candidate.outcome.peak_bytes, candidate.choice.num_actions
+def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
+    """The front of everything that was profiled, where a plan may carry less; the plan's own point is marked."""
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    baseline, budget = model.evaluate(Choice()), full_budget(hardware, config)
+    candidates = _placeable(find_candidates(model, baseline, budget, config), budget)
+    wanted = choice_of(plan.actions, model.blocks)
+    chosen = next((c for c in candidates if c.choice == wanted), None)
+    return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)))
 
 
 def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> list[Candidate]:

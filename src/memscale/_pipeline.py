@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memscale import _torch_private
 from memscale._choice import INSIDE, REST, TILE_HEAD, Choice, Outcome, choice_of, tile_name
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide import decide, full_budget, half_type, needs_optimizing
+from memscale._decide import decide, full_budget, full_front, half_type, needs_optimizing
 from memscale._errors import DoesNotFitError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._hardware import Hardware
@@ -26,6 +26,7 @@ from memscale._peak import CostModel
 from memscale._plan import (
     Action,
     Checkpoint,
+    FrontPoint,
     MixedPrecision,
     OffloadActivations,
     Plan,
@@ -55,6 +56,7 @@ MIN_TILE_ROWS = 128
 MAX_INNER_TILES, MIN_INNER_ROWS = 16, 16
 """Attention and MLPs are cut into two to so many tiles, of at least so many positions."""
 _MAX_REHEARSALS = 4
+MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
 
 
 def make_plan(
@@ -64,16 +66,21 @@ def make_plan(
     optimizer: str | Optimizer = "adamw",
     hardware: Hardware | None = None,
     before_real: Callable[[], None] | None = None,
+    on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
 ) -> Plan:
     """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
 
-    `before_real` is called before a real step is run on the model itself.
+    `before_real` is called before a real step is run on the model itself; `on_front` gets peak against time for
+    everything that the mode allows, whether the plan needed it or not.
     """
     hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
     study = Study(model, inputs, config, optimizer, hardware, before_real)
-    plan = study.plan(choose_strategy(config))
+    strategy = choose_strategy(config)
+    plan = study.plan(strategy)
     if not plan.fits:
         raise DoesNotFitError(explain_misfit(study.profile, plan, config))
+    if on_front is not None:
+        on_front(study.full_front(strategy, plan))
     return plan
 
 
@@ -118,9 +125,15 @@ class Study:
             if not config.force_optimize:
                 plan = self._decide_and_rehearse(strategy)
                 if plan.fits:
-                    return plan
+                    return dataclasses.replace(plan, front_note=MORE_BELOW)
         last(config)
         return self._decide_and_rehearse(strategy)
+
+    def full_front(self, strategy: Strategy, plan: Plan) -> tuple[FrontPoint, ...]:
+        """Peak against time with everything that the strategy allows, also what the plan did not need."""
+        for level in self._levels(strategy.config):
+            level(strategy.config)
+        return full_front(self.profile, self.hardware, strategy.config, plan)
 
     def _levels(self, config: Config) -> list[Callable[[Config], None]]:
         """What is dear to find out, or not exact, is looked into only when nothing else is left."""

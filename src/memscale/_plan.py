@@ -22,7 +22,8 @@ class Reason:
     numbers: dict[str, int | float | str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        numbers = ", ".join(_show(name, value) for name, value in self.numbers.items())
+        # Sorted, as they are in JSON: a plan that was saved explains itself in the same words.
+        numbers = ", ".join(_show(name, value) for name, value in sorted(self.numbers.items()))
         return f"{self.rule} ({numbers})" if numbers else self.rule
 
 
@@ -152,6 +153,20 @@ class LayerRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FrontPoint:
+    """A plan that no other beats in both peak and time: one point of the Pareto front."""
+
+    peak_bytes: int
+    """By the peak model."""
+    slowdown: float
+    what: str
+    """What it does, in a few words."""
+    is_exact: bool = True
+    """False where it computes in 16 bits or keeps optimizer state in 8."""
+    is_chosen: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """What will be done, what it will peak at, what it will cost, and why."""
 
@@ -181,6 +196,11 @@ class Plan:
     """Activations and offloaded optimizer state, which wait on the host or on disk."""
     rehearsed: bool = False
     """The predicted peak was confirmed by running this very plan on fake tensors."""
+    front: tuple[FrontPoint, ...] = ()
+    """Peak against time, the highest peak first: what there would be instead. Exact plans, and below the lowest of them
+    the others. Empty in a plan that was not written by `decide`."""
+    front_note: str = ""
+    """What the front does not show, and why."""
 
     @property
     def reduction(self) -> float:
@@ -188,8 +208,25 @@ class Plan:
         return 1 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
 
     def explain(self) -> str:
-        """The plan as text: each layer, its cost, its techniques, and the rule and numbers behind them."""
-        return "\n".join([*self._head_lines(), "", *self._table_lines()])
+        """The plan as text: each choice with its rule and numbers, and what there would be instead."""
+        parts = (self._head_lines(), self._run_lines(), self._table_lines(), self._front_lines())
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    @property
+    def next_cheaper(self) -> FrontPoint | None:
+        """The next plan of the front that is faster and peaks higher; None when there is none."""
+        higher = self.front[: self._chosen_at]
+        return higher[-1] if higher else None
+
+    @property
+    def next_smaller(self) -> FrontPoint | None:
+        """The next plan of the front that peaks lower; None when there is none."""
+        lower = self.front[self._chosen_at + 1 :]
+        return lower[0] if lower else None
+
+    @property
+    def _chosen_at(self) -> int:
+        return next((index for index, point in enumerate(self.front) if point.is_chosen), len(self.front))
 
     def _head_lines(self) -> list[str]:
         how = "confirmed by a rehearsal" if self.rehearsed else "from the peak model"
@@ -204,12 +241,27 @@ class Plan:
             f"  rule:      {self.summary}",
         ]
 
+    def _run_lines(self) -> list[str]:
+        """What is not about one layer; and the head, whose rows a layer's line does not say."""
+        rows = [(_words_of(a), str(a.reason)) for a in self.actions if isinstance(a, TileHead) or _is_of_the_run(a)]
+        return _columns([("for the run", "rule"), *rows]) if rows else []
+
     def _table_lines(self) -> list[str]:
         header = ("layer", "class", "calls", "params", "activations", "forward", "techniques", "rule")
-        table = [header, *(_row_cells(row) for row in self.rows)]
-        widths = [max(len(cells[column]) for cells in table) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
-        return [line.rstrip() for line in (lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:])]
+        return _columns([header, *(_row_cells(row) for row in self.rows)])
+
+    def _front_lines(self) -> list[str]:
+        note = [f"({self.front_note})"] if self.front_note else []
+        if not self.front:
+            return note or ["(no front of peak against time: this plan does not carry one)"]
+        header = ("", "peak", "time", "what would be done")
+        lines = ["Peak against time, by the peak model:", *_columns([header, *map(_front_cells, self.front)])]
+        if self._chosen_at < len(self.front):
+            lines += [
+                _neighbour("next cheaper", self.next_cheaper, self),
+                _neighbour("next smaller", self.next_smaller, self),
+            ]
+        return [*lines, *note]
 
     def to_json(self) -> str:
         return _json.dumps(self)
@@ -229,6 +281,41 @@ class Plan:
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
         return cls.from_json(pathlib.Path(path).read_text())
+
+
+def _is_of_the_run(action: Action) -> bool:
+    return isinstance(action, OffloadOptimizer | MixedPrecision | QuantizeOptimizer)
+
+
+def _words_of(action: Action) -> str:
+    """ "OffloadOptimizer" in words: "offload optimizer"."""
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(action).__name__).strip()
+
+
+def _columns(table: list[tuple[str, ...]]) -> list[str]:
+    """Under a header, with a line below it."""
+    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
+    return [line.rstrip() for line in (lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:])]
+
+
+def _front_cells(point: FrontPoint) -> tuple[str, ...]:
+    mark = ">" if point.is_chosen else ""
+    what = point.what if point.is_exact else f"{point.what} (not exact)"
+    return mark, show_bytes(point.peak_bytes), f"{point.slowdown:.2f}x", what
+
+
+def _neighbour(name: str, point: FrontPoint | None, plan: Plan) -> str:
+    if point is None:
+        return f"{name}: none"
+    chosen = plan.front[plan._chosen_at]
+    change = point.peak_bytes - chosen.peak_bytes
+    over = ", above the budget" if point.peak_bytes > plan.budget_bytes else ""
+    exact = "" if point.is_exact else ", not exact"
+    return (
+        f"{name}: {show_bytes(abs(change))} {'more' if change > 0 else 'less'}{over}, {point.slowdown:.2f}x the time "
+        f"instead of {chosen.slowdown:.2f}x{exact}: {point.what}"
+    )
 
 
 def _row_cells(row: LayerRow) -> tuple[str, ...]:

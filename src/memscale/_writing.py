@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from typing_extensions import assert_never
 
 from memscale._choice import Choice, Outcome, Run, Treatment
 from memscale._config import Config
+from memscale._front import NAME_OF, slowdown
 from memscale._peak import CostModel
 from memscale._plan import (
     Action,
     Checkpoint,
     DecisionSource,
+    FrontPoint,
     LayerRow,
     MixedPrecision,
     OffloadActivations,
@@ -32,14 +34,6 @@ from memscale._units import show_bytes
 
 OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
 """State is brought to the device in pieces that belong to parameters of this many bytes."""
-_NAME_OF: dict[Treatment, str] = {
-    "selective": "checkpoint (selective)",
-    "checkpoint": "checkpoint",
-    "offload": "offload activations",
-    "checkpoint+offload": "checkpoint, input offloaded",
-    "stream": "stream parameters",
-    "stream+offload": "stream parameters, input offloaded",
-}
 
 
 def write_plan(
@@ -51,13 +45,15 @@ def write_plan(
     budget_bytes: int,
     fits: bool,
     summary: Reason,
+    front: tuple[FrontPoint, ...] = (),
+    front_note: str = "",
 ) -> Plan:
     profile, outcome = model.profile, chosen.outcome
     return Plan(
         actions=tuple(_actions(model, config, chosen.choice)),
         baseline_peak_bytes=baseline.peak_bytes,
         predicted_peak_bytes=outcome.peak_bytes,
-        predicted_slowdown=_slowdown(chosen, baseline),
+        predicted_slowdown=slowdown(chosen, baseline),
         budget_bytes=budget_bytes,
         fits=fits,
         decision_source=decision_source,
@@ -72,13 +68,9 @@ def write_plan(
         rows=tuple(_row(model, layer, chosen.choice) for layer in profile.layers),
         host_bytes=outcome.host_bytes,
         movable_bytes=outcome.movable_bytes,
+        front=front,
+        front_note=front_note,
     )
-
-
-def _slowdown(chosen: Candidate, baseline: Outcome) -> float:
-    """No exact plan is promised to be faster than the plain step, though tiles may be."""
-    ratio = round(chosen.outcome.step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0
-    return max(1.0, ratio) if chosen.choice.run.is_exact else ratio
 
 
 def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
@@ -92,28 +84,45 @@ def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Actio
         for module_fqn in model.profile.rest:
             yield StreamParameters(module_fqn, _rest_reason(model))
     if run.num_tiles:
-        yield from cut_inside(model.profile.inside, run.num_tiles)
+        reason = _inside_reason(model, choice)
+        yield from (dataclasses.replace(a, reason=reason) for a in cut_inside(model.profile.inside, run.num_tiles))
     if run.head_rows:
         assert model.profile.head is not None
-        yield dataclasses.replace(model.profile.head, rows=run.head_rows, reason=_head_reason(model, run))
+        yield dataclasses.replace(model.profile.head, rows=run.head_rows, reason=_head_reason(model, choice))
     if run.offloads_optimizer:
         numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer(run).state_bytes}
-        yield OffloadOptimizer(
-            OPTIMIZER_BUCKET_BYTES, Reason("offload optimizer state: the device holds one bucket of it", numbers)
-        )
-    yield from _lossy_actions(model, config, run)
+        numbers |= _part_of_the_run(model, choice, offloads_optimizer=False)
+        rule = "offload optimizer state: the device holds one bucket of it"
+        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, Reason(rule, numbers))
+    yield from _lossy_actions(model, config, choice)
 
 
-def _lossy_actions(model: CostModel, config: Config, run: Run) -> Iterator[Action]:
+def _lossy_actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
+    run = choice.run
     if run.precision:
         dtype: Literal["bfloat16", "float16"] = "bfloat16" if run.precision == "bfloat16" else "float16"
-        yield MixedPrecision(dtype, _lossy_reason(config, "use_mixed_precision", {}))
+        part = _part_of_the_run(model, choice, precision="")
+        yield MixedPrecision(dtype, _lossy_reason(config, "use_mixed_precision", part))
     if run.quantizes_optimizer:
         numbers: dict[str, int | float | str] = {
             "state_bytes": model.profile.optimizer.state_bytes,
             "in_8_bit_bytes": model.optimizer(run).state_bytes,
+            **_part_of_the_run(model, choice, quantizes_optimizer=False),
         }
         yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=_lossy_reason(config, "use_8bit_optimizer", numbers))
+
+
+def _part_of_the_run(model: CostModel, choice: Choice, **without: Any) -> dict[str, int | float | str]:
+    """What one part of the run frees and costs: this very plan without it, and with it."""
+    other = Choice(choice.blocks, dataclasses.replace(choice.run, **without))
+    treatments = {treatment for _, treatment in choice.blocks} or {"keep"}
+    if not model.can_run(other.run) or not all(model.can_treat(other.run, treatment) for treatment in treatments):
+        return {}  # one of a pair that was traced together only
+    before, after = model.evaluate(other), model.evaluate(choice)
+    return {
+        "frees_bytes": before.peak_bytes - after.peak_bytes,
+        "costs_ms": round(after.step_ms - before.step_ms, 4),
+    }
 
 
 def asked_for(model: CostModel, config: Config, dtype: Literal["bfloat16", "float16"] | None) -> Iterator[Action]:
@@ -150,7 +159,7 @@ def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
     if treatment.startswith("stream"):
         numbers["parameter_bytes"] = model.blocks[module_fqn].param_bytes
     numbers["costs_ms"] = round(model.extra_ms(module_fqn, treatment), 4)
-    return Reason(_NAME_OF[treatment], numbers)
+    return Reason(NAME_OF[treatment], numbers)
 
 
 def _rest_reason(model: CostModel) -> Reason:
@@ -167,27 +176,40 @@ def cut_inside(coarsest: tuple[TileAttention | TileMlp, ...], num_tiles: int) ->
     )
 
 
-def _head_reason(model: CostModel, run: Run) -> Reason:
-    plain = model.evaluate(Choice()).peak_bytes
-    tiled = model.evaluate(Choice((), Run(head_rows=run.head_rows))).peak_bytes
-    return Reason("tile the head", {"frees_bytes": plain - tiled, "rows": run.head_rows})
+def _head_reason(model: CostModel, choice: Choice) -> Reason:
+    part = _part_of_the_run(model, choice, head_rows=0)
+    return Reason("tile the head", {**part, "rows": choice.run.head_rows})
+
+
+def _inside_reason(model: CostModel, choice: Choice) -> Reason:
+    part = _part_of_the_run(model, choice, num_tiles=0)
+    return Reason("tile attention and MLPs inside the layers", {**part, "tiles": choice.run.num_tiles})
+
+
+def _tiled_inside(model: CostModel, layer: Layer, run: Run) -> tuple[str, ...]:
+    """What of a layer is tiled: its attention, its MLP."""
+    parts = [a for a in model.profile.inside if f"{a.module_fqn}.".startswith(f"{layer.module_fqn}.")]
+    names = ["tile attention" if isinstance(part, TileAttention) else "tile the MLP" for part in parts]
+    return tuple(dict.fromkeys(names)) if run.num_tiles and layer.module_fqn else ()
 
 
 def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
-    treatment = dict(choice.blocks).get(layer.module_fqn)
-    head = model.profile.head
+    treatment, run = dict(choice.blocks).get(layer.module_fqn), choice.run
+    head, inside = model.profile.head, _tiled_inside(model, layer, run)
     techniques: tuple[str, ...]
     if treatment is not None:
-        techniques, reason = (_NAME_OF[treatment],), _reason(model, layer.module_fqn, treatment)
-    elif choice.run.head_rows and head is not None and head.module_fqn == layer.module_fqn:
-        techniques, reason = ("tile the head",), _head_reason(model, choice.run)
-        if choice.run.streams_rest:
+        techniques, reason = (NAME_OF[treatment],), _reason(model, layer.module_fqn, treatment)
+    elif run.head_rows and head is not None and head.module_fqn == layer.module_fqn:
+        techniques, reason = ("tile the head",), _head_reason(model, choice)
+        if run.streams_rest:
             techniques = ("tile the head", "stream parameters")
-    elif choice.run.streams_rest and any(f"{fqn}.".startswith(f"{layer.module_fqn}.") for fqn in model.profile.rest):
+    elif run.streams_rest and any(f"{fqn}.".startswith(f"{layer.module_fqn}.") for fqn in model.profile.rest):
         techniques, reason = ("stream parameters",), _rest_reason(model)
     else:
         why = "not needed for the budget" if layer.is_block else "no block: embeddings, stem or head"
         techniques, reason = (), Reason(why)
+    if inside:
+        techniques, reason = (*techniques, *inside), _with_tiles(reason, run)
     return LayerRow(
         module_fqn=layer.module_fqn,
         class_name=layer.class_name,
@@ -198,6 +220,10 @@ def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
         techniques=techniques,
         reason=reason,
     )
+
+
+def _with_tiles(reason: Reason, run: Run) -> Reason:
+    return Reason(f"{reason.rule}; tiles inside", {**reason.numbers, "tiles": run.num_tiles})
 
 
 def explain_misfit(profile: Profile, plan: Plan, config: Config) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memscale._hardware import Hardware
-    from memscale._plan import Plan
+    from memscale._plan import FrontPoint
     from memscale._profile.inputs import Inputs
 
 EXIT_DOES_NOT_FIT = 1
@@ -142,30 +142,45 @@ def plan(
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Every layer, with the rule and its numbers.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Every choice, with its rule and numbers.")] = False,
+    pareto: Annotated[
+        pathlib.Path | None, typer.Option("--pareto", help="Draw peak against time there (SVG): all the mode allows.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan that `memscale.wrap` would attach. Exits with 1 when none fits."""
     config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, force_optimize=force)
-    if output is not None and output.is_dir():
-        raise PlanError(f"--output {output}: that is a directory")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise PlanError(f"--output {output}: there is no directory {output.parent}")
+    _check_writable("--output", output)
+    _check_writable("--pareto", pareto)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
     from memscale._pipeline import make_plan
 
+    fronts: list[tuple[FrontPoint, ...]] = []
     with _progress(f"planning {model} on fake tensors"), _quiet():
-        made = make_plan(subject.model, subject.inputs, config, optimizer, subject.hardware)
+        made = make_plan(
+            subject.model,
+            subject.inputs,
+            config,
+            optimizer,
+            subject.hardware,
+            on_front=None if pareto is None else fronts.append,
+        )
+    if pareto is not None:
+        from memscale.report.pareto import draw
+
+        made = dataclasses.replace(made, front=fronts[0], front_note="")
+        _write("--pareto", pareto, draw(made, made.front))
     if output is not None:
-        _save(made, output)
+        _write("--output", output, made.to_json())
     if as_json:
         print(made.to_json(), end="")
     elif explain:
         print(made.explain())
     else:
         print("\n".join(shell.plan_lines(made)))
-    if output is not None:
-        print(f"written to {output}", file=sys.stderr)
+    for path in (output, pareto):
+        if path is not None:
+            print(f"written to {path}", file=sys.stderr)
 
 
 @app.command()
@@ -257,8 +272,16 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _save(made: Plan, output: pathlib.Path) -> None:
+def _check_writable(option: str, path: pathlib.Path | None) -> None:
+    """Before anything that takes long."""
+    if path is not None and path.is_dir():
+        raise PlanError(f"{option} {path}: that is a directory")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise PlanError(f"{option} {path}: there is no directory {path.parent}")
+
+
+def _write(option: str, path: pathlib.Path, text: str) -> None:
     try:
-        made.save(output)
+        path.write_text(text)
     except OSError as error:
-        raise PlanError(f"--output {output} cannot be written: {error.strerror or error}") from error
+        raise PlanError(f"{option} {path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,198 @@
+"""The Pareto front: what no other plan beats, with the chosen one on it; and what explain says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memscale import Config
+from memscale._choice import Choice, Run
+from memscale._decide import decide, find_candidates, full_budget, full_front
+from memscale._front import describe, pareto_front
+from memscale._peak import CostModel
+from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileMlp
+from memscale._profile import Profile
+from memscale.report.pareto import draw
+from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
+
+HARDWARE = hardware_of(link_bytes_per_s=1e9)
+PROFILE = full_profile(8)
+BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes
+
+
+def plan_within(num_bytes: float, profile: Profile = PROFILE, **fields: bool) -> Plan:
+    config = Config(memory_budget_gb=num_bytes / 1e9, **fields)  # type: ignore[arg-type]
+    return decide(profile, HARDWARE, config, raise_if_unfit=False)
+
+
+blocks = st.builds(
+    Block,
+    keeps=st.integers(20, 400),
+    keeps_selective=st.integers(5, 200),
+    keeps_checkpointed=st.integers(1, 50),
+    temporaries=st.integers(0, 100),
+    parameters=st.integers(1, 80),
+    time=st.integers(1, 500),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(blocks, min_size=1, max_size=6), st.integers(1, 3000))
+def test_the_front_falls_and_no_candidate_is_below_it(found: list[Block], budget_mb: int) -> None:
+    profile = full_profile({f"b.{index}": block for index, block in enumerate(found)})
+    plan = plan_within(budget_mb * MB, profile)
+    for higher, lower in itertools.pairwise(plan.front):
+        assert higher.peak_bytes > lower.peak_bytes
+        assert higher.slowdown <= lower.slowdown
+    assert [point.is_chosen for point in plan.front].count(True) == 1
+    chosen = next(point for point in plan.front if point.is_chosen)
+    assert (chosen.peak_bytes, chosen.slowdown) == (plan.predicted_peak_bytes, plan.predicted_slowdown)
+    assert Plan.from_json(plan.to_json()).explain() == plan.explain()
+
+
+def test_thinned_or_not_nothing_beats_a_point_of_the_front() -> None:
+    plan = plan_within(0.7 * BASELINE)
+    model, config = CostModel(PROFILE, HARDWARE), Config()
+    baseline = model.evaluate(Choice())
+    candidates = find_candidates(model, baseline, full_budget(HARDWARE, config), config)
+    assert 5 < len(plan.front) <= 24 < len(candidates)
+    for point in plan.front:
+        for candidate in candidates:
+            faster = max(1.0, round(candidate.outcome.step_ms / baseline.step_ms, 4)) < point.slowdown
+            assert not (faster and candidate.outcome.peak_bytes <= point.peak_bytes)
+    assert plan.front[0].peak_bytes == BASELINE
+    assert plan.front[-1].peak_bytes == min(candidate.outcome.peak_bytes for candidate in candidates)
+
+
+def test_the_neighbours_are_what_the_next_budgets_give() -> None:
+    plan = plan_within(0.7 * BASELINE)
+    cheaper, smaller = plan.next_cheaper, plan.next_smaller
+    assert cheaper is not None
+    assert smaller is not None
+    assert cheaper.peak_bytes > plan.budget_bytes >= plan.predicted_peak_bytes > smaller.peak_bytes
+    again = plan_within(cheaper.peak_bytes)
+    assert (again.predicted_peak_bytes, again.predicted_slowdown) == (cheaper.peak_bytes, cheaper.slowdown)
+    again = plan_within(smaller.peak_bytes)
+    assert (again.predicted_peak_bytes, again.predicted_slowdown) == (smaller.peak_bytes, smaller.slowdown)
+    text = plan.explain()
+    assert (
+        f"next cheaper: {(cheaper.peak_bytes - plan.predicted_peak_bytes) / 1e6:.1f} MB more, above the budget" in text
+    )
+    assert f"next smaller: {(plan.predicted_peak_bytes - smaller.peak_bytes) / 1e6:.1f} MB less" in text
+    assert text.count("\n> ") == 1
+
+
+def test_the_ends_have_one_neighbour() -> None:
+    lowest = plan_within(BASELINE, force_optimize=True)
+    assert lowest.next_smaller is None
+    assert "next smaller: none" in lowest.explain()
+    assert lowest.next_cheaper is not None
+
+
+def test_what_fits_as_it_is_says_that_nothing_else_was_looked_into() -> None:
+    plan = plan_within(2 * BASELINE)
+    assert [point.what for point in plan.front] == ["nothing"]
+    assert "nothing else was looked into" in plan.explain()
+    front = full_front(PROFILE, HARDWARE, Config(memory_budget_gb=2 * BASELINE / 1e9), plan)
+    assert front[0].is_chosen
+    assert len(front) > 5
+
+
+def test_a_plan_without_a_front_says_so() -> None:
+    bare = dataclasses.replace(plan_within(0.7 * BASELINE), front=(), front_note="")
+    assert "does not carry one" in bare.explain()
+    assert bare.next_cheaper is bare.next_smaller is None
+
+
+def test_what_is_not_exact_is_offered_only_below_what_is() -> None:
+    quantized = dataclasses.replace(PROFILE.optimizer, state_bytes=PROFILE.optimizer.state_bytes // 4)
+    profile = dataclasses.replace(PROFILE, eight_bit_optimizer=quantized)
+    config = Config(mode="aggressive", enable_offloading=False, force_optimize=True)
+    plan = decide(profile, HARDWARE, config)
+    assert not plan.front[-1].is_exact
+    exact = [point.peak_bytes for point in plan.front if point.is_exact]
+    assert exact
+    assert all(point.peak_bytes < min(exact) for point in plan.front if not point.is_exact)
+    assert "(not exact)" in plan.explain()
+
+
+def test_by_force_an_exact_plan_is_taken_where_a_lossy_one_gains_nothing() -> None:
+    """State that is on the host need not be small."""
+    faster = dataclasses.replace(PROFILE.optimizer, moved_bytes=0)
+    profile = dataclasses.replace(PROFILE, eight_bit_optimizer=faster)
+    plan = decide(profile, HARDWARE, Config(mode="aggressive", force_optimize=True))
+    assert next(point for point in plan.front if point.is_chosen).is_exact
+
+
+# ---- each choice with its numbers
+
+
+def test_parts_of_the_run_say_what_they_free() -> None:
+    plan = plan_within(0.2 * BASELINE, force_optimize=True)
+    offload = next(action for action in plan.actions if isinstance(action, OffloadOptimizer))
+    assert offload.reason.numbers["frees_bytes"] > 0  # type: ignore[operator]
+    assert "offload optimizer" in plan.explain()
+
+
+INSIDE = (TileAttention("blocks.0.attention", rows=8), TileMlp("blocks.0.mlp", 2), TileMlp("blocks.1.mlp", 2))
+
+
+def test_tiles_inside_blocks_are_shown_with_their_numbers() -> None:
+    found = {f"blocks.{index}": Block(temporaries=300) for index in range(2)}
+    tiled = {name: dataclasses.replace(block, temporaries=100) for name, block in found.items()}
+    variants = {f"inside:{size}:checkpoint": trace_of(tiled, "checkpoint") for size in (2, 4)}
+    profile = full_profile(found, inside=INSIDE)
+    profile = dataclasses.replace(profile, variants={**profile.variants, **variants})
+    config = Config(mode="aggressive", force_optimize=True, enable_offloading=False, use_8bit_optimizer=False)
+    plan = decide(profile, HARDWARE, config)
+    actions = [action for action in plan.actions if isinstance(action, TileAttention | TileMlp)]
+    assert len(actions) == 3
+    assert all(action.reason.numbers["frees_bytes"] > 0 for action in actions)  # type: ignore[operator]
+    rows = {row.module_fqn: row for row in plan.rows}
+    assert rows["blocks.0"].techniques == ("checkpoint", "tile attention", "tile the MLP")
+    assert rows["blocks.1"].techniques == ("checkpoint", "tile the MLP")
+    assert rows["blocks.1"].reason.numbers["tiles"] == actions[-1].num_tiles  # type: ignore[union-attr]
+    assert "checkpoint + tile attention + tile the MLP" in plan.explain()
+
+
+def test_choices_in_words() -> None:
+    assert describe(Choice()) == "nothing"
+    choice = Choice(
+        (("a", "checkpoint"), ("b", "checkpoint"), ("c", "stream")), Run(head_rows=128, precision="bfloat16")
+    )
+    words = "checkpoint: 2 layers, stream parameters: 1 layer, tile the head: 128 rows, compute in bfloat16"
+    assert describe(choice) == words
+
+
+# ---- the drawing
+
+
+def test_the_drawing_has_every_point_and_the_budget() -> None:
+    plan = plan_within(0.7 * BASELINE)
+    svg = draw(plan, plan.front)
+    assert svg.count("<circle") == len(plan.front)
+    assert "this plan: " in svg
+    assert f"budget {plan.budget_bytes / 1e6:.1f} MB" in svg
+    assert draw(plan, plan.front) == svg
+
+
+def test_a_front_of_one_point_can_be_drawn() -> None:
+    plan = plan_within(2 * BASELINE)
+    svg = draw(plan, (FrontPoint(10, 1.0, "a < b", is_chosen=True),))
+    assert "a &lt; b" in svg
+    assert ", above" in svg
+
+
+def test_thinning_keeps_the_chosen_one_and_both_ends() -> None:
+    profile = full_profile({f"b.{i}": Block(keeps=50 + 13 * i, time=60 + 7 * i) for i in range(12)})
+    model, config = CostModel(profile, HARDWARE), Config()
+    baseline = model.evaluate(Choice())
+    found = find_candidates(model, baseline, full_budget(HARDWARE, config), config)
+    for chosen in sorted(found, key=lambda c: c.outcome.peak_bytes)[:: max(1, len(found) // 7)]:
+        front = pareto_front(found, baseline, chosen)
+        assert len(front) <= 24
+        assert any(point.is_chosen and point.peak_bytes == chosen.outcome.peak_bytes for point in front)
+        assert front[-1].peak_bytes == min(c.outcome.peak_bytes for c in found)
