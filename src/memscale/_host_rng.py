@@ -37,30 +37,24 @@ _GENERATOR: Any = random.getstate.__self__  # type: ignore[attr-defined]
 class Fingerprint:
     """Tells whether somebody has drawn from Python's or NumPy's generator since it was taken."""
 
-    __slots__ = ("_numpy", "_python", "_spare")
+    __slots__ = ("_positions", "_python")
 
     def __init__(self) -> None:
-        self._spare = _GENERATOR.gauss_next
-        position = _python_position()
-        self._python = random.getstate() if position is None else _words(position.tobytes())
-        self._numpy = _numpy_position()
+        self._positions = _positions()
+        position = self._positions[0]
+        self._python = _words(position) if isinstance(position, bytes) else position
 
-    def python_moved(self) -> bool:
-        position = _python_position()
-        if position is None:
-            moved = random.getstate() != self._python
-        else:
-            moved = position.tobytes() != self._python[:_POSITION_BYTES]
-        return moved or _GENERATOR.gauss_next != self._spare
+    def moved(self) -> bool:
+        return _positions() != self._positions
 
     def numpy_moved(self) -> bool:
-        return _numpy_position() != self._numpy
+        return _numpy_position() != self._positions[2]
 
     def python_state(self) -> PythonState:
         if not isinstance(self._python, bytes):
             return self._python
         position, *key = struct.unpack(f"={_NUM_KEY_WORDS + 1}I", self._python)
-        return _PYTHON_STATE_VERSION, (*key, position), self._spare
+        return _PYTHON_STATE_VERSION, (*key, position), self._positions[1]
 
 
 class HostRng:
@@ -91,6 +85,13 @@ class HostRng:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _positions() -> tuple[bytes | PythonState, float | None, bytes | None]:
+    """What any draw changes: of Python's generator, its spare number beside it, and of NumPy's."""
+    view = _python_position()
+    python = random.getstate() if view is None else view.tobytes()
+    return python, _GENERATOR.gauss_next, _numpy_position()
 
 
 @functools.cache

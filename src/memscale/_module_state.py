@@ -11,82 +11,186 @@ It runs once a layer a step, so it is written for speed: `python -m memscale.ben
 NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
 the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for
 tensors, changed. Buffers are compared by value at first: some kernels write to them without telling autograd. What an
-attribute holds that is neither a tensor nor a container is not looked into. Modules are held weakly, so that a
-wrapped model dies with its last reference.
+attribute holds that is neither a tensor nor a container is not looked into.
+
+NOTE [tables]: everything lies in dictionaries: four for each part of the module, its attributes, parameters, buffers
+and children. They are numbered and read in one go. Those of the parts are held; the module's own is not, since it
+leads to us: a wrapped model dies with its last reference.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
-import dataclasses
-import itertools
 import operator
-import random
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from memscale import _torch_private
 from memscale._patching import OWN_ATTRIBUTES
+from memscale._snapshots import (
+    ABSENT,
+    KeptTensor,
+    clones_of,
+    has_same_values,
+    is_generator,
+    is_unchanged,
+    may_change_silently,
+    set_state,
+    sharing_keys,
+    snapshot,
+    stand_in_for,
+    state_of,
+    version_of,
+    versions_of,
+)
 
 Table: TypeAlias = dict[str, Any]
-"""A module's `_parameters` or `_buffers`."""
-ModuleRef: TypeAlias = "weakref.ref[nn.Module]"
-Slot: TypeAlias = tuple[ModuleRef, str]
+Slot: TypeAlias = tuple[int, str]
+"""The number of a table, and a name in it."""
 Flags: TypeAlias = tuple[bool, ...]
 
+_NUM_TABLES = 4
+"""Of each part: attributes, parameters, buffers, children."""
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
-_UNWATCHED = _COMMON_ATTRIBUTES - {"training"}
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
-_ABSENT = object()
-_chain = itertools.chain.from_iterable
-_MAX_DEPTH = 4
-"""Containers in containers are looked into so deep."""
-_UNVERSIONED = -1
-"""Inference tensors have no version."""
+_is = operator.is_
 
 
-@dataclasses.dataclass(slots=True)
+class Layout:
+    """Where everything lies that a forward may read, at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        parts = list(module.modules())
+        self._others: list[Table] = [table for part in parts for table in _tables_of(part)][1:]
+        tables = self._tables()
+        self._num_entries = sum(map(len, tables))
+        numbers = range(0, len(tables), _NUM_TABLES)
+        # A compiled module has no flag of its own, it asks the one inside.
+        flags = [(n, "training") for n in numbers if "training" in tables[n]]
+        attributes = [(n, name) for n in numbers for name in tables[n] if name not in _COMMON_ATTRIBUTES]
+        parameters, self.buffer_slots, self._child_slots = (
+            [(n, name) for n in range(kind, len(tables), _NUM_TABLES) for name in tables[n]] for kind in (1, 2, 3)
+        )
+        self.slots = [*flags, *attributes, *parameters, *self.buffer_slots]
+        ends = len(flags), len(flags) + len(attributes), len(self.slots) - len(self.buffer_slots)
+        self.flags, self.attributes = slice(ends[0]), slice(ends[0], ends[1])
+        self.parameters, self.buffers = slice(ends[1], ends[2]), slice(ends[2], None)
+        self._buffer_tables = tables[2::_NUM_TABLES]
+        self._children = [tables[n][name] for n, name in self._child_slots]
+        values = [tables[n][name] for n, name in attributes]
+        self._types = list(map(type, values))
+        self.tensors = [ends[0] + k for k, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        """Attributes that hold tensors, and those that hold random generators: their places among the slots."""
+        self.generators = [ends[0] + k for k, value in enumerate(values) if is_generator(value)]
+
+    def _tables(self) -> list[Table]:
+        module = self._module()
+        assert module is not None, "a module's forward runs while the module lives"
+        return [module.__dict__, *self._others]
+
+    def has_the_parts_of(self, other: Layout) -> bool:
+        return len(self._others) == len(other._others) and all(map(_is, self._others, other._others))
+
+    def read(self) -> list[Any] | None:
+        """What the slots hold now; None if there are other slots, other parts, or tensors where there were none."""
+        tables = self._tables()
+        if sum(map(len, tables)) != self._num_entries:
+            return None
+        try:
+            values = [tables[n][name] for n, name in self.slots]
+            children = [tables[n][name] for n, name in self._child_slots]
+        except KeyError:
+            return None
+        is_as_before = all(map(_is, children, self._children)) and all(
+            map(_is, map(type, values[self.attributes]), self._types)
+        )
+        return values if is_as_before else None
+
+    def table(self, number: int) -> Table:
+        return self._others[number - 1] if number else self._tables()[0]
+
+    def get(self, slot: Slot) -> Any:
+        return self.table(slot[0]).get(slot[1], ABSENT)
+
+    def num_buffers(self) -> int:
+        return sum(map(len, self._buffer_tables))
+
+    def slots_now(self) -> Iterator[Slot]:
+        """Also those that came after this layout was made; without children."""
+        for number, table in enumerate(self._tables()):
+            kind = number % _NUM_TABLES
+            names = [name for name in table if kind or name not in _COMMON_ATTRIBUTES] if kind != 3 else []
+            yield from ((number, name) for name in names)
+
+    def is_attribute(self, slot: Slot) -> bool:
+        return slot[0] % _NUM_TABLES == 0
+
+    def is_buffer(self, slot: Slot) -> bool:
+        return slot[0] % _NUM_TABLES == 2
+
+    def owner_of(self, slot: Slot) -> str:
+        """The class of the part that a slot belongs to."""
+        module = self._module()
+        assert module is not None
+        return type(list(module.modules())[slot[0] // _NUM_TABLES]).__name__
+
+
+def _tables_of(part: nn.Module) -> tuple[Table, Table, Table, Table]:
+    return part.__dict__, part._parameters, part._buffers, part._modules
+
+
 class Memory:
     """What one forward found."""
 
-    flags: Flags = ()
-    slots: Sequence[tuple[Table, str]] = ()
-    """Where the parameters were."""
-    parameters: Sequence[torch.Tensor | None] = ()
-    versions: Sequence[int] = ()
-    """Those of the parameters."""
-    buffers: list[tuple[Table, str, torch.Tensor, int]] = dataclasses.field(default_factory=list)
-    """Those that it left alone, with their versions."""
-    copies: dict[tuple[int, str], tuple[Table, Any]] = dataclasses.field(default_factory=dict)
-    """Earlier values of the buffers that it changed; None or `_ABSENT` for those that it made."""
-    num_buffers: int = 0
-    shared: frozenset[tuple[int, str]] = frozenset()
-    """Those of the copied buffers that share memory with another one."""
-    modules: Sequence[ModuleRef] = ()
-    names: Sequence[tuple[str, ...]] = ()
-    """Of every part: its attributes; see `_Attributes`."""
-    values: Sequence[tuple[Any, ...]] = ()
-    """What they held."""
-    tensors: Sequence[tuple[Slot, Any, int]] = ()
-    """Attributes that hold tensors, with their versions."""
-    attributes: dict[Slot, Any] = dataclasses.field(default_factory=dict)
-    generators: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-    """Random generators that the module holds, and their state."""
+    __slots__ = (
+        "attributes", "buffers", "copies", "flags", "generators", "layout", "shared", "tensors", "values", "versions",
+    )  # fmt: skip
+
+    def __init__(self, layout: Layout, values: list[Any]) -> None:
+        self.layout = layout
+        self.values = values
+        self.flags: Flags = tuple(values[layout.flags])
+        self.versions = versions_of(values[layout.parameters])
+        self.buffers: Sequence[tuple[Slot, torch.Tensor | None, int]] = ()
+        """Those that it left alone, with their versions."""
+        self.copies: dict[Slot, Any] = {}
+        """Earlier values of the buffers that it changed; None or `ABSENT` for those that it made."""
+        self.shared: frozenset[Slot] = frozenset()
+        """Those of the copied buffers that share memory with another one."""
+        self.tensors: Sequence[tuple[Slot, Any, int]] = ()
+        """Attributes that hold tensors, with their versions."""
+        self.attributes: dict[Slot, Any] = {}
+        """Snapshots of the attributes that it changed."""
+        self.generators: Sequence[tuple[Any, Any]] = ()
+        """Random generators that the module holds, and their state."""
 
 
-@dataclasses.dataclass(slots=True)
 class Shown:
     """What the module really has while it shows a memory."""
 
-    tensors: list[tuple[Table, str, Any]]
-    attributes: dict[Slot, Any]
-    generators: list[tuple[Any, Any]]
+    __slots__ = ("entries", "generators")
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Table, str, Any]] = []
+        self.generators: list[tuple[Any, Any]] = []
+
+    def put(self, layout: Layout, values: Iterable[tuple[Slot, Any]]) -> None:
+        entries = []
+        for (number, name), value in values:
+            table = layout.table(number)
+            self.entries.append((table, name, table.get(name, ABSENT)))
+            entries.append((table, name, value))
+        _put(entries)
+
+
+def _put(entries: Iterable[tuple[Table, str, Any]]) -> None:
+    for table, name, value in entries:
+        if value is ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
 
 
 class ModuleState:
@@ -94,99 +198,82 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._look(module)
-
-    def _look(self, module: nn.Module) -> None:
-        """Find the parts; all that was learned about others is forgotten."""
-        self._modules: list[ModuleRef] = [weakref.ref(part) for part in module.modules()]
-        self._children = _list_children(self._parts())
-        self._parameters: list[tuple[Table, str]] = [
-            (part._parameters, name) for part in module.modules() for name in part._parameters
-        ]
-        self._buffers = _Buffers(module)
-        self._attributes = _Attributes(self._modules)
-
-    def _parts(self) -> list[nn.Module]:
-        return [part for ref in self._modules if (part := ref()) is not None]
+        self._layout = Layout(module)
+        self._buffers, self._attributes = _Buffers(), _Attributes()
 
     def before(self) -> Memory:
         """To be called right before the forward."""
-        parts = self._parts()
-        if _list_children(parts) != self._children and (module := self._module()) is not None:
-            self._look(module)  # parts were put in or taken out since
-            parts = self._parts()
-        flags = tuple([part.training for part in parts])
-        parameters = [table.get(name) for table, name in self._parameters]
-        memory = Memory(flags, self._parameters, parameters, _versions_of(parameters))
-        self._buffers.before(memory)
-        self._attributes.before(memory, parts)
+        values = self._layout.read()
+        if values is None:
+            values = self._look_again()
+        memory = Memory(self._layout, values)
+        if self._layout.buffer_slots:
+            self._buffers.before(memory)
+        self._attributes.before(memory)
         return memory
+
+    def _look_again(self) -> list[Any]:
+        """There is more or less than there was. All that was learned about other parts is forgotten."""
+        module = self._module()
+        assert module is not None, "a module's forward runs while the module lives"
+        layout = Layout(module)
+        if not layout.has_the_parts_of(self._layout):
+            self._buffers, self._attributes = _Buffers(), _Attributes()
+        self._layout = layout
+        values = layout.read()
+        assert values is not None, "nothing has happened since"
+        return values
 
     def after(self, memory: Memory) -> None:
         """To be called right after it; learns, and refuses what was learned wrongly."""
-        self._buffers.after(memory)
-        self._attributes.after(memory)
+        if memory.layout.num_buffers() or memory.layout.buffer_slots:
+            self._buffers.after(memory)
+        if memory.flags not in self._attributes.changing:
+            self._attributes.learn(memory)
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it. Refuses before it changes anything."""
-        shown = Shown([], {}, [])
-        if _versions_of(memory.parameters) != memory.versions:
+        layout = memory.layout
+        if versions_of(memory.values[layout.parameters]) != memory.versions:
             _refuse_changed(memory)
         if memory.tensors:
             self._attributes.refuse_changed(memory)
-        # `torch.func.functional_call` puts other tensors in place for the length of a forward; this comes later.
-        if not all(map(operator.is_, [table.get(name) for table, name in memory.slots], memory.parameters)):
-            for (table, name), value in zip(memory.slots, memory.parameters, strict=True):
-                _show(table, name, value, shown)
-        for table, name, value, _ in memory.buffers:
-            if table.get(name) is not value:
-                _show(table, name, value, shown)
+        shown = Shown()
+        now = layout.read()
+        if now is None or not all(map(_is, now, memory.values)):
+            _show_others(memory, shown)
+        # Stand-ins: a second recompute finds the copies untouched.
         if memory.copies:
-            self._buffers.show(memory, shown)
-        self._attributes.show(memory, shown, self._parts())
+            shown.put(layout, clones_of(memory.copies, memory.shared).items())
+        if memory.attributes:
+            shown.put(layout, [(slot, stand_in_for(value)) for slot, value in memory.attributes.items()])
+        for generator, state in memory.generators:
+            shown.generators.append((generator, state_of(generator)))
+            set_state(generator, state)
         return shown
 
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
-        for table, name, value in shown.tensors:
-            _put(table, name, value)
-        for slot, value in shown.attributes.items():
-            _set(slot, value)
+        _put(reversed(shown.entries))
         for generator, state in shown.generators:
-            _set_state(generator, state)
+            set_state(generator, state)
 
 
-def _list_children(parts: list[nn.Module]) -> list[int]:
-    return [id(child) for part in parts for child in part._modules.values()]
-
-
-def _versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    try:
-        return [_UNVERSIONED if tensor is None else tensor._version for tensor in tensors]
-    except RuntimeError:  # an inference tensor is among them
-        return [_version(tensor) for tensor in tensors]
-
-
-def _version(tensor: torch.Tensor | None) -> int:
-    return _UNVERSIONED if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _show(table: Table, name: str, value: Any, shown: Shown) -> None:
-    shown.tensors.append((table, name, table.get(name, _ABSENT)))
-    _put(table, name, value)
-
-
-def _put(table: Table, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        table.pop(name, None)
-    else:
-        table[name] = value
+def _show_others(memory: Memory, shown: Shown) -> None:
+    """What was replaced, made or taken out since the forward began: by a later one than was learned from, by somebody
+    between forward and backward (a rate, the training mode), or by `torch.func.functional_call`, which puts other
+    tensors in place for the length of a forward."""
+    layout = memory.layout
+    before = dict(zip(layout.slots, memory.values, strict=True))
+    slots = dict.fromkeys([*before, *layout.slots_now()])
+    earlier = {slot: before.get(slot, ABSENT) for slot in slots if slot not in memory.copies | memory.attributes}
+    shown.put(layout, [(slot, value) for slot, value in earlier.items() if layout.get(slot) is not value])
 
 
 def _refuse_changed(memory: Memory) -> None:
-    pairs = zip(memory.slots, memory.parameters, memory.versions, strict=True)
-    name, value = next((name, value) for (_, name), value, version in pairs if _version(value) != version)
-    assert value is not None
+    part = memory.layout.parameters
+    pairs = zip(memory.layout.slots[part], memory.values[part], memory.versions, strict=True)
+    name, value = next((slot[1], value) for slot, value, version in pairs if version_of(value) != version)
     raise RuntimeError(
         f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward: its "
         "recompute would not be the same. Call backward before the optimizer's step."
@@ -196,349 +283,112 @@ def _refuse_changed(memory: Memory) -> None:
 class _Buffers:
     """Knows which buffers a forward changes."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._tables: list[Table] = [part._buffers for part in module.modules()]
-        self._owners = {id(part._buffers): type(part).__name__ for part in module.modules()}
-        self._changing: dict[Flags, set[tuple[int, str]]] = {}
+    def __init__(self) -> None:
+        self._changing: dict[Flags, set[Slot]] = {}
         self._looked_at: list[weakref.ref[Any]] = []
-        self._shared: frozenset[tuple[int, str]] = frozenset()
+        self._shared: frozenset[Slot] = frozenset()
 
     def before(self, memory: Memory) -> None:
-        memory.num_buffers = sum(map(len, self._tables))
-        if not memory.num_buffers:
-            return
+        found = dict(zip(memory.layout.buffer_slots, memory.values[memory.layout.buffers], strict=True))
         known = self._changing.get(memory.flags)
-        for table in self._tables:
-            for name, value in table.items():
-                is_known = known is not None and (id(table), name) in known
-                if is_known or (known is None and value is not None and _may_change_silently(value)):
-                    memory.copies[id(table), name] = (table, value)
-                if not is_known:
-                    memory.buffers.append((table, name, value, _version(value)))
-        if memory.copies:
-            memory.shared = self._find_shared(memory.copies)
-            _clone_values(memory.copies, memory.shared)
+        if known is None:
+            copied = {slot: value for slot, value in found.items() if value is not None and may_change_silently(value)}
+        else:
+            copied = {slot: found.pop(slot) for slot in known if slot in found}
+        if found:
+            memory.buffers = [(slot, value, version_of(value)) for slot, value in found.items()]
+        if copied:
+            memory.shared = self._find_shared(copied)
+            memory.copies = clones_of(copied, memory.shared)
 
-    def _find_shared(self, copies: dict[tuple[int, str], tuple[Table, Any]]) -> frozenset[tuple[int, str]]:
+    def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:
         """Looked for anew only when there are other tensors than last time: asking for storages takes its time."""
-        tensors = [value for _, value in copies.values() if isinstance(value, torch.Tensor)]
+        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
         known = [ref() for ref in self._looked_at]
-        if len(tensors) != len(known) or not all(map(operator.is_, tensors, known)):
-            self._looked_at, self._shared = [weakref.ref(tensor) for tensor in tensors], _sharing_keys(copies)
+        if len(tensors) != len(known) or not all(map(_is, tensors, known)):
+            self._looked_at, self._shared = [weakref.ref(tensor) for tensor in tensors], sharing_keys(values)
         return self._shared
 
-    def show(self, memory: Memory, shown: Shown) -> None:
-        """Stand-ins for what is to change: a second recompute finds the copies untouched."""
-        stand_ins = dict(memory.copies)
-        _clone_values(stand_ins, memory.shared)
-        for (_, name), (table, value) in stand_ins.items():
-            _show(table, name, value, shown)
-
     def after(self, memory: Memory) -> None:
-        num_buffers = sum(map(len, self._tables))
-        if not num_buffers and not memory.num_buffers:
-            return
-        known = self._changing.get(memory.flags)
-        touched = {
-            (id(table), name): (table, value)
-            for table, name, value, version in memory.buffers
-            if table.get(name) is not value or _version(value) != version
+        layout = memory.layout
+        touched: dict[Slot, Any] = {
+            slot: value
+            for slot, value, version in memory.buffers
+            if layout.get(slot) is not value or version_of(value) != version
         }
-        if num_buffers != memory.num_buffers:
-            touched |= self._made(memory)
+        if layout.num_buffers() != len(layout.buffer_slots):
+            there = frozenset(layout.buffer_slots)
+            made = [slot for slot in layout.slots_now() if layout.is_buffer(slot) and slot not in there]
+            touched |= dict.fromkeys(made, ABSENT)
+        known = self._changing.get(memory.flags)
         if known is None:
             self._learn(memory, touched)
         elif touched:
             known.update(touched)
-            self._refuse(*next(iter(touched)))
+            _refuse_buffer(layout, next(iter(touched)))
 
-    def _made(self, memory: Memory) -> dict[tuple[int, str], tuple[Table, Any]]:
-        """Buffers that the forward registered."""
-        there = memory.copies.keys() | {(id(table), name) for table, name, _, _ in memory.buffers}
-        keys = {(id(table), name): (table, _ABSENT) for table in self._tables for name in table}
-        return {key: made for key, made in keys.items() if key not in there}
-
-    def _learn(self, memory: Memory, touched: dict[tuple[int, str], tuple[Table, Any]]) -> None:
-        changed = {key for key, (table, value) in memory.copies.items() if not _same(value, table.get(key[1]))}
+    def _learn(self, memory: Memory, touched: dict[Slot, Any]) -> None:
+        changed = {slot for slot, value in memory.copies.items() if not _is_as_copied(value, memory.layout.get(slot))}
         known = self._changing[memory.flags] = changed.union(touched)
-        for key, (table, value) in touched.items():
-            if key not in memory.copies:  # made by this forward, or without values: then any copy will do
-                memory.copies[key] = (table, value.clone() if isinstance(value, torch.Tensor) else value)
-        memory.copies = {key: kept for key, kept in memory.copies.items() if key in known}
-        memory.buffers = [entry for entry in memory.buffers if (id(entry[0]), entry[1]) not in known]
-
-    def _refuse(self, table_id: int, name: str) -> None:
-        raise RuntimeError(
-            f"buffer {name!r} of {self._owners[table_id]} was changed by this forward, not by earlier ones: its "
-            "recompute would not be the same. Run the step again: MemScale remembers it from now on."
-        )
+        for slot, value in touched.items():
+            if slot not in memory.copies:  # made by this forward, or without values: then any copy will do
+                memory.copies[slot] = value.clone() if isinstance(value, torch.Tensor) else value
+        memory.copies = {slot: kept for slot, kept in memory.copies.items() if slot in known}
+        memory.buffers = [entry for entry in memory.buffers if entry[0] not in known]
 
 
-def _sharing_keys(copies: dict[tuple[int, str], tuple[Table, Any]]) -> frozenset[tuple[int, str]]:
-    storages = {key: _storage_of(value) for key, (_, value) in copies.items() if isinstance(value, torch.Tensor)}
-    counts = collections.Counter(storages.values())
-    return frozenset(key for key, storage in storages.items() if counts[storage] > 1)
+def _is_as_copied(copied: torch.Tensor, now: Any) -> bool:
+    return isinstance(now, torch.Tensor) and has_same_values(copied, now)
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    return _torch_private.storage_key(tensor.untyped_storage())
-
-
-def _clone_values(copies: dict[tuple[int, str], tuple[Table, Any]], shared: frozenset[tuple[int, str]]) -> None:
-    """Put clones in the place of the values. Buffers that share memory share it in their clones too."""
-    flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    for key, (table, value) in copies.items():
-        if isinstance(value, torch.Tensor):
-            copies[key] = (table, _clone_view(value, flats) if key in shared else value.clone())
-
-
-def _clone_view(value: torch.Tensor, flats: dict[tuple[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
-    key = (_storage_of(value), value.dtype)
-    if key not in flats:
-        num_elements = value.untyped_storage().nbytes() // value.element_size()
-        flats[key] = value.detach().as_strided((num_elements,), (1,), 0).clone()
-    return flats[key].as_strided(value.size(), value.stride(), value.storage_offset())
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "meta" and not _torch_private.is_fake(tensor)
-
-
-def _may_change_silently(buffer: torch.Tensor) -> bool:
-    """Kernels that write without telling autograd are batch norms, and they write vectors; values would tell."""
-    return _has_values(buffer) or buffer.dim() <= 1
-
-
-def _same(before: torch.Tensor, after: torch.Tensor | None) -> bool:
-    if after is None or before.shape != after.shape or before.dtype != after.dtype:
-        return False
-    return _has_values(before) and torch.equal(before, after)
+def _refuse_buffer(layout: Layout, slot: Slot) -> None:
+    raise RuntimeError(
+        f"buffer {slot[1]!r} of {layout.owner_of(slot)} was changed by this forward, not by earlier ones: its "
+        "recompute would not be the same. Run the step again: MemScale remembers it from now on."
+    )
 
 
 class _Attributes:
-    """Knows which Python attributes a forward changes, and which random generators the module holds."""
+    """Knows which Python attributes a forward changes."""
 
-    def __init__(self, modules: list[ModuleRef]) -> None:
-        self._modules = modules
-        self._changing: dict[Flags, dict[Slot, None]] = {}
-        self._generators: list[Slot] = []
-        self._tensors: list[Slot] = []
-        """Those that hold tensors."""
-        self._names: list[tuple[str, ...]] = []
-        """By part."""
-        self._getters: list[Callable[[dict[str, Any]], tuple[Any, ...]]] = []
-        self._num_attributes = 0
+    def __init__(self) -> None:
+        self.changing: dict[Flags, dict[Slot, None]] = {}
 
-    def before(self, memory: Memory, parts: list[nn.Module]) -> None:
-        known = self._changing.get(memory.flags)
-        if known is None or _count(parts) != self._num_attributes:
-            self._look(parts)
-        memory.values = self._values(parts) or self._look(parts)
-        memory.names, memory.modules = self._names, self._modules
-        slots = self._all_slots() if known is None else known
-        if slots:
-            memory.attributes = {slot: _snapshot(_get(slot), may_be_large=known is not None) for slot in slots}
-        if self._tensors:
-            memory.tensors = [(slot, value := _get(slot), _version_of(value)) for slot in self._tensors]
-        for slot in self._generators:
-            if _is_generator(generator := _get(slot)):
-                memory.generators.append((generator, _state_of(generator)))
+    def before(self, memory: Memory) -> None:
+        layout, values = memory.layout, memory.values
+        known = self.changing.get(memory.flags)
+        if known is None:
+            found = zip(layout.slots[layout.attributes], values[layout.attributes], strict=True)
+            memory.attributes = {slot: snapshot(value, may_be_large=False) for slot, value in found}
+        elif known:
+            memory.attributes = {slot: snapshot(layout.get(slot)) for slot in known}
+        if layout.tensors:
+            memory.tensors = [(layout.slots[k], values[k], version_of(values[k])) for k in layout.tensors]
+        if layout.generators:
+            memory.generators = [(values[k], state_of(values[k])) for k in layout.generators]
 
-    def _look(self, parts: list[nn.Module]) -> list[tuple[Any, ...]]:
-        """Which attributes there are; returns their values."""
-        self._num_attributes = _count(parts)
-        # No modules among them: a graph must not hold any.
-        self._names = [tuple(name for name in vars(part) if name not in _UNWATCHED) for part in parts]
-        self._getters = [_getter(names) for names in self._names]
-        slots = self._all_slots()
-        self._generators = [slot for slot in slots if _is_generator(_get(slot))]
-        self._tensors = [slot for slot in slots if isinstance(_get(slot), torch.Tensor)]
-        return self._values(parts)
-
-    def _values(self, parts: list[nn.Module]) -> list[tuple[Any, ...]]:
-        """Nothing if one of the attributes is gone."""
-        try:
-            return [getter(vars(part)) for getter, part in zip(self._getters, parts, strict=True)]
-        except KeyError:
-            return []
-
-    def after(self, memory: Memory) -> None:
-        """Learns from the first forward. What later ones replace is seen when it matters, in `show`."""
-        if memory.flags not in self._changing:
-            self._learn(memory)
-
-    def _learn(self, memory: Memory) -> None:
-        before, slots = memory.attributes, dict.fromkeys([*memory.attributes, *self._all_slots()])
-        known = {slot: None for slot in slots if not _unchanged(before.get(slot, _ABSENT), _get(slot))}
-        self._changing[memory.flags] = known
-        memory.attributes = {slot: before.get(slot, _ABSENT) for slot in known}
+    def learn(self, memory: Memory) -> None:
+        """From the first forward. What later ones replace is seen when it matters, in `show`."""
+        layout, before = memory.layout, memory.attributes
+        slots = dict.fromkeys([*before, *filter(layout.is_attribute, layout.slots_now())])
+        known = {slot: None for slot in slots if not is_unchanged(before.get(slot, ABSENT), layout.get(slot))}
+        self.changing[memory.flags] = known
+        memory.attributes = {slot: before.get(slot, ABSENT) for slot in known}
         for slot, value in memory.attributes.items():
-            if isinstance(value, _KeptTensor) and value.is_lost:
-                _refuse_attribute(slot)
-
-    def _all_slots(self) -> list[Slot]:
-        return [
-            (ref, name)
-            for ref in self._modules
-            if (module := ref()) is not None
-            for name in vars(module)
-            if name not in _COMMON_ATTRIBUTES
-        ]
+            if isinstance(value, KeptTensor) and value.is_lost:
+                _refuse_attribute(layout, slot)
 
     def refuse_changed(self, memory: Memory) -> None:
         """A tensor that was changed in place, and of which there is no copy; the next forward makes one."""
         for slot, value, version in memory.tensors:
-            if _version_of(value) != version and slot not in memory.attributes:
-                self._changing[memory.flags][slot] = None
-                _refuse_attribute(slot)
-
-    def show(self, memory: Memory, shown: Shown, parts: list[nn.Module]) -> None:
-        is_same = memory.names is self._names and _count(parts) == self._num_attributes
-        now = self._values(parts) if is_same else []
-        if not now or not all(map(operator.is_, _chain(now), _chain(memory.values))):
-            _show_others(memory, shown)
-        for slot, value in memory.attributes.items():
-            shown.attributes[slot] = _get(slot)
-            _set(slot, value.stand_in() if isinstance(value, _KeptTensor) else _snapshot(value))
-        for generator, state in memory.generators:
-            shown.generators.append((generator, _state_of(generator)))
-            _set_state(generator, state)
+            if version_of(value) != version and slot not in memory.attributes:
+                self.changing.get(memory.flags, {})[slot] = None
+                _refuse_attribute(memory.layout, slot)
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    if len(names) > 1:
-        return operator.itemgetter(*names)
-    return lambda table: tuple([table[name] for name in names])  # of one name, the other gives no tuple
-
-
-def _show_others(memory: Memory, shown: Shown) -> None:
-    """What was replaced, made or taken out since the forward began: by a later one than was learned from, or by
-    somebody between forward and backward (a rate, the training mode)."""
-    for ref, names, values in zip(memory.modules, memory.names, memory.values, strict=True):
-        module, before = ref(), dict(zip(names, values, strict=True))
-        for name in dict.fromkeys([*before, *vars(module)]) if module is not None else ():
-            slot, earlier = (ref, name), before.get(name, _ABSENT)
-            if name not in _UNWATCHED and slot not in memory.attributes and _get(slot) is not earlier:
-                shown.attributes[slot] = _get(slot)
-                _set(slot, earlier)
-
-
-def _count(parts: list[nn.Module]) -> int:
-    return sum([len(vars(part)) for part in parts])
-
-
-_SMALL_BYTES = 1 << 20
-"""Larger tensors that attributes hold are not copied on the chance that they change."""
-
-
-class _KeptTensor:
-    """A tensor that an attribute holds, and a copy in case that it is changed in place."""
-
-    def __init__(self, tensor: torch.Tensor, *, may_be_large: bool) -> None:
-        self.tensor = tensor
-        self.version = _version(tensor)
-        is_copied = may_be_large or tensor.nbytes <= _SMALL_BYTES
-        self.copy = tensor.detach().clone() if is_copied else None
-
-    @property
-    def is_changed(self) -> bool:
-        return _version(self.tensor) != self.version
-
-    @property
-    def is_lost(self) -> bool:
-        return self.is_changed and self.copy is None
-
-    def stand_in(self) -> torch.Tensor:
-        if not self.is_changed:
-            return self.tensor
-        assert self.copy is not None
-        return self.copy.clone()
-
-
-def _version_of(value: Any) -> int:
-    return _version(value) if isinstance(value, torch.Tensor) else _UNVERSIONED
-
-
-def _refuse_attribute(slot: Slot) -> None:
+def _refuse_attribute(layout: Layout, slot: Slot) -> None:
     raise RuntimeError(
-        f"attribute {slot[1]!r} of {type(slot[0]()).__name__} was changed in place since this forward began, which "
+        f"attribute {slot[1]!r} of {layout.owner_of(slot)} was changed in place since this forward began, which "
         "earlier ones did not do: its recompute would not be the same. Run the step again: MemScale remembers it from "
         "now on."
     )
-
-
-def _dict_of(slot: Slot) -> dict[str, Any]:
-    module = slot[0]()
-    assert module is not None, "a module's forward runs while the module lives"
-    return vars(module)
-
-
-def _get(slot: Slot) -> Any:
-    return _dict_of(slot).get(slot[1], _ABSENT)
-
-
-def _set(slot: Slot, value: Any) -> None:
-    if value is _ABSENT:
-        _dict_of(slot).pop(slot[1], None)
-    else:
-        _dict_of(slot)[slot[1]] = value
-
-
-def _snapshot(value: Any, *, may_be_large: bool = True) -> Any:
-    """Containers and tensors are changed in place, so what they hold is remembered; else the object itself."""
-    if isinstance(value, torch.Tensor):
-        return _KeptTensor(value, may_be_large=may_be_large)
-    return _copy_containers(value)
-
-
-def _copy_containers(value: Any, depth: int = 0) -> Any:
-    if type(value) not in _CONTAINERS or depth > _MAX_DEPTH:
-        return value
-    copied = copy.copy(value)
-    if isinstance(copied, set):
-        return copied
-    items = copied.items() if isinstance(copied, dict) else enumerate(copied)
-    for key, item in list(items):
-        if type(item) in _CONTAINERS:
-            copied[key] = _copy_containers(item, depth + 1)
-    return copied
-
-
-def _unchanged(before: Any, after: Any, depth: int = 0) -> bool:
-    if isinstance(before, _KeptTensor):
-        return before.tensor is after and not before.is_changed
-    if type(before) not in _CONTAINERS or type(before) is not type(after) or depth > _MAX_DEPTH:
-        return before is after
-    if isinstance(before, set):
-        return len(before) == len(after) and before <= after
-    if isinstance(before, dict):
-        return before.keys() == after.keys() and all(
-            _unchanged(value, after[key], depth + 1) for key, value in before.items()
-        )
-    return len(before) == len(after) and all(_unchanged(a, b, depth + 1) for a, b in zip(before, after, strict=True))
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, torch.Generator | random.Random):
-        return True
-    numpy_random = sys.modules.get("numpy.random")
-    return numpy_random is not None and isinstance(value, (numpy_random.Generator, numpy_random.RandomState))
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)

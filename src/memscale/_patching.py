@@ -52,7 +52,8 @@ class MethodOverride:
         """What this override replaced."""
         if self._replaced is not None:
             return self._replaced
-        method: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
+        module = self.module
+        method: Callable[..., Any] = getattr(type(module), self.method).__get__(module)
         return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -103,7 +103,7 @@ class Region:
         self.original: tuple[Any, Any] | None = (args, kwargs)
         self.host_rng: HostRng | None = None
         """For a module that draws from it."""
-        self.memory = Memory()
+        self.memory: Memory
         self.digest: list[int] | None = None
         self.notes: Any = None
         """What the owner wants to find again in the recompute. Lives as long as the graph may need it."""
@@ -142,11 +142,10 @@ class Region:
                 draws[self.memory.flags] = True
                 self.host_rng = seen
             return
-        numpy_moved = seen.numpy_moved()
-        if not numpy_moved and not seen.python_moved():
+        if not seen.moved():
             return
         draws[self.memory.flags] = True
-        if numpy_moved:
+        if seen.numpy_moved():
             raise RuntimeError(
                 f"{self.owner.module_fqn} drew from NumPy's random numbers, which earlier forwards did not: its "
                 "recompute would not be the same. Run the step again: MemScale remembers it from now on."
