@@ -8,7 +8,7 @@ from torch import nn
 
 import memscale
 from memscale import Plan, PlanError
-from memscale._execute import ExecutionSettings, execute, executor_of, find_module
+from memscale._execute import ExecutionSettings, execute, executor_of
 from memscale._pipeline import make_plan
 from memscale._plan import Checkpoint
 from memscale._profile.inputs import Inputs
@@ -76,15 +76,6 @@ def test_stats_of_a_cpu() -> None:
     assert stats.device_type == "cpu"
     assert stats.peak_bytes is None
     assert stats.num_recomputes == 0
-
-
-def test_find_module() -> None:
-    model = Mlp()
-    assert find_module(model, "blocks.2.up") is model.blocks[2].up
-    assert find_module(model, "") is model
-    for name in ("blocks.9", "nothing", "blocks.2.up.weight"):
-        with pytest.raises(PlanError, match=name):
-            find_module(model, name)
 
 
 def test_the_whole_model_may_be_one_checkpoint() -> None:

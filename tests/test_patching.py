@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import memscale
+from memscale import PlanError
 from memscale._execute import execute
-from memscale._patching import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, set_attribute
+from memscale._patching import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module, set_attribute
 from memscale._plan import Checkpoint
 from tests.models import Case, Chain, Mlp, MlpBlock, Parallel, ResNet, TwoLinears, case, odd, square_loss
 from tests.parity import assert_same, checkpoint_all, plan_of, seed, train
@@ -342,3 +343,12 @@ def test_an_executor_whose_model_is_gone_says_so() -> None:
     with pytest.raises(ReferenceError, match="gone"):
         _ = executor.model
     executor.detach()
+
+
+def test_find_module() -> None:
+    model = Mlp()
+    assert find_module(model, "blocks.2.up") is model.blocks[2].up
+    assert find_module(model, "") is model
+    for name in ("blocks.9", "nothing", "blocks.2.up.weight"):
+        with pytest.raises(PlanError, match=name):
+            find_module(model, name)

@@ -18,7 +18,7 @@ from memscale import _torch_private
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import PlanError
 from memscale._malloc import return_freed_memory
-from memscale._patching import EXECUTOR_ATTRIBUTE, keep_copies_clean, set_attribute
+from memscale._patching import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean, set_attribute
 from memscale._plan import (
     Action,
     Checkpoint,
@@ -385,15 +385,6 @@ def executor_of(model: nn.Module) -> Executor | None:
     """The model's own executor, if it is wrapped."""
     executor = vars(model).get(EXECUTOR_ATTRIBUTE)
     return executor if isinstance(executor, Executor) else None
-
-
-def find_module(model: nn.Module, module_fqn: str) -> nn.Module:
-    try:
-        return model.get_submodule(module_fqn)
-    except AttributeError as error:
-        raise PlanError(
-            f"the plan names {module_fqn!r}, which {type(model).__name__} does not have: it was made for another model"
-        ) from error
 
 
 def place(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:

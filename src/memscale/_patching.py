@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from memscale._errors import PlanError
+
 EXECUTOR_ATTRIBUTE = "_memscale_executor"
 OWN_ATTRIBUTES = frozenset({EXECUTOR_ATTRIBUTE, "forward", "__getstate__", "__deepcopy__", "__reduce_ex__"})
 """What a wrapped module may carry of ours."""
@@ -89,6 +91,16 @@ class MethodOverride:
                 top._replaced = self._replaced
                 return
             top = top._replaced
+
+
+def find_module(model: nn.Module, module_fqn: str) -> nn.Module:
+    """The module that a plan names."""
+    try:
+        return model.get_submodule(module_fqn)
+    except AttributeError as error:
+        raise PlanError(
+            f"the plan names {module_fqn!r}, which {type(model).__name__} does not have: it was made for another model"
+        ) from error
 
 
 class ForwardOverride(MethodOverride):

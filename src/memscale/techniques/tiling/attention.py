@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memscale import _torch_private
-from memscale._patching import ForwardOverride
+from memscale._patching import ForwardOverride, find_module
 from memscale._plan import TileAttention
 from memscale.techniques.tiling.attend import attend
 from memscale.techniques.tiling.common import (
@@ -36,7 +36,6 @@ from memscale.techniques.tiling.common import (
     dropped,
     is_plain_path,
     names,
-    submodule,
 )
 from memscale.techniques.tiling.scores import CASTS, SOFTMAX, Steps
 
@@ -67,7 +66,7 @@ _SHOWS = frozenset({"shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "la
 def attach_attention(action: TileAttention, model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Tile this attention until undone."""
     at_least_one(action.module_fqn, "rows", action.rows)
-    TiledAttention(submodule(model, action.module_fqn), action).attach(undo)
+    TiledAttention(find_module(model, action.module_fqn), action).attach(undo)
 
 
 class TiledAttention(ForwardOverride):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from memscale import _torch_private
 from memscale._errors import MemScaleError, PlanError
@@ -51,15 +50,6 @@ class TilingError(MemScaleError, RuntimeError):
 def names(text: str) -> frozenset[str]:
     """A set of names, written as one reads them."""
     return frozenset(text.split())
-
-
-def submodule(model: nn.Module, module_fqn: str) -> nn.Module:
-    try:
-        return model.get_submodule(module_fqn)
-    except AttributeError as error:
-        raise PlanError(
-            f"the plan names {module_fqn!r}, which {type(model).__name__} does not have: it was made for another model"
-        ) from error
 
 
 def at_least_one(module_fqn: str, what: str, value: int) -> None:

@@ -24,9 +24,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from memscale._errors import PlanError
-from memscale._patching import ForwardOverride, undo_with
+from memscale._patching import ForwardOverride, find_module, undo_with
 from memscale._plan import TileHead
-from memscale.techniques.tiling.common import at_least_one, is_plain_path, submodule
+from memscale.techniques.tiling.common import at_least_one, is_plain_path
 from memscale.techniques.tiling.lazy import LazyLogits, lazy_linear
 
 _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
@@ -35,7 +35,7 @@ _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul_
 def attach_head(action: TileHead, model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Tile this head until undone."""
     at_least_one(action.module_fqn, "rows", action.rows)
-    module = submodule(model, action.module_fqn)
+    module = find_module(model, action.module_fqn)
     if action.weight_fqn is not None:
         _attach_product(action, model, module, undo)
         return

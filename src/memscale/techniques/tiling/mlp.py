@@ -24,7 +24,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from memscale._patching import ForwardOverride
+from memscale._patching import ForwardOverride, find_module
 from memscale._plan import TileMlp
 from memscale.techniques.tiling.common import (
     TilingError,
@@ -35,7 +35,6 @@ from memscale.techniques.tiling.common import (
     dropped,
     is_plain_path,
     names,
-    submodule,
 )
 
 _SEQUENCE_DIM = -2
@@ -51,7 +50,7 @@ _RANDOM_FUNCTIONS = names(
 def attach_mlp(action: TileMlp, model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Tile this MLP until undone."""
     at_least_one(action.module_fqn, "num_tiles", action.num_tiles)
-    TiledMlp(submodule(model, action.module_fqn), action).attach(undo)
+    TiledMlp(find_module(model, action.module_fqn), action).attach(undo)
 
 
 class TiledMlp(ForwardOverride):
