@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from memscale._choice import INSIDE, REST, TILE_HEAD, TREATMENTS, Choice, Outcome, Run, Treatment, doublings, tile_name
@@ -80,10 +80,11 @@ class CostModel:
             self._places.setdefault(owner, []).append(index)
         self._whole: dict[str, StepTrace] = {}
         self._stretches: dict[str, list[Stretch]] = {}
-        for name, trace in {"keep": profile.plain, **profile.variants}.items():
-            owners, stretches = self._runs(trace, halves=name.startswith(("bfloat16/", "float16/")))
-            if owners == self.owners:
-                self._stretches[name] = stretches
+        self._traces = {"keep": profile.plain, **profile.variants}
+        for name, trace in self._traces.items():
+            if [owner for owner, _ in self._grouped(trace)] == self.owners:
+                self._traces[name] = trace = self._with_late_releases(name, trace)
+                self._stretches[name] = self._runs(trace, halves=name.startswith(("bfloat16/", "float16/")))[1]
             else:
                 self._whole[name] = trace
         self._between: dict[tuple[str, int], list[Stretch]] = {}
@@ -91,8 +92,39 @@ class CostModel:
 
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
-        runs = [(owner, tuple(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
-        return [owner for owner, _ in runs], [self._merge(segments, halves) for _, segments in runs]
+        runs = self._grouped(trace)
+        return [owner for owner, _ in runs], [self._merge(tuple(segments), halves) for _, segments in runs]
+
+    def _grouped(self, trace: StepTrace) -> list[tuple[str, list[Segment]]]:
+        return [(owner, list(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
+
+    def _with_late_releases(self, name: str, trace: StepTrace) -> StepTrace:
+        """What a treatment of blocks frees in the gaps behind them, counted with the blocks.
+
+        NOTE [late release]: a block's input that waits elsewhere is freed when the caller lets go of it, which is after
+        the block. Gaps are taken from another trace, in which nothing was sent away.
+        """
+        precision, _, treatment = name.rpartition("/")
+        keep = f"{precision}/keep" if precision else "keep"
+        if (
+            name == keep
+            or treatment.startswith(TILE_HEAD)
+            or f"{precision}/".endswith(REST)
+            or keep not in self._traces
+        ):
+            return trace
+        runs, kept = self._grouped(trace), self._grouped(self._traces[keep])
+        if [owner for owner, _ in kept] != self.owners:
+            return trace
+        for ((owner, block), (_, gap)), (_, kept_gap) in zip(itertools.pairwise(runs), kept[1:], strict=True):
+            late = _net_bytes(gap) - _net_bytes(kept_gap)
+            if owner and late and not self._owner(gap[0]):
+                block[-1] = dataclasses.replace(block[-1], net_bytes=block[-1].net_bytes + late)
+                first = gap[0]
+                gap[0] = dataclasses.replace(
+                    first, net_bytes=first.net_bytes - late, peak_bytes=max(0, first.peak_bytes - late)
+                )
+        return StepTrace(tuple(itertools.chain(*(segments for _, segments in runs))))
 
     def _owner(self, segment: Segment) -> str:
         return segment.module_fqn if segment.module_fqn in self.blocks else ""
@@ -429,11 +461,14 @@ class CostModel:
 
     def _segments(self, module_fqn: str, treatment: Treatment, phase: str | None) -> list[Segment]:
         if treatment not in self._by_owner:
-            trace = self.profile.plain if treatment == "keep" else self.profile.variants[treatment]
             self._by_owner[treatment] = {}
-            for segment in trace.segments:
+            for segment in self._traces[treatment].segments:
                 self._by_owner[treatment].setdefault(segment.module_fqn, []).append(segment)
         return [s for s in self._by_owner[treatment].get(module_fqn, ()) if phase in (None, s.phase)]
+
+
+def _net_bytes(segments: Iterable[Segment]) -> int:
+    return sum(segment.net_bytes for segment in segments)
 
 
 # ---- sizes of tiles
