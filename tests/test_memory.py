@@ -273,6 +273,7 @@ def test_inference_mode() -> None:
     assert measured.peak_bytes > PARAMETERS
 
 
-def test_no_such_device() -> None:
-    with pytest.raises(RuntimeError, match="device"), memscale.measure("nonsense"):
+@pytest.mark.parametrize("device", ["xpu", "xpu:3", "meta", "nonsense"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    with pytest.raises(memscale.ConfigError, match=f"device='{device}'"), memscale.measure(device):
         pass

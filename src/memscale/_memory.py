@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
+from memscale._errors import ConfigError
 from memscale._units import round_up
 
 Kind = Literal["parameters", "gradients", "optimizer state", "activations", "temporaries", "other"]
@@ -217,10 +218,17 @@ def measure(device: str | torch.device | None = None) -> Iterator[Measurement]:
 
 
 def _device_type(device: str | torch.device | None) -> str:
-    if device is not None:
-        return torch.device(device).type
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None else "cpu"
+    there = ["cpu"] if found is None else ["cpu", found.type]
+    if device is None:
+        return there[-1]
+    try:
+        wanted = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is not a device that PyTorch knows") from error
+    if wanted not in there:
+        raise ConfigError(f"device={device!r} cannot be measured here: this machine has {' and '.join(there)}")
+    return wanted
 
 
 class _Timeline(LiveBytes):
