@@ -1,19 +1,260 @@
-"""Stage 1: who says which techniques may be used."""
+"""Stage 1: who says which techniques may be used, and that plans say who it was."""
 
 from __future__ import annotations
 
-from memscale import Config
-from memscale._policy import choose_strategy
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+import memscale
+from memscale import Config, ConfigError, DoesNotFitError, OptimizationMode, Plan, _json
+from memscale._decide import Budget, full_budget
+from memscale._pipeline import make_plan
+from memscale._policy import Situation, choose_strategy, learned, rules
+from memscale._policy.features import features_of
+from memscale._policy.strategies import STRATEGIES
+from memscale._policy.trees import Forest, Tree
+from memscale._profile.inputs import Inputs
+from tests.models import Chain, TwoLinears
+from tests.profiles import MB, full_profile, hardware_of, profile_of
+
+BASELINE = Situation(profile_of(), hardware_of(), full_budget(hardware_of(), Config())).baseline.peak_bytes
+
+
+def situation_at(pressure: float, **changes: Any) -> Situation:
+    hardware = hardware_of(**changes)
+    budget = full_budget(hardware, Config(memory_budget_gb=BASELINE / pressure / 1e9))
+    return Situation(profile_of(), hardware, budget)
+
+
+def always(share: float) -> Forest:
+    return Forest(share, ())
+
+
+def artifact_of(**forests: Forest) -> learned.Artifact:
+    names = tuple(features_of(situation_at(2.0), Config()))
+    return learned.Artifact(learned.FORMAT, names, forests, 0.9, "0" * 64, "nothing")
+
+
+@pytest.fixture
+def artifact_at(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
+    """The policy that is written there is the one that is used."""
+
+    def use(text: str | None) -> None:
+        path = tmp_path / "policy.json"
+        if text is not None:
+            path.write_text(text)
+        monkeypatch.setattr(learned, "ARTIFACT", path)
+
+    yield use
+    learned.load.cache_clear()
+
+
+def written(artifact: learned.Artifact) -> str:
+    return _json.dumps(artifact)
+
+
+# ---- the user's own
 
 
 def test_the_users_own_config() -> None:
-    config = Config(mode="conservative")
-    strategy = choose_strategy(config)
-    assert strategy.config == config
-    assert strategy.source == "user_config"
+    config = Config(mode=OptimizationMode.CONSERVATIVE)
+    strategy = choose_strategy(config, situation_at(2.0))
+    assert strategy.config is config
+    assert (strategy.source, strategy.reason, strategy.wider) == ("user_config", None, None)
 
 
-def test_a_policy_that_is_asked_for_names_its_source() -> None:
-    config = Config(auto_policy=True)
-    assert choose_strategy(config).source in ("rule", "rule_fallback", "ml")
-    assert config == Config(auto_policy=True), "the caller's config is not changed"
+@pytest.mark.parametrize("value", ["rules", "ml", 1, None])
+def test_other_values_of_auto_policy_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="auto_policy"):
+        Config(auto_policy=value)
+
+
+# ---- rules
+
+
+@pytest.mark.parametrize(
+    ("pressure", "mode"),
+    [(0.5, "conservative"), (1.0, "conservative"), (1.2, "balanced"), (1.49, "balanced"), (1.51, "aggressive"),
+     (2.99, "aggressive"), (9.0, "aggressive")],
+)  # fmt: skip
+def test_the_rule_table(pressure: float, mode: str) -> None:
+    strategy = choose_strategy(Config(auto_policy="rule"), situation_at(pressure))
+    assert strategy.source == "rule"
+    assert strategy.config.mode.value == mode
+    assert strategy.reason is not None
+    assert strategy.reason.numbers["pressure"] == pytest.approx(pressure, rel=0.01)
+    assert (strategy.wider is None) == (mode == "aggressive")
+
+
+def test_far_above_the_budget_a_smaller_batch_is_named() -> None:
+    _, reason = rules.choose(situation_at(4.0))
+    assert "smaller batch" in reason.rule
+
+
+def test_what_the_user_set_by_name_stays() -> None:
+    config = Config(
+        auto_policy="rule", use_8bit_optimizer=False, enable_offloading=True, memory_budget_gb=1.0, device="cpu"
+    )
+    before = dataclasses.asdict(config)
+    far, near = (choose_strategy(config, situation_at(pressure)).config for pressure in (2.0, 0.5))
+    assert (far.use_8bit_optimizer, far.enable_tiling, near.enable_offloading) == (False, True, True)
+    assert far.asks_for("enable_offloading")
+    assert not far.asks_for("enable_tiling"), "a policy's wish is not the user's"
+    assert (far.memory_budget_gb, far.device) == (1.0, "cpu")
+    assert dataclasses.asdict(config) == before, "the caller's config is not changed"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_16_bits_are_eligible_where_the_planned_hardware_is_fast_in_them(is_fast: bool) -> None:
+    strategy = choose_strategy(Config(auto_policy="rule"), situation_at(2.0, has_fast_16bit=is_fast))
+    assert strategy.config.use_mixed_precision is is_fast
+
+
+# ---- the learned policy
+
+
+def test_the_mildest_strategy_that_is_likely_enough_is_taken(artifact_at: Any) -> None:
+    artifact_at(written(artifact_of(conservative=always(1.0), balanced=always(5.0))))
+    strategy = choose_strategy(Config(auto_policy=True), situation_at(2.0))
+    assert (strategy.source, strategy.config.mode) == ("ml", OptimizationMode.BALANCED)
+    assert strategy.reason is not None
+    assert strategy.reason.numbers["strategy"] == "balanced"
+    assert strategy.wider == STRATEGIES["aggressive"].under(Config(auto_policy=True), hardware_of())
+
+
+def test_nothing_likely_means_everything_is_eligible(artifact_at: Any) -> None:
+    artifact_at(written(artifact_of(conservative=always(1.0), balanced=always(-5.0))))
+    strategy = choose_strategy(Config(auto_policy=True), situation_at(1.2))
+    assert (strategy.source, strategy.config.mode, strategy.wider) == ("ml", OptimizationMode.AGGRESSIVE, None)
+
+
+def test_tiling_may_be_eligible_without_offloading(artifact_at: Any) -> None:
+    artifact_at(written(artifact_of(**{"conservative+tiling": always(5.0)})))
+    config = choose_strategy(Config(auto_policy=True), situation_at(2.0)).config
+    assert (config.enable_tiling, config.enable_offloading, config.use_8bit_optimizer) == (True, False, False)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"format": 1}', "{broken"])
+def test_without_a_readable_artifact_the_rules_decide(text: str | None, artifact_at: Any) -> None:
+    artifact_at(text)
+    strategy = choose_strategy(Config(auto_policy=True), situation_at(1.2))
+    assert (strategy.source, strategy.config.mode) == ("rule_fallback", OptimizationMode.BALANCED)
+    assert strategy.reason is not None
+    assert "policy.json" in strategy.reason.rule
+
+
+def test_an_artifact_of_other_features_or_versions_is_not_used(artifact_at: Any) -> None:
+    good = artifact_of(conservative=always(5.0))
+    for bad in (
+        dataclasses.replace(good, features=good.features[1:]),
+        dataclasses.replace(good, format=2),
+        dataclasses.replace(good, forests={"unheard of": always(5.0)}),
+    ):
+        learned.load.cache_clear()
+        artifact_at(written(bad))
+        assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "rule_fallback"
+
+
+@pytest.mark.parametrize("wish", ["force_optimize", "use_mixed_precision", "use_8bit_optimizer"])
+def test_what_was_not_learned_is_left_to_the_rules(wish: str, artifact_at: Any) -> None:
+    artifact_at(written(artifact_of(conservative=always(5.0))))
+    assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "ml"
+    config = Config(auto_policy=True).replace(**{wish: True})
+    assert choose_strategy(config, situation_at(1.2)).source == "rule_fallback"
+
+
+# ---- trees
+
+
+def test_a_walk_goes_left_up_to_the_threshold() -> None:
+    tree = Tree(
+        (0, -1, 1, -1, -1), (2.0, 0.0, 5.0, 0.0, 0.0), (1, 0, 3, 0, 0), (2, 0, 4, 0, 0), (0.0, 1.0, 0.0, 2.0, 3.0)
+    )
+    assert [tree.at(row) for row in ((2.0, 9.0), (2.1, 5.0), (2.1, 5.1))] == [1.0, 2.0, 3.0]
+    assert Forest(-1.0, (tree,)).probability((2.0, 0.0)) == 0.5
+
+
+@pytest.mark.parametrize("left", [0, -1, 3])
+def test_a_tree_that_leads_nowhere_is_refused(left: int) -> None:
+    with pytest.raises(ValueError, match="leads nowhere"):
+        Tree((0, -1, -1), (1.0, 0.0, 0.0), (left, 0, 0), (2, 0, 0), (0.0, 1.0, 1.0))
+
+
+def doubled(data: Any, name: str = "") -> Any:
+    """Every number of bytes and of operations in encoded data, twice."""
+    if isinstance(data, dict):
+        return {key: doubled(value, key) for key, value in data.items()}
+    if isinstance(data, list):
+        return [doubled(value, name) for value in data]
+    is_size = name.endswith(("_bytes", "_bytes_per_s", "flops")) and data is not None
+    return 2 * data if is_size else data
+
+
+def test_features_have_no_unit() -> None:
+    """A model twice as large, on a card twice as large and fast, under a budget twice as large: the same case."""
+    once = Situation(full_profile(4), hardware_of(), Budget(200 * MB, 300 * MB, 400 * MB))
+    twice = Situation(
+        *(_json.decode(type(part), doubled(_json.encode(part))) for part in (once.profile, once.hardware, once.budget))
+    )
+    assert twice.baseline.peak_bytes == 2 * once.baseline.peak_bytes
+    assert features_of(once, Config()) == pytest.approx(features_of(twice, Config()))
+    assert features_of(once, Config(enable_tiling=False)) != features_of(once, Config())
+
+
+# ---- through the pipeline
+
+
+def plan_of(config: Config) -> Plan:
+    model = Chain(*(TwoLinears() for _ in range(4)))
+    return make_plan(model, Inputs(args=(torch.ones(4096, 16),)), config)
+
+
+@pytest.fixture(scope="module")
+def plain_bytes() -> int:
+    return plan_of(Config(enable_logging=False)).baseline_peak_bytes
+
+
+def test_plans_say_who_chose_the_strategy(plain_bytes: int, artifact_at: Any) -> None:
+    budget = {"memory_budget_gb": plain_bytes / 1.2 / 1e9, "enable_logging": False}
+    own = plan_of(Config(**budget))
+    assert (own.decision_source, own.strategy) == ("user_config", None)
+    by_rule = plan_of(Config(auto_policy="rule", **budget))
+    assert (by_rule.decision_source, by_rule.mode) == ("rule", "balanced")
+    assert "strategy:  up to 1.5 times the budget: BALANCED" in by_rule.explain()
+    assert Plan.from_json(by_rule.to_json()) == by_rule
+    artifact_at(written(artifact_of(conservative=always(5.0))))
+    learned_plan = plan_of(Config(auto_policy=True, **budget))
+    assert (learned_plan.decision_source, learned_plan.mode) == ("ml", "conservative")
+    learned.load.cache_clear()
+    artifact_at("")
+    assert plan_of(Config(auto_policy=True, **budget)).decision_source == "rule_fallback"
+    assert own.actions == by_rule.actions == learned_plan.actions
+
+
+def test_a_choice_under_which_nothing_fits_is_widened(plain_bytes: int) -> None:
+    config = Config(memory_budget_gb=plain_bytes / 1.49 / 1e9, enable_checkpointing=False, enable_logging=False)
+    with pytest.raises(DoesNotFitError, match="mode balanced"):
+        plan_of(config)
+    with pytest.raises(DoesNotFitError, match="mode aggressive"):
+        plan_of(config.replace(auto_policy="rule"))
+
+
+def test_wrap_asks_the_policy(plain_bytes: int) -> None:
+    config = Config(auto_policy="rule", memory_budget_gb=plain_bytes / 1.2 / 1e9, enable_logging=False)
+    model = Chain(*(TwoLinears() for _ in range(4)))
+    memscale.wrap(model, config, torch.ones(4096, 16))
+    assert model._memscale_executor.plan.decision_source == "rule"  # type: ignore[attr-defined]
+    memscale.detach(model)
+
+
+def test_the_estimate_is_about_modes_whoever_would_choose() -> None:
+    model, sample = Chain(*(TwoLinears() for _ in range(2))), torch.ones(64, 16)
+    own, automatic = (
+        memscale.estimate(model, sample, config=Config(auto_policy=auto, memory_budget_gb=1.0))
+        for auto in (False, "rule")
+    )
+    assert own == automatic

@@ -7,7 +7,7 @@
        v
     profile_model(model, sample)   -> Profile            _profile/     what each layer costs
     Hardware.detect(device)        -> Hardware           _hardware.py  what there is to spend
-    choose_strategy(config)        -> Strategy           _policy/      stage 1: which techniques may be used
+    choose_strategy(config, ...)   -> Strategy           _policy/      stage 1: which techniques may be used
     decide(profile, hardware, ...) -> Plan               _decide.py    stage 2: pure, deterministic, explained
     execute(model, plan)           -> Executor           _execute.py   attaches hooks, owns the undo stack
 

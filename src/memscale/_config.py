@@ -7,7 +7,7 @@ import enum
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from memscale._errors import ConfigError
 
@@ -126,8 +126,8 @@ class Config:
     """Overlap transfers with compute."""
     async_config: AsyncOffloadConfig | None = None
     """How; None: the defaults."""
-    auto_policy: bool = False
-    """Let a policy choose the mode and the eligible techniques."""
+    auto_policy: bool | Literal["rule"] = False
+    """Let a policy choose the mode and the techniques that are not set here: True, or "rule" for the rule table."""
     _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +137,8 @@ class Config:
         _resolve_techniques(self)
         for name in _BOOLEAN_FIELDS:
             _check_bool(self, name)
+        if self.auto_policy != "rule" and not isinstance(self.auto_policy, bool):
+            raise _bad("auto_policy", self.auto_policy, 'True, False or "rule"')
         for name in ("max_cpu_offload_gb", "memory_budget_gb"):
             _check_gb(self, name)
         if self.device is not None and not _DEVICE.fullmatch(self.device):
@@ -154,6 +156,17 @@ class Config:
     def asks_for(self, technique: str) -> bool:
         """Whether this technique was set to True by name, not by the mode."""
         return technique in self._explicit and bool(getattr(self, technique))
+
+    def rules_out(self, technique: str) -> bool:
+        """Whether this technique was set to False by name, not by the mode."""
+        return technique in self._explicit and not getattr(self, technique)
+
+    def under(self, mode: OptimizationMode, **techniques: bool) -> Config:
+        """A copy as another mode says, with some techniques otherwise; what was set by name stays as it is."""
+        wanted = {**_TECHNIQUES_OF_MODE[mode], **techniques}
+        changed = self.replace(mode=mode, **{name: wanted[name] for name in wanted if name not in self._explicit})
+        _set(changed, "_explicit", self._explicit)  # the others are still nobody's explicit wish
+        return changed
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed. Techniques that were left to the mode are resolved again."""
@@ -174,7 +187,6 @@ _BOOLEAN_FIELDS = (
     "enable_logging",
     "verify_correctness",
     "async_offload",
-    "auto_policy",
 )
 
 

@@ -74,7 +74,7 @@ def estimate(
     study = Study(model, inputs, config, optimizer, hardware)
     by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
-        plan = study.plan(choose_strategy(config.replace(mode=mode)))
+        plan = study.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
     profile = study.profile
     baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())

@@ -37,7 +37,7 @@ from memscale._plan import (
     TileHead,
     TileMlp,
 )
-from memscale._policy import Strategy, choose_strategy
+from memscale._policy import Situation, Strategy, choose_strategy
 from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
@@ -75,13 +75,16 @@ def make_plan(
     """
     hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
     study = Study(model, inputs, config, optimizer, hardware, before_real)
-    strategy = choose_strategy(config)
+    strategy = choose_strategy(config, Situation(study.profile, hardware, full_budget(hardware, config)))
     plan = study.plan(strategy)
+    if not plan.fits and strategy.wider is not None:
+        strategy = strategy.widened()
+        plan = study.plan(strategy)
     if not plan.fits:
-        raise DoesNotFitError(explain_misfit(study.profile, plan, config))
+        raise DoesNotFitError(explain_misfit(study.profile, plan, strategy.config))
     if on_front is not None:
         on_front(study.full_front(strategy, plan))
-    return plan
+    return dataclasses.replace(plan, strategy=strategy.reason)
 
 
 class Study:

@@ -201,6 +201,8 @@ class Plan:
     the others. Empty in a plan that was not written by `decide`."""
     front_note: str = ""
     """What the front does not show, and why."""
+    strategy: Reason | None = None
+    """Why a policy chose this mode; None: the user did."""
 
     @property
     def reduction(self) -> float:
@@ -239,6 +241,7 @@ class Plan:
             f"  planned:   {show_bytes(self.predicted_peak_bytes)} peak ({self.reduction:.1%} less, {how}), "
             f"{self.predicted_slowdown:.2f}x the time, {'fits' if self.fits else 'does not fit'}",
             f"  rule:      {self.summary}",
+            *([f"  strategy:  {self.strategy}"] if self.strategy is not None else []),
         ]
 
     def _run_lines(self) -> list[str]:

@@ -1,0 +1,123 @@
+"""The learned policy of stage 1: train it, and compare it with the rules on architectures that it was not trained on.
+
+    python -m memscale.benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE] [--json FILE]
+
+`--num` shapes are drawn, in turns from every family of models; each is profiled on fake tensors (half a minute) and
+gives some dozens of cases: depths, cards, what users rule out, budgets. `--cache` keeps the profiles, and a second
+call goes on from there. Each family's cases are then judged by trees that have seen none of that family; the
+artifact is trained on all of them and written where `--artifact` says. The same seed gives the same artifact.
+
+Times and peaks are predictions of the models that plans are made with; nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import pathlib
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from memscale import _json
+from memscale._policy.learned import FORMAT, Artifact
+from memscale._profile import Profile
+from memscale.benchmarks.policy.cases import Case, feature_names
+from memscale.benchmarks.policy.scores import THRESHOLD, compare, fit_forests, scores_table, verdict
+
+Task = tuple[int, str, int, str]
+"""The number of a shape, its family, the seed, the cache."""
+
+
+def tasks(num: int, seed: int, cache: str) -> list[Task]:
+    from memscale.benchmarks.policy.shapes import FAMILIES
+
+    families = list(FAMILIES)
+    return [(number, families[number % len(families)], seed, cache) for number in range(num)]
+
+
+def cases_of(task: Task) -> list[Case]:
+    """A pure function of the number, the family and the seed."""
+    import torch
+
+    from memscale.benchmarks.policy.cases import draw_cases
+    from memscale.benchmarks.policy.shapes import draw_shape, profile_shape
+
+    torch.set_num_threads(1)
+    number, family, seed, cache = task
+    name = f"{seed}-{family}-{number}"
+    shape = draw_shape(family, random.Random(name))
+    path = pathlib.Path(cache) / f"{name}.json" if cache else None
+    if path is not None and path.is_file():
+        profile = Profile.from_json(path.read_text())
+    else:
+        profile = profile_shape(shape)
+        if path is not None:
+            path.write_text(profile.to_json())
+    return draw_cases(shape.family, profile, name)
+
+
+def all_cases(todo: Sequence[Task], jobs: int) -> Iterator[list[Case]]:
+    if jobs <= 1:
+        yield from map(cases_of, todo)
+        return
+    # Spawned: a fork would copy torch's thread pools in an unknown state.
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(cases_of, todo)
+
+
+def gather(todo: Sequence[Task], jobs: int) -> list[Case]:
+    start, cases = time.perf_counter(), []
+    for done, found in enumerate(all_cases(todo, jobs), start=1):
+        cases += found
+        print(f"\r{done} of {len(todo)} shapes, {len(cases)} cases, {time.perf_counter() - start:.0f} s",
+              end="", file=sys.stderr, flush=True)  # fmt: skip
+    print(file=sys.stderr)
+    return cases
+
+
+def train(cases: Sequence[Case], seed: int) -> Artifact:
+    names = feature_names()
+    text = json.dumps([_json.encode(list(cases)), names, THRESHOLD], sort_keys=True)
+    families = sorted({case.family for case in cases})
+    return Artifact(
+        format=FORMAT,
+        features=names,
+        forests=fit_forests(cases),
+        threshold=THRESHOLD,
+        training_hash=hashlib.sha256(text.encode()).hexdigest(),
+        trained_on=f"{len(cases)} cases of {len({case.group for case in cases})} models on cards, seed {seed}: "
+        + ", ".join(families),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    if options.cache:
+        pathlib.Path(options.cache).mkdir(parents=True, exist_ok=True)
+    cases = gather(tasks(options.num, options.seed, options.cache), options.jobs)
+    scores = compare(cases)
+    print(f"{scores_table(scores)}\n\n{verdict(scores)}")
+    artifact = train(cases, options.seed)
+    print(f"\ntraining hash {artifact.training_hash}")
+    if options.artifact:
+        pathlib.Path(options.artifact).write_text(json.dumps(_json.encode(artifact), sort_keys=True) + "\n")
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(_json.encode(scores), indent=1) + "\n")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m memscale.benchmarks.policy", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--num", type=int, default=84, help="shapes of models to profile")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--cache", default="", help="a directory that keeps the profiles")
+    parser.add_argument("--artifact", default="", help="where to write the trained policy")
+    parser.add_argument("--json", default="", help="where to write the scores")
+    return parser.parse_args(arguments)

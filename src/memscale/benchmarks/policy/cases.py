@@ -1,0 +1,209 @@
+"""Cases to learn from: a model at some depth, a card, what the user rules out, a budget; and the truth about each.
+
+The truth is settled by exhaustive search on the models of peak and time. For each strategy: the plan that stage 2 would
+make under it, level by level as `Study.plan` does, and the best plan there is, all exact techniques tried at once (and
+what is not exact only where nothing exact fits). The fronts of the search do not depend on the device's budget, so many
+budgets are answered by one search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from memscale import Config
+from memscale._choice import Choice
+from memscale._decide import Budget, find_candidates, full_budget
+from memscale._hardware import Hardware
+from memscale._peak import CostModel
+from memscale._policy import Situation, rules
+from memscale._policy.features import features_of
+from memscale._policy.strategies import STRATEGIES, WIDEST
+from memscale._profile import OptimizerCost, Profile, StepTrace
+from memscale._search import Candidate
+from memscale.benchmarks.policy.shapes import DEPTHS, draw_hardware, hardware_for, stretch
+
+SETTINGS_PER_SHAPE = 4
+BUDGETS_PER_SETTING = 12
+TOLERANCE = 1.01
+"""A strategy is as good as any if its plan is at most 1 % slower than the best."""
+
+RULED_OUT: tuple[tuple[str, ...], ...] = (
+    (), (), (), (), (), (),
+    ("use_mixed_precision", "use_8bit_optimizer"), ("use_mixed_precision", "use_8bit_optimizer"),
+    ("use_mixed_precision",),
+    ("enable_offloading",),
+    ("enable_tiling",),
+    ("enable_checkpointing",),
+)  # fmt: skip
+"""What a user may have set to False, as often as it is listed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a strategy comes to."""
+
+    fits: bool
+    ratio: float
+    """Its plan's predicted step time over the best one's; 0 where it does not fit."""
+    is_exact: bool
+    num_tried: int
+    """Traces that stage 2 makes on the way there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    family: str
+    group: str
+    """Cases of one setting differ in the budget alone."""
+    features: tuple[float, ...]
+    pressure: float
+    rule: str
+    """What the rules choose."""
+    verdicts: dict[str, Verdict]
+    best_is_exact: bool
+
+    def is_good(self, strategy: str) -> bool:
+        verdict = self.verdicts[strategy]
+        return verdict.fits and verdict.is_exact == self.best_is_exact and verdict.ratio <= TOLERANCE
+
+
+def feature_names() -> tuple[str, ...]:
+    """In the order of `Case.features`."""
+    nothing = Profile("cpu", "static", "", (), 0, 0, 0, (), OptimizerCost("", 0, 0, 0), StepTrace(()))
+    situation = Situation(nothing, hardware_for("cpu"), Budget(1, 0, 0))
+    return tuple(features_of(situation, Config()))
+
+
+def draw_cases(family: str, profile: Profile, seed: str) -> list[Case]:
+    """All cases of one shape, by its profile at three blocks."""
+    rng = random.Random(seed)
+    cases: list[Case] = []
+    for number in range(SETTINGS_PER_SHAPE):
+        depth, hardware = rng.choice(DEPTHS), draw_hardware(profile.device_type, rng)
+        config = Config(
+            offload_dir="." if hardware.disk_free_bytes is not None else None,
+            async_offload=rng.random() < 0.25,
+            auto_policy=True,
+        ).replace(**dict.fromkeys(rng.choice(RULED_OUT), False))
+        setting = _Setting(stretch(profile, depth), hardware, config)
+        cases += setting.cases(family, f"{seed}/{number}", rng)
+    return cases
+
+
+class _Setting:
+    """One model on one card under one config: every strategy's candidates at every level."""
+
+    def __init__(self, profile: Profile, hardware: Hardware, config: Config) -> None:
+        self.profile = _in_type_of(profile, hardware)
+        self.hardware = hardware
+        self.config = config
+        self.budget = full_budget(hardware, config)
+        self.levels = {
+            name: list(self._levels(strategy.under(config, hardware))) for name, strategy in STRATEGIES.items()
+        }
+
+    def _levels(self, config: Config) -> Iterator[tuple[int, list[Candidate]]]:
+        """How much was tried up to each level, and what can then be chosen from."""
+        profiles = {"simple": _without(self.profile, inside=True, lossy=True)}
+        if config.enable_tiling:
+            profiles["inside"] = _without(self.profile, lossy=True)
+        if config.use_mixed_precision or config.use_8bit_optimizer:
+            profiles["lossy"] = self.profile
+        for profile in profiles.values():
+            tried = sum(_is_tried(name, config) for name in profile.variants)
+            model = CostModel(profile, self.hardware, overlaps=config.async_offload)
+            yield tried, find_candidates(model, model.evaluate(Choice()), self.budget, config)
+
+    def cases(self, family: str, group: str, rng: random.Random) -> Iterator[Case]:
+        """Budgets from the baseline's peak down to the lowest that anything reaches."""
+        baseline = CostModel(self.profile, self.hardware).evaluate(Choice()).peak_bytes
+        every = [c for _, candidates in self.levels[WIDEST] for c in candidates if _waits_well(c, self.budget)]
+        lowest = min(candidate.outcome.peak_bytes for candidate in every)
+        most = math.log(baseline / lowest)
+        for index in range(BUDGETS_PER_SETTING if most > 0.02 else 0):
+            share = (index + rng.random()) / BUDGETS_PER_SETTING
+            device_bytes = max(lowest, int(baseline / math.exp(max(0.001, share * most))))
+            yield self._case(family, group, dataclasses.replace(self.budget, device_bytes=device_bytes))
+
+    def _case(self, family: str, group: str, budget: Budget) -> Case:
+        situation = Situation(self.profile, self.hardware, budget)
+        best = min((_best(c, budget) for _, c in self.levels[WIDEST] if _best(c, budget)), key=_rank)
+        assert best is not None
+        return Case(
+            family=family,
+            group=group,
+            features=tuple(features_of(situation, self.config).values()),
+            pressure=situation.pressure,
+            rule=rules.choose(situation)[0],
+            verdicts={name: _verdict(levels, budget, best) for name, levels in self.levels.items()},
+            best_is_exact=best.choice.run.is_exact,
+        )
+
+
+def _verdict(levels: Sequence[tuple[int, list[Candidate]]], budget: Budget, best: Candidate) -> Verdict:
+    tried = 0
+    for tried, candidates in levels:
+        found = _best(candidates, budget)
+        if found is not None:
+            ratio = found.outcome.step_ms / best.outcome.step_ms
+            return Verdict(True, round(ratio, 5), found.choice.run.is_exact, tried)
+    return Verdict(False, 0.0, False, tried)
+
+
+def _best(candidates: Sequence[Candidate], budget: Budget) -> Candidate | None:
+    """As stage 2 chooses: exact before all else, then the fastest."""
+    return min((c for c in candidates if budget.admits(c.outcome)), key=_rank, default=None)
+
+
+def _rank(candidate: Candidate | None) -> tuple[bool, float, int]:
+    assert candidate is not None
+    outcome = candidate.outcome
+    return not candidate.choice.run.is_exact, round(outcome.step_ms, 9), outcome.peak_bytes
+
+
+def _waits_well(candidate: Candidate, budget: Budget) -> bool:
+    return dataclasses.replace(budget, device_bytes=2**63).admits(candidate.outcome)
+
+
+# ---- parts of a profile
+
+
+_HALVES = ("bfloat16/", "float16/")
+
+
+def _without(profile: Profile, *, inside: bool = False, lossy: bool = False) -> Profile:
+    variants = {
+        name: trace
+        for name, trace in profile.variants.items()
+        if not (inside and "inside:" in name) and not (lossy and name.startswith(_HALVES))
+    }
+    return dataclasses.replace(
+        profile,
+        variants=variants,
+        inside=() if inside else profile.inside,
+        eight_bit_optimizer=None if lossy else profile.eight_bit_optimizer,
+    )
+
+
+def _in_type_of(profile: Profile, hardware: Hardware) -> Profile:
+    """Traced in bf16; fp16 has the same sizes, for a card that has no other."""
+    if hardware.supports_bf16:
+        return profile
+    variants = {name.replace("bfloat16/", "float16/"): trace for name, trace in profile.variants.items()}
+    return dataclasses.replace(profile, variants=variants)
+
+
+def _is_tried(name: str, config: Config) -> bool:
+    """Whether `Study` makes this trace under this config."""
+    if name.startswith(_HALVES) and not config.use_mixed_precision:
+        return False
+    if ("tile_head" in name or "inside:" in name) and not config.enable_tiling:
+        return False
+    moves = any(word in name for word in ("offload", "stream", "rest/"))
+    if moves and not config.enable_offloading:
+        return False
+    recomputes = any(word in name for word in ("checkpoint", "selective", "stream", "rest/"))
+    return bool(config.enable_checkpointing) or not recomputes
