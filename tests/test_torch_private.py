@@ -72,3 +72,20 @@ def test_storages_keep_their_python_object_alive_while_they_live() -> None:
 def test_foreach_devices() -> None:
     assert "cuda" in _torch_private.foreach_device_types()
     assert "cpu" not in _torch_private.foreach_device_types()
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    before = weight * 2
+    first = _torch_private.next_sequence_number()
+    after = before * 2
+    assert _torch_private.sequence_number(before.grad_fn) < first <= _torch_private.sequence_number(after.grad_fn)
+
+
+def test_hooks_of_every_module_are_seen() -> None:
+    register = nn.modules.module.register_module_forward_pre_hook
+    handle = register(lambda module, args: None)
+    kinds = [kind for kind, hooks in _torch_private.global_module_hooks() if hooks]
+    handle.remove()
+    assert kinds == ["forward"]
+    assert not any(hooks for _, hooks in _torch_private.global_module_hooks())

@@ -120,6 +120,28 @@ def run_first(node: Any) -> None:
     node._set_sequence_nr(2**64 - 1)
 
 
+def next_sequence_number() -> int:
+    """What the next node of this thread's graph will be numbered with; those made before have lower numbers."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def sequence_number(node: Any) -> int:
+    """When a node was made, among those of its thread."""
+    return int(node._sequence_nr())
+
+
+def global_module_hooks() -> list[tuple[str, dict[int, Any]]]:
+    """The hooks that run for every module: (forward or backward, hooks by id)."""
+    from torch.nn.modules import module
+
+    return [
+        ("forward", module._global_forward_hooks),
+        ("forward", module._global_forward_pre_hooks),
+        ("backward", module._global_backward_hooks),
+        ("backward", module._global_backward_pre_hooks),
+    ]
+
+
 def graph_task_id() -> int:
     """The backward pass that this thread works for; -1 outside of one."""
     return int(torch._C._current_graph_task_id())

@@ -22,15 +22,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._patching import OwnHook, keep_copies_clean
+from memscale import _torch_private
+from memscale._patching import ForwardOverride, OwnHook, keep_copies_clean
 from memscale._plan import MixedPrecision
-from memscale.techniques.precision.gradients import ScaledGraph, has_foreign_hooks, map_outputs
+from memscale.techniques.precision.gradients import ScaledGraph
 from memscale.techniques.precision.loss_scale import LossScale
+from memscale.techniques.precision.places import find_foreign_hook, map_outputs
 
 __all__ = ["LossScale", "Precision", "attach"]
 
 logger = logging.getLogger("memscale")
 
+_STAYS_NARROW = ("transformers.cache_utils",)
+"""Modules whose objects are not widened: a key-value cache goes back into the model."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -67,7 +71,10 @@ class Precision:
         if torch.is_autocast_enabled(self.device_type):
             self._calls.append(None)
             return
-        graph = ScaledGraph(self.scale, args, kwargs) if self.scale is not None and self._scales(model) else None
+        graph = None
+        if self.scale is not None and self._scales(model):
+            self.scale.begin()
+            graph = ScaledGraph(self.scale, args, kwargs)
         # NOTE [no weight cache]: autocast would keep the 16-bit copy of every weight until the forward ends, though a
         # checkpointed block needs its own only briefly. It also sums gradients of a weight's uses in 16 bits.
         autocast = torch.autocast(self.device_type, self.dtype, cache_enabled=False)
@@ -84,7 +91,7 @@ class Precision:
         call.autocast.__exit__(None, None, None)
         if output is None:
             return None
-        widened = map_outputs(output, self._widen)
+        widened = map_outputs(output, self._widen, leave=_STAYS_NARROW)
         if call.graph is None:
             return widened
         return call.graph.close(model, output if widened is None else widened)
@@ -104,15 +111,45 @@ class Precision:
         assert self.scale is not None
         if not torch.is_grad_enabled() or not self.scale.is_ours():
             return False
-        stranger = has_foreign_hooks(model)
-        if stranger is not None and not self._warned:
+        problem = _find_problem(model)
+        if problem is not None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"fp16 gradients are not scaled, because {stranger!r} has a forward hook: a loss on what it captures "
-                "would enter the model unscaled. Remove the hook, or use a torch.amp.GradScaler: it takes over.",
+                f"fp16 gradients are not scaled, because {problem} Change that, or use a torch.amp.GradScaler: it "
+                "takes over.",
                 stacklevel=2,
             )
-        return stranger is None
+        return problem is None
+
+
+def _find_problem(model: nn.Module) -> str | None:
+    """Why gradients of a forward that begins now cannot be scaled unseen."""
+    if _torch_private.inside_functional_transform() or _torch_private.in_forward_mode():
+        return "torch.func and forward-mode derivatives pass by the places where they would be scaled."
+    stranger = find_foreign_hook(model)
+    if stranger is None:
+        return None
+    where, kind = stranger
+    if kind == "backward":
+        return f"{where} has a backward hook, which would see them scaled."
+    return f"{where} has a forward hook: a loss on what it captures would enter the model unscaled."
+
+
+class _Guard(ForwardOverride):
+    """Leaves autocast where hooks are not asked: an interrupt is no `Exception`, and may come in a notebook."""
+
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
+        super().__init__(module)
+        self.precision = precision
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.inner()(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self.precision.leave(self.module, None)
+            raise
 
 
 class _Enter(OwnHook):
@@ -159,6 +196,7 @@ def attach(
     undo.callback(enter.remove)
     leave = model.register_forward_hook(_Leave(precision), prepend=True, with_kwargs=True, always_call=True)
     undo.callback(leave.remove)
+    _Guard(model, precision).attach(undo)
     keep_copies_clean(model, undo)
     return precision
 

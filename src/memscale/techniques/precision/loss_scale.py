@@ -16,12 +16,14 @@ import math
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memscale._errors import ConfigError
 from memscale._patching import undo_with
@@ -52,11 +54,15 @@ class LossScale:
         """What that look showed."""
         self._marks: dict[torch.device, torch.Tensor] = {}
         """The largest gradient since then, on each device."""
+        self._told: set[int] = set()
+        """The optimizers that were told of it."""
+        self._reached: Any = WeakIdKeyDictionary()
+        """The leaves that gradients come to from this model: its parameters, and those of what feeds it."""
         self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._model: weakref.ref[nn.Module] | None = None
 
     def attach(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
-        """Watch the optimizers that own this model's parameters until undone."""
+        """Watch the optimizers of what this model's gradients come to, until undone."""
         self._model = weakref.ref(model)
         undo_with(model, register_optimizer_step_pre_hook(self._before_step).remove, undo)
         undo_with(model, register_optimizer_step_post_hook(self._after_step).remove, undo)
@@ -64,6 +70,7 @@ class LossScale:
 
     def _forget(self) -> None:
         self._marks.clear()
+        self._told.clear()
         self._has_news, self._is_finite = False, True
         for optimizer_id in list(self._hidden):
             self._give_back(optimizer_id)
@@ -77,6 +84,23 @@ class LossScale:
             if not self._is_ours:
                 logger.info("a torch.amp.GradScaler is in use: the loss scale is left to it")
         return self._is_ours
+
+    # ---- in forward
+
+    def reaches(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Gradients of a forward will come to these: an overflow is their optimizer's business, too."""
+        for leaf in leaves:
+            if leaf not in self._reached:
+                self._reached[leaf] = None
+
+    def begin(self) -> None:
+        """A forward begins. Gradients that nobody stepped with and that are gone teach all the same.
+
+        A user who drops what is not finite by himself never steps, and the scale would never back off.
+        """
+        if self._has_news and all(leaf.grad is None for leaf in self._reached):
+            self._look()
+            self._is_finite = True
 
     # ---- in backward
 
@@ -106,16 +130,28 @@ class LossScale:
 
     def settle(self, optimizer: Optimizer) -> None:
         """The gradients of a step are complete: learn from them, and hide them if they must not be used."""
-        if self._has_news:
-            self._has_news = False
-            self._is_finite = all(math.isfinite(mark.item()) for mark in self._marks.values())
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                # NOTE [ranks agree]: another rank's overflow is in the reduced gradients only.
-                self._is_finite = self._is_finite and _has_finite_gradients(optimizer)
-            self._marks.clear()
-            self._learn()
-        if not self._is_finite:  # also for a second optimizer that shares the backward
+        is_new = self._has_news
+        if is_new:
+            self._look(optimizer)
+        if not self._is_finite and (is_new or self._shares_backward(optimizer)):
+            self._told.add(id(optimizer))
             self._hide_gradients(optimizer)
+
+    def _look(self, optimizer: Optimizer | None = None) -> None:
+        self._has_news = False
+        self._told.clear()
+        self._is_finite = all(math.isfinite(mark.item()) for mark in self._marks.values())
+        if optimizer is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # NOTE [ranks agree]: another rank's overflow is in the reduced gradients only.
+            self._is_finite = self._is_finite and _has_finite_gradients(optimizer)
+        self._marks.clear()
+        self._learn()
+
+    def _shares_backward(self, optimizer: Optimizer) -> bool:
+        """Whether the backward that overflowed is this optimizer's, too; not one that was told, and trains on."""
+        if id(optimizer) not in self._told and self._owns(optimizer):
+            return True
+        return not _has_finite_gradients(optimizer)
 
     def _learn(self) -> None:
         if self._is_finite:
@@ -150,6 +186,9 @@ class LossScale:
             parameter.grad = gradient
 
     def _concerns(self, optimizer: Optimizer) -> bool:
+        return self._owns(optimizer) or any(parameter in self._reached for parameter in _parameters(optimizer))
+
+    def _owns(self, optimizer: Optimizer) -> bool:
         model = self._model() if self._model is not None else None
         if model is None:
             return False
@@ -208,10 +247,11 @@ def _lives_a_scaler() -> bool:
 
 
 def _is_called_by_a_scaler() -> bool:
-    """Whether a `GradScaler.step` is among the callers."""
+    """Whether the `step` of a `GradScaler` that is switched on is among the callers."""
     frame = sys._getframe(1)
     for _ in range(_STACK_DEPTH):
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
             return True
         if frame.f_back is None:
             return False
