@@ -352,3 +352,25 @@ def test_gpt2_xl_does_not_fit_as_it_is(shell: Shell) -> None:
     result = json.loads(shell(*arguments))["estimate"]
     assert not result["baseline_fits"]
     assert result["baseline_peak_bytes"] > memscale.Hardware.from_name("RTX 3090").total_bytes
+
+
+# ---- fit
+
+
+def test_fit_finds_the_largest_batch(shell: Shell, model_file: str) -> None:
+    arguments = ("fit", f"{model_file}:build", "--gpu", "RTX 3090", "--budget", "0.05", "--mode", "conservative")
+    text = shell(*arguments)
+    assert "conservative: rehearsing at" in shell.stderr
+    sizes = {
+        line.split()[0]: line.split()[1] for line in text.splitlines() if line.startswith(("plain", "conservative"))
+    }
+    assert 1 < int(sizes["plain"]) < int(sizes["conservative"])
+    data = json.loads(shell(*arguments, "--json"))
+    assert data["by_mode"]["conservative"]["size"] == int(sizes["conservative"])
+    assert data["by_mode"]["conservative"]["predicted_peak_bytes"] <= 0.05e9
+
+
+def test_fit_says_what_cannot_be_varied(shell: Shell, model_file: str) -> None:
+    assert "batch or seq" in shell.complaint("fit", f"{model_file}:build", "--vary", "width")
+    assert "--batch is what is looked for" in shell.complaint("fit", f"{model_file}:build", "--batch", "4")
+    assert "have no seq dimension" in shell.complaint("fit", f"{model_file}:build", "--vary", "seq")

@@ -106,5 +106,5 @@ def test_every_option_model_and_card_is_documented() -> None:
         assert name in text
     for option in ("--batch", "--seq", "--gpu", "--optimizer", "--budget", "--utilization", "--mode", "--force"):
         assert f"`{option}" in text
-    for option in ("--with-weights", "--json", "--output", "--explain", "--pareto", "--version"):
+    for option in ("--with-weights", "--json", "--output", "--explain", "--pareto", "--vary", "--version"):
         assert f"`{option}" in text

@@ -24,6 +24,7 @@ TORCH_FREE = (
     "_plan",
     "_policy",
     "_profile",
+    "_scaling",
     "_search",
     "_units",
     "_writing",
@@ -39,6 +40,7 @@ ALLOWED = {
     "_profile": {"_json", "_plan"},
     "_choice": {"_plan"},
     "_peak": {"_choice", "_hardware", "_profile"},
+    "_scaling": {"_choice", "_plan", "_profile"},
     "_search": {"_choice", "_peak"},
     "_front": {"_choice", "_plan", "_search"},
     "_decide": {
@@ -57,7 +59,7 @@ ALLOWED = {
 }
 """Whom each of the pure modules may import, at most."""
 
-MEETING_PLACES = {"_api", "_pipeline", "_estimate"}
+MEETING_PLACES = {"_api", "_pipeline", "_estimate", "_fit"}
 
 
 def name_of(path: pathlib.Path) -> str:

@@ -13,6 +13,7 @@ from memscale._choice import Choice
 from memscale._config import Config, OptimizationMode
 from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
+from memscale._fit import smaller_that_fits
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
 from memscale._pipeline import Study, device_of
@@ -48,6 +49,8 @@ class Estimate:
     device_name: str
     optimizer_name: str
     inputs: tuple[str, ...]
+    advice: str = ""
+    """When no mode fits: the batch or the sequence length that the last of them would fit, if there is one."""
 
     def to_json(self) -> str:
         return _json.dumps(self)
@@ -79,16 +82,19 @@ def estimate(
     profile = study.profile
     baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())
     budget = budget_bytes(hardware, config)
+    recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
+    advice = smaller_that_fits(study, config.replace(mode=mode)) if recommended is None else ""
     return Estimate(
         baseline_peak_bytes=baseline,
         breakdown=breakdown_at_peak(profile, baseline),
         budget_bytes=budget,
         baseline_fits=baseline <= budget,
         by_mode=by_mode,
-        recommended_mode=next((mode for mode, result in by_mode.items() if result.fits), None),
+        recommended_mode=recommended,
         device_name=hardware.device_name,
         optimizer_name=profile.optimizer.name,
         inputs=next(iter(by_mode.values())).plan.inputs,
+        advice=advice or "",
     )
 
 

@@ -81,7 +81,10 @@ def make_plan(
         strategy = strategy.widened()
         plan = study.plan(strategy)
     if not plan.fits:
-        raise DoesNotFitError(explain_misfit(study.profile, plan, strategy.config))
+        from memscale._fit import smaller_that_fits  # it plans, too
+
+        smaller = smaller_that_fits(study, strategy.config)
+        raise DoesNotFitError(explain_misfit(study.profile, plan, strategy.config, smaller))
     if on_front is not None:
         on_front(study.full_front(strategy, plan))
     return dataclasses.replace(plan, strategy=strategy.reason)
@@ -134,9 +137,13 @@ class Study:
 
     def full_front(self, strategy: Strategy, plan: Plan) -> tuple[FrontPoint, ...]:
         """Peak against time with everything that the strategy allows, also what the plan did not need."""
-        for level in self._levels(strategy.config):
-            level(strategy.config)
+        self.look_into_everything(strategy.config)
         return full_front(self.profile, self.hardware, strategy.config, plan)
+
+    def look_into_everything(self, config: Config) -> None:
+        """Try all that the config allows, whether the budget needs it or not."""
+        for level in self._levels(config):
+            level(config)
 
     def _levels(self, config: Config) -> list[Callable[[Config], None]]:
         """What is dear to find out, or not exact, is looked into only when nothing else is left."""
@@ -161,14 +168,15 @@ class Study:
                 margin_bytes=margin_bytes,
                 raise_if_unfit=False,
             )
-            plan = self._confirm(decided, strategy.config)
+            plan = self.confirm(decided, strategy.config)
             if plan.fits or not decided.fits:
                 break
-            margin_bytes += plan.predicted_peak_bytes - plan.budget_bytes
-            logger.debug("the rehearsal peaked %d bytes above the budget: deciding again", margin_bytes)
+            # What this plan was above the model: with so much to spare it is not chosen again.
+            margin_bytes = max(margin_bytes, plan.predicted_peak_bytes - decided.predicted_peak_bytes)
+            logger.debug("the rehearsal peaked %d bytes above the peak model: deciding again", margin_bytes)
         return plan
 
-    def _confirm(self, plan: Plan, config: Config) -> Plan:
+    def confirm(self, plan: Plan, config: Config) -> Plan:
         """The number holds: run this very plan on the stage, and promise what that shows."""
         if not plan.actions:
             return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run

@@ -226,15 +226,21 @@ def _with_tiles(reason: Reason, run: Run) -> Reason:
     return Reason(f"{reason.rule}; tiles inside", {**reason.numbers, "tiles": run.num_tiles})
 
 
-def explain_misfit(profile: Profile, plan: Plan, config: Config) -> str:
-    """What is missing, and the nearest thing that does fit."""
+def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | None = None) -> str:
+    """What is missing, and the nearest thing that does fit.
+
+    `smaller` is a batch or a sequence that was found to fit, "" when there is none; None: nobody looked, and the batch
+    that the activations' share suggests is named.
+    """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
     switches = ("enable_checkpointing", "enable_offloading", "enable_tiling")
     remedies = [f"set {name}=True" for name in switches if not getattr(config, name)]
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
-    smaller = _fitting_batch(profile, peak, budget, batch)
+    if smaller is None:
+        suggested = _fitting_batch(profile, peak, budget, batch)
+        smaller = f"lower the batch size from {batch} to {suggested}" if suggested else ""
     if smaller:
-        remedies.append(f"lower the batch size from {batch} to {smaller}")
+        remedies.append(smaller)
     remedies.append(f"raise the budget to {show_bytes(peak)}")
     return (
         f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "

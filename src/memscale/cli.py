@@ -1,4 +1,4 @@
-"""The command line: `memscale estimate`, `memscale plan`, `memscale doctor`.
+"""The command line: `memscale estimate`, `plan`, `fit`, `doctor`.
 
 Exit codes: 0 done; 1 no plan fits (`plan` only); 2 bad input, with one sentence on stderr. Results go to stdout,
 progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
@@ -11,7 +11,7 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -184,6 +184,48 @@ def plan(
 
 
 @app.command()
+def fit(
+    model: ModelArgument,
+    vary: Annotated[str, typer.Option("--vary", help="What to make as large as fits: batch or seq.")] = "batch",
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    gpu: GpuOption = None,
+    optimizer: OptimizerOption = "adamw",
+    budget: BudgetOption = None,
+    utilization: UtilizationOption = 0.85,
+    mode: Annotated[str | None, typer.Option("--mode", help="This mode only.")] = None,
+    with_weights: WeightsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the largest batch (or the longest sequence) that fits, plain and in each mode. By prediction alone."""
+    if vary not in ("batch", "seq"):
+        raise ConfigError(f"--vary {vary} is not known; it must be batch or seq")
+    if (batch if vary == "batch" else seq) is not None:
+        raise ConfigError(f"--{vary} is what is looked for: leave it out, or vary the other")
+    config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization)
+    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
+    from memscale._fit import fit as find
+    from memscale._profile.inputs import longest_sequence
+
+    dimension = 0 if vary == "batch" else 1
+    if subject.inputs.size(dimension) is None:
+        raise ConfigError(f"--vary {vary}: the inputs of {model} have no {vary} dimension in common")
+    with _status() as say, _quiet():
+        result = find(
+            subject.model,
+            lambda size: subject.inputs.resized(dimension, size),
+            vary="batch" if vary == "batch" else "seq",
+            config=config,
+            optimizer=optimizer,
+            hardware=subject.hardware,
+            modes=tuple(OptimizationMode) if mode is None else (config.mode,),
+            limit=longest_sequence(subject.model) if vary == "seq" else None,
+            on_progress=say,
+        )
+    print(_json.dumps(result) if as_json else "\n".join(shell.fit_lines(model, result)), end="" if as_json else "\n")
+
+
+@app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Print what was detected: hardware, versions, and which extras are there."""
     with _progress("looking at this machine"):
@@ -261,6 +303,18 @@ def _progress(text: str) -> Iterator[None]:
 
     with Console(stderr=True).status(f"{text} ..."):
         yield
+
+
+@contextlib.contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """The same for work in several parts: each says what it is."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(f"{text} ...", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("...") as status:
+        yield lambda text: status.update(f"{text} ...")
 
 
 @contextlib.contextmanager

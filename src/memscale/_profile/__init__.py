@@ -57,6 +57,8 @@ class Segment:
     """Bytes read and written by operators that are counted in `flops`."""
     other_bytes: int
     """Bytes read and written by all others; views are free."""
+    num_launches: int = 0
+    """Operators that do work; each costs the processor some time, however small it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

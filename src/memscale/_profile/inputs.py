@@ -49,6 +49,24 @@ class Inputs:
     def tensors(self) -> list[torch.Tensor]:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
 
+    def size(self, dimension: int) -> int | None:
+        """What all tensors with that dimension agree on: 0 is the batch, 1 the length of integer sequences."""
+        found = [t for t in self.tensors() if t.dim() > dimension and (dimension == 0 or not t.is_floating_point())]
+        sizes = {tensor.shape[dimension] for tensor in found}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def resized(self, dimension: int, size: int) -> Inputs:
+        """The same batch at another size of one dimension, without data."""
+        now = self.size(dimension)
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            shape = list(tensor.shape)
+            if len(shape) > dimension and shape[dimension] == now:
+                shape[dimension] = size
+            return _meta(tuple(shape), tensor.dtype).requires_grad_(tensor.requires_grad)
+
+        return self.map_tensors(resize)
+
     def specs(self) -> tuple[TensorSpec, ...]:
         found = []
         for path, leaf in tree_leaves_with_path((self.args, self.kwargs)):
@@ -71,9 +89,19 @@ def derive_inputs(model: nn.Module, batch: int = 1, sequence_length: int | None 
     return None
 
 
-def _text_inputs(model: nn.Module, config: Any, names: set[str], batch: int, sequence_length: int | None) -> Inputs:
+def longest_sequence(model: nn.Module) -> int | None:
+    """How many positions a Hugging Face model has learned; None where nothing limits the length."""
+    longest = _positions(getattr(model, "config", None))
+    return longest if longest is not None and _has_position_table(model, longest) else None
+
+
+def _positions(config: Any) -> int | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+
+
+def _text_inputs(model: nn.Module, config: Any, names: set[str], batch: int, sequence_length: int | None) -> Inputs:
+    longest = _positions(config)
     length = sequence_length or min(DERIVED_SEQUENCE_LENGTH, longest or DERIVED_SEQUENCE_LENGTH)
     if longest is not None and length > longest and _has_position_table(model, longest):
         raise MemScaleError(f"a sequence of {length} is longer than the {longest} positions of this model")

@@ -58,7 +58,7 @@ class SegmentRecorder(LiveBytes):
         self.num_calls: dict[str, int] = {}
         self._place: tuple[Phase, str, int] = ("forward", "", 0)
         self._start_bytes = 0
-        self._flops = self._matmul_bytes = self._other_bytes = 0
+        self._flops = self._matmul_bytes = self._other_bytes = self._num_launches = 0
         self._entered: set[int] = set()
         self._highest_bytes = 0
         self._highest_by_kind = dict(self.by_kind)
@@ -78,6 +78,7 @@ class SegmentRecorder(LiveBytes):
 
     def _add_cost(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         num_bytes = sum(_num_bytes(leaf) for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
+        self._num_launches += 1
         formula = _torch_private.flop_formula(func)
         if formula is None:
             self._other_bytes += num_bytes
@@ -89,7 +90,7 @@ class SegmentRecorder(LiveBytes):
         """Forget what came before the step."""
         self.segments, self.num_calls, self._entered = [], {}, set()
         self._place, self._start_bytes = ("forward", "", 0), self.total_bytes
-        self._flops = self._matmul_bytes = self._other_bytes = 0
+        self._flops = self._matmul_bytes = self._other_bytes = self._num_launches = 0
         self.reset_peak()
         self._highest_bytes, self._highest_by_kind = 0, dict(self.by_kind)
         self._opened_by_kind = dict(self.by_kind)
@@ -121,10 +122,11 @@ class SegmentRecorder(LiveBytes):
                 flops=self._flops,
                 matmul_bytes=self._matmul_bytes,
                 other_bytes=self._other_bytes,
+                num_launches=self._num_launches,
             )
         )
         self._start_bytes = self.total_bytes
-        self._flops = self._matmul_bytes = self._other_bytes = 0
+        self._flops = self._matmul_bytes = self._other_bytes = self._num_launches = 0
         self.reset_peak()
 
     # ---- hooks that tell where the step is

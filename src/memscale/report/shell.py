@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memscale._config import OptimizationMode
     from memscale._estimate import Estimate, ModeEstimate
+    from memscale._fit import Fit, Fitting
     from memscale._hardware import Hardware
     from memscale._plan import LayerRow, Plan
 
@@ -41,6 +42,30 @@ def estimate_lines(name: str, num_parameters: int, hardware: Hardware, result: E
         _recommendation(result),
         _provenance(hardware, any_plan),
     ]
+
+
+def fit_lines(name: str, result: Fit) -> list[str]:
+    """The largest size in each mode."""
+    what = "batch" if result.vary == "batch" else "sequence"
+    header = (f"{'largest' if what == 'batch' else 'longest'} {what}", "size", "peak GB", "time", "what is done")
+    entries = {"plain": result.plain, **{mode.value: entry for mode, entry in result.by_mode.items()}}
+    some = next((entry.plan for entry in entries.values() if entry.plan is not None), None)
+    return [
+        f"{name} on {result.device_name}: what fits a budget of {both_units(result.budget_bytes)}",
+        *([f"batch: {'; '.join(some.inputs)}, at the size below; optimizer: {some.optimizer_name}"] if some else []),
+        "",
+        *table([header, *(_fit_cells(mode, entry) for mode, entry in entries.items())], left=(0, 4)),
+        "",
+        "Each size was rehearsed on fake tensors with the plan shown. Times: a model, not measured.",
+    ]
+
+
+def _fit_cells(mode: str, entry: Fitting) -> tuple[str, ...]:
+    if entry.plan is None:
+        return mode, "none", "", "", "not even the smallest fits"
+    size = f"{entry.size}{' (all it has)' if entry.is_limited else ''}"
+    peak, time = f"{entry.predicted_peak_bytes / 1e9:.3f}", f"{entry.predicted_slowdown:.2f}x"
+    return mode, size, peak, time, what_is_done(entry.plan)
 
 
 def both_units(num_bytes: int) -> str:
@@ -89,10 +114,9 @@ def _recommendation(result: Estimate) -> str:
     mode = result.recommended_mode
     if mode is None:
         needed = min(entry.predicted_peak_bytes for entry in result.by_mode.values())
-        return (
-            f"No mode fits: the lowest peak is {both_units(needed)}. Lower the batch size or the sequence length, "
-            "or take a larger device."
-        )
+        advice = f"{result.advice[:1].upper()}{result.advice[1:]}" if result.advice else "Lower the sequence length"
+        last = f" in mode {list(result.by_mode)[-1].value}" if result.advice else ""
+        return f"No mode fits: the lowest peak is {both_units(needed)}. {advice}{last}, or take a larger device."
     if result.baseline_fits:
         return f"Recommended: {mode.value}. It fits as it is, and wrap() will leave it alone unless forced."
     entry = result.by_mode[mode]

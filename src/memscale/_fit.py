@@ -1,0 +1,238 @@
+"""`fit`: the largest batch, or the longest sequence, that fits a device in each mode. By prediction alone.
+
+A step is profiled at two sizes with all that the modes allow. Between and beyond them profiles are drawn
+(`_scaling`), so any size can be decided in no time. What comes out is rehearsed at its very size, and the search goes
+on from there if the rehearsal says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._choice import Choice
+from memscale._config import Config, OptimizationMode
+from memscale._decide import budget_bytes, decide
+from memscale._errors import MemScaleError, ProfileError
+from memscale._hardware import Hardware
+from memscale._peak import CostModel
+from memscale._pipeline import Study
+from memscale._plan import Plan
+from memscale._policy import choose_strategy
+from memscale._profile import Profile
+from memscale._profile.inputs import Inputs
+from memscale._scaling import at_size, can_scale
+
+logger = logging.getLogger("memscale")
+
+Vary = Literal["batch", "seq"]
+MAX_SIZE = 1 << 20
+_MAX_ROUNDS = 4
+"""Rehearsals of one answer."""
+_WORTH_ANOTHER = 1.02
+"""An answer that was rehearsed and fits is not improved by less than this."""
+_PLAIN = {
+    "enable_checkpointing": False,
+    "enable_offloading": False,
+    "enable_tiling": False,
+    "use_mixed_precision": False,
+    "use_8bit_optimizer": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fitting:
+    """The largest size that fits, in one way of training."""
+
+    size: int
+    """0 when not even the smallest does."""
+    predicted_peak_bytes: int
+    predicted_slowdown: float
+    plan: Plan | None
+    is_limited: bool = False
+    """The model takes no more (its positions end here); memory would."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits a device."""
+
+    vary: Vary
+    budget_bytes: int
+    device_name: str
+    plain: Fitting
+    by_mode: dict[OptimizationMode, Fitting]
+
+
+def fit(
+    model: nn.Module,
+    inputs_at: Callable[[int], Inputs],
+    *,
+    vary: Vary = "batch",
+    config: Config | None = None,
+    optimizer: str | Optimizer = "adamw",
+    hardware: Hardware | None = None,
+    modes: tuple[OptimizationMode, ...] = tuple(OptimizationMode),
+    limit: int | None = None,
+    on_progress: Callable[[str], None] = logger.debug,
+) -> Fit:
+    """The largest size in each mode. `inputs_at` makes the batch of a size, `limit` is what the model can take."""
+    config = (config or Config()).replace(force_optimize=False)
+    hardware = hardware or Hardware.detect(config.device, config.offload_dir)
+    search = _Search(model, inputs_at, config, optimizer, hardware, _anchors(vary, limit), limit, on_progress)
+    plain = search.largest(config.replace(**_PLAIN), "plain")
+    by_mode = {mode: search.largest(config.replace(mode=mode), mode.value, plain) for mode in modes}
+    return Fit(vary, budget_bytes(hardware, config), hardware.device_name, plain, by_mode)
+
+
+class _Search:
+    """Sizes of one model's batch on one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs_at: Callable[[int], Inputs],
+        config: Config,
+        optimizer: str | Optimizer,
+        hardware: Hardware,
+        anchors: tuple[int, int],
+        limit: int | None,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self.inputs_at = inputs_at
+        self.hardware = hardware
+        self.limit = limit or MAX_SIZE
+        self.on_progress = on_progress
+        self.study_at: Callable[[int], Study] = functools.cache(
+            lambda size: Study(model, inputs_at(size), config, optimizer, hardware)
+        )
+        self.anchors = anchors
+
+    def largest(self, config: Config, name: str, at_least: Fitting | None = None) -> Fitting:
+        """The largest size whose plan fits, rehearsed at that size."""
+        self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
+        self._look_into_everything(config)
+        budget = budget_bytes(self.hardware, config)
+        best = _none() if at_least is None or not at_least.size else at_least
+        excess, upper, is_found = 0, self.limit, False
+        for _ in range(_MAX_ROUNDS):
+            size, plan = self._solve(config, budget - excess, upper)
+            if plan is None or size <= best.size or (is_found and size < best.size * _WORTH_ANOTHER):
+                break
+            self.on_progress(f"{name}: rehearsing at {size}")
+            confirmed = self._confirmed(size, plan, config)
+            excess = confirmed.predicted_peak_bytes - plan.predicted_peak_bytes
+            if confirmed.fits:
+                best, is_found = _fitting(size, confirmed, is_limited=size == self.limit), True
+            else:
+                upper = min(size - 1, int(size / _WORTH_ANOTHER))
+        return best
+
+    def _look_into_everything(self, config: Config) -> None:
+        for size in self.anchors:
+            self.study_at(size).look_into_everything(config)
+        small, large = (self.study_at(size).profile for size in self.anchors)
+        if not can_scale(small, large):
+            raise ProfileError("a step of this model has other pieces at another size: it cannot be scaled")
+
+    def _solve(self, config: Config, device_bytes: int, upper: int) -> tuple[int, Plan | None]:
+        """By the drawn profiles: the largest size with a plan within so many bytes, by halving."""
+        if device_bytes <= 0:
+            return 0, None
+        config = config.replace(memory_budget_gb=device_bytes / 1e9)
+        low, plan = 0, None
+        high = upper + 1
+        probe = min(self.anchors[1], upper)
+        while low + 1 < high:
+            made = self._plan_at(probe, config)
+            if made.fits:
+                low, plan = probe, made
+            else:
+                high = probe
+            # Doubling until something does not fit: most sizes up to the limit are absurd.
+            probe = min(2 * low, high - 1) if high > upper and low else (low + high) // 2
+            probe = max(low + 1, probe)
+        return low, plan
+
+    def _profile_at(self, size: int) -> Profile:
+        small, large = (self.study_at(anchor).profile for anchor in self.anchors)
+        return at_size(small, large, self.anchors, size)
+
+    def _plan_at(self, size: int, config: Config) -> Plan:
+        return decide(
+            self._profile_at(size), self.hardware, config, choose_strategy(config).source, raise_if_unfit=False
+        )
+
+    def _confirmed(self, size: int, plan: Plan, config: Config) -> Plan:
+        """This very plan at this very size; its peak is the rehearsal's."""
+        study = self.study_at(size)
+        budget = budget_bytes(self.hardware, config)
+        if plan.actions:
+            if size not in self.anchors:  # what the techniques cost there was drawn, not tried
+                drawn, seen = self._profile_at(size), study.profile
+                study.profile = dataclasses.replace(drawn, plain=seen.plain, input_bytes=seen.input_bytes)
+            confirmed = study.confirm(plan, config)
+        else:
+            peak_bytes = CostModel(study.profile, self.hardware).evaluate(Choice()).peak_bytes
+            confirmed = dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, rehearsed=True)
+        fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
+        return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)
+
+
+def _none() -> Fitting:
+    return Fitting(0, 0, 1.0, None)
+
+
+def _fitting(size: int, plan: Plan, *, is_limited: bool) -> Fitting:
+    return Fitting(size, plan.predicted_peak_bytes, plan.predicted_slowdown, plan, is_limited)
+
+
+def _anchors(vary: Vary, limit: int | None) -> tuple[int, int]:
+    """Sizes that are profiled: small batches; for sequences the model's own range, where attention may bend upwards."""
+    if vary == "batch":
+        return 2, 4
+    longest = min(limit or 2048, 2048)
+    return max(1, longest // 2), max(2, longest)
+
+
+def smaller_that_fits(study: Study, config: Config) -> str | None:
+    """The nearest smaller batch, or shorter sequence, for which there is a plan, as a remedy.
+
+    "" when there is none; None when that cannot be known without real data. The study is that of the size that does
+    not fit.
+    """
+    if not study.rehearsal.is_fake:
+        return None
+    for dimension, what in ((0, "batch size"), (1, "sequence length")):
+        size = study.inputs.size(dimension)
+        found = _largest_below(study, config, dimension, size) if size is not None and size > 1 else 0
+        if found:
+            return f"lower the {what} from {size} to {found}"
+    return ""
+
+
+def _largest_below(study: Study, config: Config, dimension: int, size: int) -> int:
+    half = size // 2
+    search = _Search(
+        study.model,
+        lambda number: study.inputs.resized(dimension, number),
+        config,
+        study.optimizer,
+        study.hardware,
+        (half, size),
+        size,
+        logger.debug,
+    )
+    known, make = study, search.study_at
+    search.study_at = lambda number: known if number == size else make(number)
+    try:
+        return search.largest(config.replace(force_optimize=False), "smaller").size
+    except MemScaleError as error:
+        logger.debug("no smaller size was found: %s", error)
+        return 0

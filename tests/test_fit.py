@@ -1,0 +1,122 @@
+"""fit: the largest size that fits is one that fits, and the next ones do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+from memscale import Config, DoesNotFitError, OptimizationMode
+from memscale._choice import Choice
+from memscale._fit import Fit, fit
+from memscale._peak import CostModel
+from memscale._pipeline import Study, make_plan
+from memscale._policy import choose_strategy
+from memscale._profile.inputs import Inputs
+from tests.profiles import hardware_of
+
+HARDWARE = hardware_of()
+MODES = (OptimizationMode.CONSERVATIVE, OptimizationMode.BALANCED)
+
+
+def encoder(num_layers: int = 4) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(num_layers)))
+
+
+def batch_of(size: int) -> Inputs:
+    return Inputs((torch.zeros(size, 32, 64, device="meta"),))
+
+
+def plain_peak(size: int) -> int:
+    return memscale.estimate(encoder(), batch_of(size), config=Config(), hardware=HARDWARE).baseline_peak_bytes
+
+
+def fitting(config: Config) -> Fit:
+    return fit(encoder(), batch_of, config=config, hardware=HARDWARE, modes=MODES)
+
+
+@pytest.mark.slow
+def test_the_largest_fits_and_a_tenth_more_does_not() -> None:
+    config = Config(memory_budget_gb=plain_peak(20) / 1e9)
+    found = fitting(config)
+    assert found.plain.size == 20
+    sizes = [found.plain.size, *(found.by_mode[mode].size for mode in MODES)]
+    assert sizes == sorted(sizes)
+    assert sizes[1] > 1.3 * sizes[0]
+    for mode in MODES:
+        entry, strategy = found.by_mode[mode], choose_strategy(config.replace(mode=mode))
+        assert entry.plan is not None
+        assert entry.plan.rehearsed
+        assert entry.predicted_peak_bytes <= found.budget_bytes
+        assert Study(encoder(), batch_of(entry.size), config, "adamw", HARDWARE).plan(strategy).fits
+        more = entry.size + max(1, entry.size // 10)
+        assert not Study(encoder(), batch_of(more), config, "adamw", HARDWARE).plan(strategy).fits
+
+
+def test_nothing_fits_where_parameters_do_not() -> None:
+    found = fit(encoder(), batch_of, config=Config(memory_budget_gb=1e-4), hardware=HARDWARE, modes=MODES[:1])
+    assert found.plain.size == found.by_mode[MODES[0]].size == 0
+    assert found.by_mode[MODES[0]].plan is None
+
+
+def test_what_has_an_end_stops_there() -> None:
+    found = fit(encoder(), batch_of, config=Config(), hardware=HARDWARE, modes=MODES[:1], limit=6, vary="seq")
+    assert found.plain.size == 6
+    assert found.plain.is_limited
+
+
+# ---- what is said when nothing fits
+
+
+@pytest.mark.slow
+def test_a_misfit_names_a_batch_that_fits() -> None:
+    config = Config(memory_budget_gb=plain_peak(4) / 1e9, enable_offloading=False)
+    with pytest.raises(DoesNotFitError, match="lower the batch size from 64 to") as caught:
+        make_plan(encoder(), batch_of(64), config, hardware=HARDWARE)
+    named = int(str(caught.value).split("from 64 to ")[1].split()[0])
+    assert make_plan(encoder(), batch_of(named), config, hardware=HARDWARE).fits
+    with pytest.raises(DoesNotFitError):
+        make_plan(encoder(), batch_of(named + max(2, named // 8)), config, hardware=HARDWARE)
+
+
+@pytest.mark.slow
+def test_no_batch_is_named_where_none_fits() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        make_plan(encoder(), batch_of(8), Config(memory_budget_gb=1e-4), hardware=HARDWARE)
+    assert "batch" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_estimate_gives_advice_when_no_mode_fits() -> None:
+    budget_gb = 1.02 * memscale.estimate(
+        encoder(), batch_of(2), config=Config(force_optimize=True), hardware=HARDWARE
+    ).by_mode[OptimizationMode.AGGRESSIVE].predicted_peak_bytes / 1e9  # fmt: skip
+    config = Config(memory_budget_gb=budget_gb)
+    estimate = memscale.estimate(encoder(), batch_of(64), config=config, hardware=HARDWARE)
+    assert estimate.recommended_mode is None
+    assert estimate.advice.startswith("lower the batch size from 64 to ")
+
+
+# ---- the rule table of the memory-budget guide
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pressure", "mode"),
+    [(0.9, "conservative"), (1.5, "balanced"), (3.0, "aggressive")],
+)
+def test_the_rule_table_falls_out(pressure: float, mode: str) -> None:
+    """The mode of the guide fits; what fits as it is is left alone."""
+    model = encoder(12)
+    study = Study(model, batch_of(64), Config(), "adamw", HARDWARE)
+    baseline = CostModel(study.profile, HARDWARE).evaluate(Choice()).peak_bytes
+    config = Config(memory_budget_gb=baseline / pressure / 1e9)
+    estimate = memscale.estimate(model, batch_of(64), config=config, hardware=HARDWARE)
+    order = [each.value for each in OptimizationMode]
+    assert estimate.recommended_mode is not None
+    assert order.index(estimate.recommended_mode.value) <= order.index(mode)
+    assert estimate.by_mode[OptimizationMode(mode)].fits
+    if pressure < 1:
+        assert all(not entry.plan.actions for entry in estimate.by_mode.values())
