@@ -89,3 +89,16 @@ def test_hooks_of_every_module_are_seen() -> None:
     handle.remove()
     assert kinds == ["forward"]
     assert not any(hooks for _, hooks in _torch_private.global_module_hooks())
+
+
+def test_version_counters_are_shared_by_views_and_not_by_unsafe_chunks_or_data() -> None:
+    tensor = torch.zeros(4, 4)
+    first, second = tensor.unsafe_chunk(2)
+    for one, other, is_shared in (
+        (tensor, tensor[1:], True),
+        (tensor, tensor.detach(), True),
+        (first, second, False),
+        (tensor, tensor.data, False),
+    ):
+        assert _torch_private.share_version_counter(one, other) is is_shared
+        assert one._version == other._version == 0

@@ -34,6 +34,19 @@ def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def share_version_counter(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a change in place of one shows at the other. Views and detached tensors do; chunks made by
+    `unsafe_chunk` and `.data` do not, though they share memory."""
+    version = second._version
+    if first._version != version:
+        return False
+    torch._C._autograd._unsafe_set_version_counter((second,), (version + 1,))
+    try:
+        return first._version != version
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((second,), (version,))
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor has no memory behind it."""
     from torch._subclasses.fake_tensor import FakeTensor

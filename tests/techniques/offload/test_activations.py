@@ -205,6 +205,22 @@ def reused_memory(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return total.tanh()
 
 
+def chunks_with_their_own_versions(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """As an LSTM cell on the CPU does it: each chunk is changed in place after the one before was saved."""
+    gates = torch.cat([x, x * 2, x * 3], -1).unsafe_chunk(3, -1)
+    one = gates[0].sigmoid_()
+    _let_copies_end(x)
+    two = gates[1].tanh_()
+    _let_copies_end(x)
+    return one * two * gates[2].sigmoid_()
+
+
+def _let_copies_end(x: torch.Tensor) -> None:
+    """Whole storages travel: the copy races with the change of the next chunk, in bytes that nobody uses."""
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 CASES = (
     views,
     saved_twice,
@@ -213,6 +229,7 @@ CASES = (
     expanded,
     part_of_a_large_storage,
     reused_memory,
+    chunks_with_their_own_versions,
 )
 
 
@@ -254,6 +271,65 @@ def test_a_changed_tensor_is_refused_as_plain_pytorch_does():
                 model(x).sum().backward()
             x.grad = None
     simgpu.take_reports()  # the copy raced with the change; it was never used
+
+
+def test_the_gates_of_an_lstm_cell(tmp_path: pathlib.Path):
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.LSTMCell(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.cell(x)[0])
+
+    model = Cell()
+    x = torch.randn(32, 32, requires_grad=True)
+    theirs = step(model, x)
+    with offloaded(model, "cpu disk sync", tmp_path, modules=["cell"], window_bytes=0):
+        assert all(map(torch.equal, step(model, x), theirs))
+
+
+class Sigmoid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.result = (x * self.weight).sigmoid()
+        return self.result.clone()
+
+
+@pytest.mark.parametrize("min_tensor_bytes", [256, 1 << 20], ids=["travels", "stays"])
+@pytest.mark.parametrize("what", ["parameter", "activation"])
+def test_what_stays_is_refused_too_when_it_was_changed(what: str, min_tensor_bytes: int):
+    model = nn.Sequential(Sigmoid(), nn.Linear(32, 32)).to(DEVICE)
+    assert "modified by an inplace operation" in _refusal(model, what)
+    with offloaded(model, modules=["0", "1"], min_tensor_bytes=min_tensor_bytes):
+        assert "modified by an inplace operation" in _refusal(model, what)
+
+
+def _refusal(model: nn.Module, what: str) -> str:
+    loss = model(torch.ones(32, 32, device=DEVICE, requires_grad=True)).sum()
+    torch.accelerator.synchronize()
+    with torch.no_grad():
+        (model[1].weight if what == "parameter" else model[0].result).mul_(2)
+    del model[0].result
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_graph_of_small_tensors_that_is_thrown_away_leaves_nothing():
+    """An operator saves its own output: whoever keeps that as it is keeps the operator, too."""
+    model = nn.Sequential(Sigmoid(), nn.Linear(32, 32)).to(DEVICE)
+    with offloaded(model, modules=["0", "1"], min_tensor_bytes=1 << 20):
+        before = ACCELERATOR.memory_allocated()
+        model(torch.ones(32, 32, device=DEVICE))
+        del model[0].result
+        gc.collect()
+        assert ACCELERATOR.memory_allocated() == before
 
 
 def test_what_shares_memory_travels_once_and_parameters_stay():

@@ -103,6 +103,49 @@ def test_every_loop_trains_the_same(way, loop, tmp_path):
     check_parity(way, tmp_path, make, mode)
 
 
+class Decaying(O.SGD):
+    """Decays also what got no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+        return super().step(closure)
+
+
+class Lagging(O.Optimizer):
+    """Keeps the gradient itself: what `zero_grad` and backward do to it, they do to the state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                parameter.sub_(parameter.grad + state.get("before", 0), alpha=group["lr"])
+                state["before"], state["sum"] = parameter.grad, state.get("sum", 0) + parameter.grad
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_an_optimizer_that_changes_parameters_without_gradient(way, tmp_path):
+    check_parity(way, tmp_path, plain(Decaying, lr=0.1, momentum=0.9), "keep")
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_state_that_is_the_gradient_itself_stays_the_gradient(way, tmp_path):
+    theirs = Training(device_of(way), plain(Lagging), "keep").run()
+    ours = Training(device_of(way), plain(Lagging), "keep")
+    with opened(way, tmp_path) as transfers, adopted(ours, transfers):
+        ours.run()
+        waiting = ours.optimizer.state[ours.net.head.weight]
+        assert waiting.kept["before"] is ours.net.head.weight.grad
+        assert waiting.kept["sum"] is None, "it waits elsewhere"
+    assert same(on_host(ours.net.state_dict()), on_host(theirs.net.state_dict()))
+
+
 @pytest.mark.parametrize("way", MAIN_WAYS)
 def test_sixteen_bit_parameters(way, tmp_path):
     check_parity(way, tmp_path, plain(O.AdamW), dtype=torch.bfloat16)

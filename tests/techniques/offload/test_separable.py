@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import types
 from typing import Any
 
 import pytest
@@ -74,6 +77,71 @@ class Prodigylike(Custom):
         p.sub_(p.grad, alpha=group["d"])
 
 
+class CountingInside(Custom):
+    """A counter where assignments to attributes do not show it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = {"steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.counts["steps"] += 1
+        super().step()
+
+
+class Remembering(CountingInside):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = types.SimpleNamespace(seen=[0])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.counts.seen[0] += 1
+        Custom.step(self)
+
+
+class CountingInPlace(CountingInside):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counts = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.counts += 1
+        Custom.step(self)
+
+
+class Caching(Custom):
+    """Fills a table at its first step: it is the same whoever fills it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.table: dict[str, torch.Tensor] = {}
+
+    def update(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        self.table.setdefault("rate", torch.tensor(0.1))
+        p.sub_(p.grad * self.table["rate"])
+
+
+class Drawing(Custom):
+    """Draws from generators of its own, and Python's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def update(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        p.sub_(p.grad * torch.rand((), generator=self.generator).item() * random.random())
+
+
+class Telling(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> int:  # type: ignore[override]
+        super().step()
+        return sum(p.grad is not None for group in self.param_groups for p in group["params"])
+
+
 class SAMlike(O.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -113,7 +181,7 @@ TORCH = [
 ]
 
 
-@pytest.mark.parametrize("make", [*(getattr(O, name) for name in TORCH), Custom, Counting, Random])
+@pytest.mark.parametrize("make", [*(getattr(O, name) for name in TORCH), Custom, Counting, Random, Caching, Drawing])
 def test_separable(make):
     check_separable(make(net().parameters()))
 
@@ -133,6 +201,10 @@ def test_the_trial_agrees_with_what_is_known_of_torchs_optimizers(name):
         (lambda params: O.Adam(params, differentiable=True), "differentiable"),
         (GlobalNorm, "depends on"),
         (Prodigylike, "depends on"),
+        (CountingInside, "once a call"),
+        (CountingInPlace, "all parameters share depend"),
+        (Remembering, "once a call"),
+        (Telling, "returns a value"),
         (SAMlike, "wraps another optimizer in .base"),
         (OwnList, "list of parameters of its own in .flat"),
         (Fragile, "trial step failed"),
@@ -142,6 +214,22 @@ def test_not_separable(make, reason):
     optimizer = make(net().parameters())
     with pytest.raises(NotSeparable, match=reason):
         check_separable(optimizer)
+
+
+@pytest.mark.parametrize("make", [CountingInside, CountingInPlace, Remembering, Caching, Drawing])
+def test_the_trial_leaves_what_the_optimizer_keeps_alone(make):
+    optimizer = make(net().parameters())
+    names = [name for name in ("counts", "table", "generator") if hasattr(optimizer, name)]
+
+    def kept() -> str:
+        values = [getattr(optimizer, name) for name in names]
+        return repr([v.get_state().tolist() if isinstance(v, torch.Generator) else v for v in values])
+
+    before, python_state = kept(), random.getstate()
+    with contextlib.suppress(NotSeparable):
+        check_separable(optimizer)
+    assert kept() == before
+    assert random.getstate() == python_state
 
 
 @pytest.mark.parametrize("make", [Counting, GlobalNorm, Random])

@@ -303,6 +303,71 @@ def test_a_forward_that_changes_its_parameters_is_refused():
     executor.detach()
 
 
+class Clamped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Normalised(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = nn.functional.normalize(self.weight.data)
+        return super().forward(x)
+
+
+class Replaced(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = nn.Parameter(self.weight.detach() * 2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", [Clamped, Normalised, Replaced])
+def test_changes_past_the_version_counter_are_refused(kind: type[nn.Linear], asynchronous: bool):
+    model = nn.Sequential(kind(4, 4), nn.Linear(4, 4))
+    weight = model[0].weight
+    executor = executor_of(model, [StreamParameters("0")], asynchronous=asynchronous)
+    with pytest.raises(RuntimeError, match="changes its parameters"):
+        model(torch.ones(2, 4, device=DEVICE))
+    assert model[0].weight is weight
+    executor.detach()
+
+
+class Squared(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * weight
+
+
+class OwnForward(nn.Sequential):
+    """An embedding whose forward somebody has replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(8, 4), nn.Linear(4, 4))
+        embedding = self[0]
+        embedding.forward = lambda ids: nn.functional.embedding(ids, embedding.weight * embedding.weight)
+
+
+def parametrized() -> nn.Module:
+    embedding = nn.Embedding(8, 4)
+    nn.utils.parametrize.register_parametrization(embedding, "weight", Squared())
+    return nn.Sequential(embedding, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("build", [parametrized, OwnForward])
+def test_an_embedding_that_computes_its_weight_is_fetched_for_backward(build: Any, asynchronous: bool):
+    found = []
+    for streams in (False, True):
+        torch.manual_seed(0)
+        model = build()
+        actions = [StreamParameters("0"), StreamParameters("1")]
+        executor = executor_of(model, actions if streams else [], asynchronous=asynchronous)
+        model(torch.arange(8, device=DEVICE)).square().mean().backward()
+        found.append([p.grad.cpu() for p in model.parameters()])
+        executor.detach()
+    assert all(map(torch.equal, *found))
+
+
 def test_a_batch_of_one_tile_takes_the_plain_path_inside_the_layer(no_leaks: Any):
     resident, model = pair(TiledGpt)
     tile = TileHead("head", rows=1000)

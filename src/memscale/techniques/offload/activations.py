@@ -5,12 +5,14 @@ product), and tensors that several operators save, travel once and share memory 
 strides and offsets that they had.
 
 NOTE [when a copy stands for a tensor]: a storage is known by its identity, and only while it lives: a new one may get
-the same address. Its stretch and its version belong to the key, so what was changed in place travels anew. While the
-storage lives, for whatever reason, backward takes the tensor from there and nothing moves.
+the same address. Its stretch and its version belong to the key, so what was changed in place travels anew. A version
+says something only beside others of the same counter: the gates of an LSTM cell are chunks of one storage, each with a
+counter of its own, and each is changed in place after the one before was saved. While the storage lives, for whatever
+reason, backward takes the tensor from there and nothing moves.
 
 NOTE [changed in place]: with hooks, autograd no longer notices that a saved tensor was changed before backward needed
 it. Each saved tensor leaves a witness here, which shares its version counter and no memory, and backward refuses as
-plain PyTorch does.
+plain PyTorch does; so it does for tensors that stay where they are, parameters among them.
 
 NOTE [backward passes]: what is fetched ahead belongs to the backward pass that fetched it, and dies with it, however it
 ends. What was saved belongs to the graph. Nothing else holds either.
@@ -53,21 +55,25 @@ Key: TypeAlias = tuple[int, int, int, int]
 class Stretch:
     """Bytes of one storage that wait in the store. Lives as long as a graph holds a tensor of it."""
 
-    __slots__ = ("__weakref__", "handles", "number", "start", "storage", "ticket")
+    __slots__ = ("__weakref__", "handles", "number", "start", "storage", "ticket", "witness")
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, start: int, ticket: Ticket) -> None:
+    def __init__(
+        self, number: int, storage: torch.UntypedStorage, start: int, ticket: Ticket, witness: torch.Tensor
+    ) -> None:
         self.number = number
         """Its place in the order of sending."""
         self.storage = weakref.ref(storage)
         self.start = start
         self.ticket = ticket
+        self.witness = witness
+        """Of the tensor that it was sent for. See NOTE [changed in place]."""
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class Handle:
     """What autograd keeps in the place of one saved tensor."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "offset", "shape", "stretch", "stride", "version", "witness")
+    __slots__ = ("__weakref__", "device", "dtype", "offset", "shape", "stretch", "stride", "version")
 
     def __init__(self, stretch: Stretch, tensor: torch.Tensor) -> None:
         self.stretch = stretch
@@ -76,7 +82,6 @@ class Handle:
         self.shape, self.stride = tuple(tensor.shape), tuple(tensor.stride())
         self.offset = int(tensor.storage_offset())
         self.version = tensor._version
-        self.witness = _witness(tensor)
         stretch.handles.add(self)
 
     def over(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
@@ -86,17 +91,34 @@ class Handle:
 
     def refuse_changed(self) -> None:
         """See NOTE [changed in place]."""
-        if self.witness is not None and self.witness._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a {self.dtype} tensor of shape {list(self.shape)} is at version {self.witness._version}; "
-                f"expected version {self.version} instead"
-            )
+        _refuse_changed(self.stretch.witness, self.version, self.dtype, self.shape)
 
 
-def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
-    if _torch_private.is_fake(tensor):
-        return None  # values do not exist, nor can they change
+class Kept:
+    """What autograd keeps for a saved tensor that stays where it is. See NOTE [changed in place]."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()  # an output holds the node that would hold us
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        _refuse_changed(self.tensor, self.version, self.tensor.dtype, tuple(self.tensor.shape))
+        return self.tensor
+
+
+def _refuse_changed(witness: torch.Tensor, version: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if witness._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a {dtype} tensor of shape {list(shape)} is at version {witness._version}; "
+            f"expected version {version} instead"
+        )
+
+
+def _witness(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares its version counter and no memory."""
     witness = tensor.detach()
     witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return witness
@@ -184,10 +206,10 @@ class Offloader:
     def pack(self, tensor: torch.Tensor, resident: frozenset[int]) -> Any:
         """What autograd is to keep: a handle, or the tensor itself if it stays."""
         if not self._may_travel(tensor):
-            return tensor
+            return tensor.detach() if tensor.is_inference() else Kept(tensor)
         storage = tensor.untyped_storage()
         if _torch_private.storage_key(storage) in resident:
-            return tensor
+            return Kept(tensor)
         with self._lock:
             stretch = self._stretch_of(tensor, storage)
             self.stats.num_saved += 1
@@ -207,14 +229,15 @@ class Offloader:
         key = (_torch_private.storage_key(storage), tensor._version, start, end)
         known = self._known.get(key)
         stretch = known() if known is not None else None
-        if stretch is not None and stretch.storage() is storage:
+        is_same = stretch is not None and stretch.storage() is storage
+        if stretch is not None and is_same and _torch_private.share_version_counter(stretch.witness, tensor):
             return stretch
         line = _torch_private.tensor_over(storage, torch.uint8, tensor.device, start, (end - start,), (1,))
         ticket = self.transfers.send(line)
         if not self.transfers.asynchronous:
             self.transfers.wait_sent(ticket)
         self._count += 1
-        stretch = Stretch(self._count, storage, start, ticket)
+        stretch = Stretch(self._count, storage, start, ticket, _witness(tensor))
         self._known[key] = weakref.ref(stretch)
         self._sent.append((stretch.number, weakref.ref(stretch)))
         self.stats.num_sent += 1
@@ -224,6 +247,8 @@ class Offloader:
     # ----------------------------------------------------------------------------------------------------- backward
 
     def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Kept):
+            return packed.unpack()
         if not isinstance(packed, Handle):
             tensor: torch.Tensor = packed
             return tensor

@@ -140,7 +140,7 @@ class Bucket:
 
     def takes(self, parameter: torch.Tensor, name: Any, value: object) -> bool:
         """Whether a state tensor of one of its parameters waits here."""
-        if not isinstance(value, torch.Tensor) or not can_move(value):
+        if not isinstance(value, torch.Tensor) or not can_move(value) or _is_alias(value, parameter):
             return False
         return self.moves or self._packing(parameter, name, value) is not None
 
@@ -285,6 +285,12 @@ def can_move(value: object) -> bool:
         and not Layout.of(value).has_gaps
         and value.untyped_storage().nbytes() == value.nbytes  # not a part of something shared
     )
+
+
+def _is_alias(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a state tensor is the parameter's own memory or its gradient's, and changes with that."""
+    others = [parameter] if parameter.grad is None else [parameter, parameter.grad]
+    return any(other.layout is torch.strided and other.data_ptr() == value.data_ptr() for other in others)
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:

@@ -245,7 +245,7 @@ def _relocate(group: list[torch.Tensor], device: torch.device, *, anew: bool = F
     """Move tensors that share memory together; afterwards they share it still."""
     if not anew and all(tensor.device == device for tensor in group):
         return
-    if len(group) == 1:
+    if len(group) == 1 and not is_expanded(group[0]):
         tensor = group[0]
         fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         _put(tensor, fresh.copy_(tensor.detach()))
@@ -253,6 +253,11 @@ def _relocate(group: list[torch.Tensor], device: torch.device, *, anew: bool = F
         _relocate_shared(group, device)
     for tensor in group:
         _move_gradient(tensor, device)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _relocate_shared(group: list[torch.Tensor], device: torch.device) -> None:

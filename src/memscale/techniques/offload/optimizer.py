@@ -41,7 +41,14 @@ from memscale._errors import OffloadError, PartialStepError
 from memscale._patching import undo_with
 from memscale.techniques.offload.buckets import Bucket, Choose, Waiting, split_into_buckets
 from memscale.techniques.offload.followers import stays_on_host
-from memscale.techniques.offload.separable import NotSeparable, SplitStep, check_separable, idle_shadow, is_shadow
+from memscale.techniques.offload.separable import (
+    NotSeparable,
+    SplitStep,
+    check_separable,
+    idle_shadow,
+    is_shadow,
+    skips_parameters_without_gradient,
+)
 from memscale.techniques.offload.stores import Store
 from memscale.techniques.offload.transfers import Arrival, Transfers
 from memscale.techniques.offload.visits import OptimizerStats, Visit, Visits
@@ -299,7 +306,8 @@ class AdoptedOptimizer:
         return (idle_shadow(optimizer), *call.args), call.kwargs
 
     def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: _Call) -> None:
-        stepped = [bucket for bucket in self.buckets if any(p.grad is not None for p in bucket.parameters)]
+        every = not skips_parameters_without_gradient(optimizer)
+        stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
         progress = _Progress(len(stepped))
         try:
             if not stepped:

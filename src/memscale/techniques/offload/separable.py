@@ -10,14 +10,19 @@ arrive at the same ones, and `SplitStep.merge` writes them back.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
-from collections import OrderedDict, defaultdict
+import random
+import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
+
+from memscale._host_rng import HostRng
 
 State = dict[torch.Tensor, dict[Any, Any]]
 
@@ -98,6 +103,8 @@ class SplitStep:
         self._step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without its hooks
         self._changes: list[dict[tuple[str, int, Any], Any]] = []
         self._placeholder = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
+        self.returned: Any = None
+        """By the last part."""
 
     def run(
         self, parameters: Iterable[torch.Tensor], state: State, args: Iterable[Any] = (), kwargs: Mapping[str, Any] = {}
@@ -107,7 +114,7 @@ class SplitStep:
         groups = [self._reduced(group, chosen) for group in self._optimizer.param_groups]
         stand_in = shadow(self._optimizer, groups, {**state, **_shared_state(self._optimizer)})
         before = _shared_values(stand_in)
-        self._step(stand_in, *args, **kwargs)
+        self.returned = self._step(stand_in, *args, **kwargs)
         after = _shared_values(stand_in)
         self._changes.append(
             {place: value for place, (value, mark) in after.items() if before.get(place, (None, None))[1] != mark}
@@ -166,14 +173,24 @@ def _same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and bool(first == second))
 
 
+def _all_same(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(map(_same, first, second))
+
+
 # ------------------------------------------------------------------------------------------------- finding out
+
+
+def skips_parameters_without_gradient(optimizer: Optimizer) -> bool:
+    """Torch's own do. Others may decay or clamp every parameter."""
+    return type(optimizer) in _KNOWN_SEPARABLE
 
 
 def check_separable(optimizer: Optimizer) -> None:
     """Raise `NotSeparable` unless stepping parameters in parts is the same as stepping them at once.
 
     Torch's own classes are known. Others are looked at, and then tried: three steps over cut-down stand-ins of their
-    parameters, together and one by one, must give the same bits.
+    parameters, together and one by one, must give the same bits, the same values that all parameters share, also
+    inside of containers and objects that the optimizer keeps, and must return the same.
     """
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise NotSeparable("its step is differentiable")
@@ -189,10 +206,14 @@ def check_separable(optimizer: Optimizer) -> None:
         raise
     except Exception as error:  # whatever a third party's step does on stand-ins
         raise NotSeparable(f"a trial step failed ({type(error).__name__}: {error})") from error
-    if together[1].keys() != apart[1].keys() or not all(map(_same, together[0], apart[0])):
+    if together.shared.keys() != apart.shared.keys() or not _all_same(together.parameters, apart.parameters):
         raise NotSeparable("the update of one parameter depends on the others")
-    if not all(_same(value, apart[1][place]) for place, value in together[1].items()):
+    if not all(_same(value, apart.shared[place]) for place, value in together.shared.items()):
         raise NotSeparable("values that all parameters share depend on all of them")
+    if not _all_same(together.kept, apart.kept):
+        raise NotSeparable("it changes what it keeps in its attributes once a call, not once a parameter")
+    if not _same(together.returned, apart.returned):
+        raise NotSeparable("its step() returns a value that depends on all parameters")
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
@@ -207,24 +228,82 @@ def _check_attributes(optimizer: Optimizer) -> None:
             raise NotSeparable(f"it keeps a list of parameters of its own in .{name}")
 
 
-def _try_out(optimizer: Optimizer, *, in_parts: bool) -> tuple[list[torch.Tensor], dict[tuple[str, int, Any], Any]]:
-    """Parameters and shared values after three trial steps. Leaves the optimizer and the random state alone."""
+@dataclasses.dataclass(slots=True)
+class _Trial:
+    """What trial steps have led to."""
+
+    parameters: list[torch.Tensor]
+    shared: dict[tuple[str, int, Any], Any]
+    kept: list[Any]
+    """Inside of the optimizer's attributes."""
+    returned: Any = None
+
+
+def _try_out(optimizer: Optimizer, *, in_parts: bool) -> _Trial:
+    """Three trial steps. Leaves the optimizer and the random state alone."""
     devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type != "cpu"}
     kinds = {device.type for device in devices}
     indices = [device.index or 0 for device in devices]
-    with torch.random.fork_rng(devices=indices, device_type=kinds.pop() if kinds else None):
+    rng = torch.random.fork_rng(devices=indices, device_type=kinds.pop() if kinds else None)
+    with rng, HostRng().repeated():
         torch.manual_seed(0)
         groups, state = _stand_ins(optimizer)
-        parameters = [p for group in groups for p in group["params"]]
         trial = shadow(optimizer, groups, _shared_state(optimizer))
-        merged: dict[tuple[str, int, Any], Any] = {}
+        own = {name: _own_copy(value) for name, value in vars(trial).items() if name not in _OWN_ATTRIBUTES}
+        vars(trial).update(own)
+        found = _Trial([p for group in groups for p in group["params"]], {}, [])
         for _ in range(3):
             split = SplitStep(trial)
-            for part in [[p] for p in parameters] if in_parts else [parameters]:
+            for part in [[p] for p in found.parameters] if in_parts else [found.parameters]:
                 state.update(split.run(part, {p: state[p] for p in part if p in state}))
-            merged = split.merge()
-            split.run([], {})  # a step without parameters must not fail
-        return parameters, merged
+            found.shared = split.merge()
+            if in_parts:
+                split.run([], {})  # what is left of the outer step; it must not fail
+            found.returned = split.returned
+        found.kept = [leaf for value in own.values() for leaf in _leaves(value)]
+        return found
+
+
+_CONTAINERS = (list, tuple, set, deque)
+
+
+def _own_copy(value: Any, *, is_attribute: bool = True) -> Any:
+    """What a trial may change in the place of an attribute. Models and other large things stay what they are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return torch.Generator(device=value.device).set_state(value.get_state())
+    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+        return copy.deepcopy(value)
+    if isinstance(value, dict) and hasattr(value, "copy"):
+        duplicate = value.copy()
+        duplicate.update((name, _own_copy(one, is_attribute=False)) for name, one in value.items())
+        return duplicate
+    if type(value) in _CONTAINERS:
+        return type(value)(_own_copy(one, is_attribute=False) for one in value)
+    if is_attribute and _is_plain_object(value):
+        duplicate = type(value).__new__(type(value))  # type: ignore[call-overload]
+        vars(duplicate).update(_own_copy(vars(value), is_attribute=False))
+        return duplicate
+    return value
+
+
+def _is_plain_object(value: Any) -> bool:
+    new: Any = type(value).__new__
+    is_plain = new is object.__new__ or isinstance(value, types.SimpleNamespace)
+    return is_plain and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What can be compared inside of an attribute."""
+    if isinstance(value, dict):
+        return [leaf for item in value.items() for leaf in _leaves(item)]
+    if type(value) in _CONTAINERS:
+        items = sorted(value, key=repr) if isinstance(value, set) else value
+        return [len(value), *(leaf for one in items for leaf in _leaves(one))]
+    if isinstance(value, torch.Tensor | int | float | str | bool):
+        return [value]
+    return _leaves(vars(value)) if _is_plain_object(value) and not callable(value) else []
 
 
 def _stand_ins(optimizer: Optimizer) -> tuple[list[dict[str, Any]], State]:

@@ -30,7 +30,15 @@ from memscale._patching import OwnHook, keep_copies_clean
 from memscale._plan import StreamParameters
 from memscale._recompute import RecomputedForward, Region
 from memscale.techniques.offload import followers
-from memscale.techniques.offload.homes import LARGEST_SEGMENT_BYTES, Homes, Slot, StayHome, overlapping, slots_of
+from memscale.techniques.offload.homes import (
+    LARGEST_SEGMENT_BYTES,
+    Homes,
+    Slot,
+    StayHome,
+    is_expanded,
+    overlapping,
+    slots_of,
+)
 from memscale.techniques.offload.host import HostStore
 from memscale.techniques.offload.lending import Lender, hollow_like
 from memscale.techniques.offload.stores import ShapeStore, Store
@@ -89,6 +97,8 @@ class StreamedForward(RecomputedForward):
         self.index = index
         self.anchor = streamer.anchor
         self.slots: list[Slot] = []
+        self._looked_at: set[bool] = set()
+        """Whether values were compared after a forward, by whether that had gradients."""
         self.needs_weights_in_backward = verify or not _is_lookup(module)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -141,8 +151,8 @@ class StreamedForward(RecomputedForward):
         }
         visit.arrivals = []  # the graph alone decides how long the copies live
         lent = [Lender.of(weight) for weight in weights.values()]
-        versions = [(weakref.ref(w), w._version) for w in weights.values() if not w.is_inference()]
         real = [(slot, slot.get()) for slot in self.slots]
+        loans = [_Loan(slot, weights[id(parameter)], parameter) for slot, parameter in real if parameter is not None]
         try:
             for slot, parameter in real:
                 if parameter is not None:
@@ -150,17 +160,21 @@ class StreamedForward(RecomputedForward):
             del weights
             _refresh_flat_weights(real)
             yield [lender for lender in lent if lender is not None]
-            self._refuse_changed(versions)
+            self._refuse_changed(loans)
         finally:
             for slot, parameter in real:
                 slot.table()[slot.name] = parameter
             _refresh_flat_weights(real)
             visit.leave_homes()
 
-    def _refuse_changed(self, versions: list[tuple[weakref.ref[torch.Tensor], int]]) -> None:
-        if any((weight := reference()) is not None and weight._version != before for reference, before in versions):
+    def _refuse_changed(self, loans: list[_Loan]) -> None:
+        """What a forward does to the copies is lost. Values are compared only once: that takes a copy to the host."""
+        kind = torch.is_grad_enabled()
+        is_new = self.verify or kind not in self._looked_at
+        self._looked_at.add(kind)
+        if any(loan.was_changed(look=is_new) for loan in loans):
             raise RuntimeError(
-                f"{self.module_fqn} changes its parameters in place in its forward (an embedding with max_norm does), "
+                f"{self.module_fqn} changes its parameters in its forward (an embedding with max_norm does), "
                 "and a streamed layer would lose that; leave it out of parameter streaming"
             )
 
@@ -178,9 +192,43 @@ class StreamedForward(RecomputedForward):
         return linked
 
 
+class _Loan:
+    """A copy in the place of one parameter."""
+
+    def __init__(self, slot: Slot, weight: torch.Tensor, parameter: torch.Tensor) -> None:
+        self._slot = slot
+        self._weight = weakref.ref(weight)
+        self._parameter = parameter
+        self._version = None if weight.is_inference() else weight._version
+        self._storage_key = _torch_private.storage_key(weight.untyped_storage())
+
+    def was_changed(self, *, look: bool) -> bool:
+        """Whether somebody wrote to the copy or replaced it; `look`: also past the version counter (`.data`)."""
+        weight = self._weight()
+        if weight is None or weight is not self._slot.get():
+            return True
+        if self._version is not None and weight._version != self._version:
+            return True
+        if _torch_private.is_fake(weight) or ((lender := Lender.of(weight)) is not None and lender.is_away):
+            return False
+        if _torch_private.storage_key(weight.untyped_storage()) != self._storage_key:
+            return True
+        return look and not torch.equal(_bits(weight), _bits(self._parameter))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _is_lookup(module: nn.Module) -> bool:
     """A layer whose backward needs indices alone: its recompute ends before it reads the weight."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not module.sparse
+    if (
+        not isinstance(module, nn.Embedding)
+        or module.sparse
+        or [name for name, _ in module.named_parameters()] != ["weight"]
+    ):
+        return False  # the weight of a parametrized one is computed, and its backward may need what from
+    return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
 
 
 def _refresh_flat_weights(real: list[tuple[Slot, Any]]) -> None:
@@ -295,7 +343,7 @@ def streamable(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     is_plain = type(parameter) in (nn.Parameter, torch.Tensor) or _torch_private.is_fake(parameter)
-    return is_plain and parameter.layout is torch.strided
+    return is_plain and parameter.layout is torch.strided and not is_expanded(parameter)
 
 
 def _open(
