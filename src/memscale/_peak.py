@@ -220,6 +220,10 @@ class CostModel:
             self._between[key] = [_chord(start, end, position) for start, end in zip(*ends, strict=True)]
         return self._between[key]
 
+    def stretch(self, run: Run, treatment: Treatment | None, index: int) -> Stretch:
+        """One stretch of the step: of a block that is treated so, or (None) of the rest."""
+        return (self._rest(run) if treatment is None else self._treated(run, treatment))[index]
+
     def block(self, run: Run, module_fqn: str, treatment: Treatment) -> tuple[Stretch, Stretch]:
         """Forward and backward of a block that is called once."""
         stretches, places = self._treated(run, treatment), self._places[module_fqn]

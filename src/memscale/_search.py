@@ -31,6 +31,8 @@ _MAX_WAYS = 400_000
 """Ways of treating stretches of a model, all stretches together."""
 _MAX_EXACT = 24_000
 """Ways of treating a short model that are compared with one another."""
+_MAX_ROWS = 4_000_000
+"""Ways of treating a short model, all runs together, that are evaluated without comparing them first."""
 _MAX_EACH = 1024
 """Ways of treating a whole model that are tried with every run, where the host is tight."""
 _CHUNK = 128
@@ -79,7 +81,8 @@ def search(
             choices = _prefix_choices(model, run, allowed) if model.can_run(run) else ()
             found += [Candidate(choice, model.evaluate(choice)) for choice in choices]
         return found
-    searcher = _Searcher(model, order, allowed, counts_waiting)
+    runs = list(runs)
+    searcher = _Searcher(model, order, allowed, counts_waiting, len(runs))
     for run in runs:
         found += searcher.candidates(run)
     return found
@@ -89,13 +92,19 @@ class _Searcher:
     """Fronts of one model, remembered by what they are made of."""
 
     def __init__(
-        self, model: CostModel, order: tuple[str, ...], allowed: Sequence[Treatment], counts_waiting: bool
+        self,
+        model: CostModel,
+        order: tuple[str, ...],
+        allowed: Sequence[Treatment],
+        counts_waiting: bool,
+        num_runs: int,
     ) -> None:
         self.model = model
         self.order = order
         self.allowed: tuple[Treatment, ...] = ("keep", *allowed)
         self.counts_waiting = counts_waiting
         self.is_exact = len(order) <= EXACT_BLOCKS
+        self.most_ways = 0 if counts_waiting or not self.is_exact else _MAX_ROWS // max(1, num_runs)
         self._blocks: list[Front] = []
         self._block_of: dict[Any, int] = {}
         self._merged: dict[Stretches, Front] = {}
@@ -146,7 +155,9 @@ class _Searcher:
         stretches = tuple((block, 1) for block in blocks) if self.is_exact else tuple(runs)
         self._max_product = min(60_000, max(MIN_FRONT**2, _MAX_WAYS // len(stretches)))
         if stretches not in self._whole:
-            whole = self._thinned(self._merge_all(stretches))
+            whole = self._merge_all(stretches)
+            if len(whole) > self.most_ways:
+                whole = self._thinned(whole)
             # Every run looks at all of it, and host bytes set few ways apart from the others.
             is_long = self.counts_waiting and not self.is_exact
             self._whole[stretches] = _on_grid(whole, self._needs(whole), _MAX_EACH) if is_long else whole
@@ -164,7 +175,7 @@ class _Searcher:
 
     def _limited(self, earlier: Front, later: Front) -> tuple[Front, Front]:
         """So much of each that they can all be combined."""
-        if len(earlier) * len(later) <= (4 * _MAX_EXACT if self.is_exact else self._max_product):
+        if len(earlier) * len(later) <= (max(4 * _MAX_EXACT, self.most_ways) if self.is_exact else self._max_product):
             return earlier, later
         limit = max(MIN_FRONT, math.isqrt(self._max_product), self._max_product // min(len(earlier), len(later)))
         return _on_grid(earlier, self._needs(earlier), limit), _on_grid(later, self._needs(later), limit)
@@ -220,13 +231,22 @@ class _Searcher:
 
     def _best(self, front: Front, outcomes: Array) -> list[int]:
         """Rows that no other beats; among equals the one with the fewest actions."""
+        rows = np.arange(len(outcomes)) if self.counts_waiting else _falling(outcomes)
         peak, ms, host, movable = outcomes.T
-        num_actions = (front.picks > 0).sum(axis=1)
-        order = np.lexsort((np.arange(len(ms)), num_actions, movable, host, peak, np.round(ms, 9)))
+        num_actions = (front.picks[rows] > 0).sum(axis=1)
+        keys = (rows, num_actions, movable[rows], host[rows], peak[rows], np.round(ms[rows], 9))
+        order = rows[np.lexsort(keys)]
         if not self.counts_waiting:
             falls = peak[order] < np.minimum.accumulate(np.concatenate([[np.inf], peak[order]]))[:-1]
             return [int(row) for row in order[falls]]
         return [int(order[row]) for row in _not_dominated(ms[order], np.stack([peak, host, movable], axis=1)[order])]
+
+
+def _falling(outcomes: Array) -> Array:
+    """Rows that peak no higher than any faster one: few of many, and all that are worth sorting."""
+    peak, ms = outcomes[:, 0], np.round(outcomes[:, 1], 9)
+    order = np.lexsort((peak, ms))
+    return np.sort(order[peak[order] <= np.minimum.accumulate(peak[order])])
 
 
 # ---- arithmetic of fronts
