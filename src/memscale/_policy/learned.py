@@ -41,7 +41,7 @@ class Artifact:
     threshold: float
     """How sure the trees must be."""
     training_hash: str
-    """SHA-256 of the cases and settings that it was trained with."""
+    """SHA-256 of the cases that it was trained with."""
     trained_on: str
 
     def choose(self, features: dict[str, float]) -> tuple[str, float]:

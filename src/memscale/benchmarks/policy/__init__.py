@@ -3,8 +3,8 @@
     python -m memscale.benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE] [--json FILE]
 
 `--num` shapes are drawn, in turns from every family of models; each is profiled on fake tensors (half a minute) and
-gives some dozens of cases: depths, cards, what users rule out, budgets. `--cache` keeps the profiles, and a second
-call goes on from there. Each family's cases are then judged by trees that have seen none of that family; the
+gives some dozens of cases: depths, cards, what users rule out, budgets. `--cache` keeps profiles and cases, and a
+second call goes on from there. Each family's cases are then judged by trees that have seen none of that family; the
 artifact is trained on all of them and written where `--artifact` says. The same seed gives the same artifact.
 
 Times and peaks are predictions of the models that plans are made with; nothing is run.
@@ -23,10 +23,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 from memscale import _json
+from memscale._policy import features, strategies
 from memscale._policy.learned import FORMAT, Artifact
 from memscale._profile import Profile
-from memscale.benchmarks.policy.cases import Case, feature_names
-from memscale.benchmarks.policy.scores import THRESHOLD, compare, fit_forests, scores_table, verdict
+from memscale.benchmarks.policy import cases as case_module
+from memscale.benchmarks.policy.cases import Case, draw_cases, feature_names
+from memscale.benchmarks.policy.scores import compare, fit_policy, scores_table, verdict
 
 Task = tuple[int, str, int, str]
 """The number of a shape, its family, the seed, the cache."""
@@ -40,24 +42,36 @@ def tasks(num: int, seed: int, cache: str) -> list[Task]:
 
 
 def cases_of(task: Task) -> list[Case]:
-    """A pure function of the number, the family and the seed."""
+    """A pure function of the number, the family and the seed; kept until the code that makes them is another."""
+    number, family, seed, cache = task
+    name = f"{seed}-{family}-{number}"
+    kept = pathlib.Path(cache) / f"{name}-{_code_hash()}.cases.json" if cache else None
+    if kept is not None and kept.is_file():
+        return [_json.decode(Case, case) for case in json.loads(kept.read_text())]
+    cases = draw_cases(family, _profile_of(name, family, cache), name)
+    if kept is not None:
+        kept.write_text(json.dumps(_json.encode(cases)))
+    return cases
+
+
+def _profile_of(name: str, family: str, cache: str) -> Profile:
     import torch
 
-    from memscale.benchmarks.policy.cases import draw_cases
     from memscale.benchmarks.policy.shapes import draw_shape, profile_shape
 
     torch.set_num_threads(1)
-    number, family, seed, cache = task
-    name = f"{seed}-{family}-{number}"
-    shape = draw_shape(family, random.Random(name))
     path = pathlib.Path(cache) / f"{name}.json" if cache else None
     if path is not None and path.is_file():
-        profile = Profile.from_json(path.read_text())
-    else:
-        profile = profile_shape(shape)
-        if path is not None:
-            path.write_text(profile.to_json())
-    return draw_cases(shape.family, profile, name)
+        return Profile.from_json(path.read_text())
+    profile = profile_shape(draw_shape(family, random.Random(name)))
+    if path is not None:
+        path.write_text(profile.to_json())
+    return profile
+
+
+def _code_hash() -> str:
+    files = [pathlib.Path(str(module.__file__)) for module in (case_module, features, strategies)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def all_cases(todo: Sequence[Task], jobs: int) -> Iterator[list[Case]]:
@@ -80,14 +94,14 @@ def gather(todo: Sequence[Task], jobs: int) -> list[Case]:
 
 
 def train(cases: Sequence[Case], seed: int) -> Artifact:
-    names = feature_names()
-    text = json.dumps([_json.encode(list(cases)), names, THRESHOLD], sort_keys=True)
+    names, trained = feature_names(), fit_policy(cases)
+    text = json.dumps([_json.encode(list(cases)), names], sort_keys=True)
     families = sorted({case.family for case in cases})
     return Artifact(
         format=FORMAT,
         features=names,
-        forests=fit_forests(cases),
-        threshold=THRESHOLD,
+        forests=trained.forests,
+        threshold=trained.threshold,
         training_hash=hashlib.sha256(text.encode()).hexdigest(),
         trained_on=f"{len(cases)} cases of {len({case.group for case in cases})} models on cards, seed {seed}: "
         + ", ".join(families),
@@ -102,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scores = compare(cases)
     print(f"{scores_table(scores)}\n\n{verdict(scores)}")
     artifact = train(cases, options.seed)
-    print(f"\ntraining hash {artifact.training_hash}")
+    print(f"\n{artifact.trained_on}\nthreshold {artifact.threshold}, training hash {artifact.training_hash}")
     if options.artifact:
         pathlib.Path(options.artifact).write_text(json.dumps(_json.encode(artifact), sort_keys=True) + "\n")
     if options.json:
@@ -117,7 +131,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num", type=int, default=84, help="shapes of models to profile")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--cache", default="", help="a directory that keeps the profiles")
+    parser.add_argument("--cache", default="", help="a directory that keeps profiles and cases")
     parser.add_argument("--artifact", default="", help="where to write the trained policy")
     parser.add_argument("--json", default="", help="where to write the scores")
     return parser.parse_args(arguments)

@@ -15,8 +15,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    num_trees: int = 60
-    depth: int = 4
+    num_trees: int = 40
+    depth: int = 3
     rate: float = 0.15
     num_bins: int = 48
     min_weight: float = 4.0

@@ -12,6 +12,9 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from memscale import Config
 from memscale._choice import Choice
@@ -25,7 +28,7 @@ from memscale._profile import OptimizerCost, Profile, StepTrace
 from memscale._search import Candidate
 from memscale.benchmarks.policy.shapes import DEPTHS, draw_hardware, hardware_for, stretch
 
-SETTINGS_PER_SHAPE = 4
+SETTINGS_PER_SHAPE = 8
 BUDGETS_PER_SETTING = 12
 TOLERANCE = 1.01
 """A strategy is as good as any if its plan is at most 1 % slower than the best."""
@@ -105,7 +108,7 @@ class _Setting:
             name: list(self._levels(strategy.under(config, hardware))) for name, strategy in STRATEGIES.items()
         }
 
-    def _levels(self, config: Config) -> Iterator[tuple[int, list[Candidate]]]:
+    def _levels(self, config: Config) -> Iterator[tuple[int, _Options]]:
         """How much was tried up to each level, and what can then be chosen from."""
         profiles = {"simple": _without(self.profile, inside=True, lossy=True)}
         if config.enable_tiling:
@@ -115,13 +118,12 @@ class _Setting:
         for profile in profiles.values():
             tried = sum(_is_tried(name, config) for name in profile.variants)
             model = CostModel(profile, self.hardware, overlaps=config.async_offload)
-            yield tried, find_candidates(model, model.evaluate(Choice()), self.budget, config)
+            yield tried, _Options(find_candidates(model, model.evaluate(Choice()), self.budget, config))
 
     def cases(self, family: str, group: str, rng: random.Random) -> Iterator[Case]:
         """Budgets from the baseline's peak down to the lowest that anything reaches."""
         baseline = CostModel(self.profile, self.hardware).evaluate(Choice()).peak_bytes
-        every = [c for _, candidates in self.levels[WIDEST] for c in candidates if _waits_well(c, self.budget)]
-        lowest = min(candidate.outcome.peak_bytes for candidate in every)
+        lowest = min(options.lowest(self.budget) for _, options in self.levels[WIDEST])
         most = math.log(baseline / lowest)
         for index in range(BUDGETS_PER_SETTING if most > 0.02 else 0):
             share = (index + rng.random()) / BUDGETS_PER_SETTING
@@ -130,8 +132,8 @@ class _Setting:
 
     def _case(self, family: str, group: str, budget: Budget) -> Case:
         situation = Situation(self.profile, self.hardware, budget)
-        best = min((_best(c, budget) for _, c in self.levels[WIDEST] if _best(c, budget)), key=_rank)
-        assert best is not None
+        found = (options.best(budget) for _, options in self.levels[WIDEST])
+        best = min((candidate for candidate in found if candidate is not None), key=_rank)
         return Case(
             family=family,
             group=group,
@@ -143,29 +145,41 @@ class _Setting:
         )
 
 
-def _verdict(levels: Sequence[tuple[int, list[Candidate]]], budget: Budget, best: Candidate) -> Verdict:
+class _Options:
+    """Candidates in the order of preference of stage 2: exact before all else, then the fastest."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.candidates = sorted(candidates, key=_rank)
+        outcomes = [candidate.outcome for candidate in self.candidates]
+        self._peaks = np.array([outcome.peak_bytes for outcome in outcomes])
+        self._hosts = np.array([outcome.host_bytes for outcome in outcomes])
+        self._waits = self._hosts + np.array([outcome.movable_bytes for outcome in outcomes])
+
+    def _placeable(self, budget: Budget) -> Any:
+        return (self._hosts <= budget.host_bytes) & (self._waits <= budget.host_bytes + budget.disk_bytes)
+
+    def best(self, budget: Budget) -> Candidate | None:
+        """`Budget.admits` for all at once."""
+        fits = self._placeable(budget) & (self._peaks <= budget.device_bytes)
+        return self.candidates[int(np.argmax(fits))] if fits.any() else None
+
+    def lowest(self, budget: Budget) -> int:
+        return int(self._peaks[self._placeable(budget)].min())
+
+
+def _verdict(levels: Sequence[tuple[int, _Options]], budget: Budget, best: Candidate) -> Verdict:
     tried = 0
-    for tried, candidates in levels:
-        found = _best(candidates, budget)
+    for tried, options in levels:
+        found = options.best(budget)
         if found is not None:
             ratio = found.outcome.step_ms / best.outcome.step_ms
             return Verdict(True, round(ratio, 5), found.choice.run.is_exact, tried)
     return Verdict(False, 0.0, False, tried)
 
 
-def _best(candidates: Sequence[Candidate], budget: Budget) -> Candidate | None:
-    """As stage 2 chooses: exact before all else, then the fastest."""
-    return min((c for c in candidates if budget.admits(c.outcome)), key=_rank, default=None)
-
-
-def _rank(candidate: Candidate | None) -> tuple[bool, float, int]:
-    assert candidate is not None
+def _rank(candidate: Candidate) -> tuple[bool, float, int]:
     outcome = candidate.outcome
     return not candidate.choice.run.is_exact, round(outcome.step_ms, 9), outcome.peak_bytes
-
-
-def _waits_well(candidate: Candidate, budget: Budget) -> bool:
-    return dataclasses.replace(budget, device_bytes=2**63).admits(candidate.outcome)
 
 
 # ---- parts of a profile

@@ -14,8 +14,11 @@ from memscale.benchmarks.policy.boosting import Settings, fit
 from memscale.benchmarks.policy.cases import Case
 from memscale.report.shell import table
 
-THRESHOLD = 0.9
-"""How sure the trees must be that a mild strategy will do."""
+THRESHOLDS = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
+"""How sure the trees may have to be that a mild strategy will do; above them: never sure."""
+SAFE_FITS = 0.995
+"""The share of fitting plans for which the threshold is set, on families that are held out in training."""
+NUM_FOLDS = 4
 MAX_MEDIAN, MIN_FITS = 1.05, 0.99
 BANDS = ((0.0, float("inf")), (0.0, 1.5), (1.5, 3.0), (3.0, float("inf")))
 """Of pressure, as in the rules."""
@@ -42,27 +45,61 @@ class Score:
     """Traces that stage 2 makes for its plan, on average: what planning costs."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trained:
+    """What is learned: trees for each strategy but the widest, and how sure they must be."""
+
+    forests: dict[str, Forest]
+    threshold: float
+
+    def choose(self, row: Sequence[float]) -> str:
+        return _first_sure(self.probabilities(row), self.threshold)
+
+    def probabilities(self, row: Sequence[float]) -> dict[str, float]:
+        return {name: forest.probability(row) for name, forest in self.forests.items()}
+
+
+def _first_sure(probabilities: dict[str, float], threshold: float) -> str:
+    return next((name for name, probability in probabilities.items() if probability >= threshold), WIDEST)
+
+
+def fit_policy(cases: Sequence[Case]) -> Trained:
+    """Nothing is taken from anywhere but these cases, the threshold included."""
+    families = sorted({case.family for case in cases})
+    said: list[tuple[Case, dict[str, float]]] = []
+    for fold in range(min(NUM_FOLDS, len(families))):
+        held_out = set(families[fold::NUM_FOLDS])
+        trained = Trained(fit_forests([case for case in cases if case.family not in held_out]), 1.0)
+        said += [(case, trained.probabilities(case.features)) for case in cases if case.family in held_out]
+    return Trained(fit_forests(cases), _lowest_safe(said))
+
+
+def _lowest_safe(said: Sequence[tuple[Case, dict[str, float]]]) -> float:
+    for threshold in THRESHOLDS:
+        fits = sum(case.verdicts[_first_sure(probabilities, threshold)].fits for case, probabilities in said)
+        if fits >= SAFE_FITS * len(said):
+            return threshold
+    return 1.0
+
+
 def fit_forests(cases: Sequence[Case], settings: Settings | None = None) -> dict[str, Forest]:
     """For each strategy but the widest: is it as good as any?"""
     settings = settings or Settings()
     rows = np.array([case.features for case in cases])
     names = [name for name in STRATEGIES if name != WIDEST]
-    return {name: fit(rows, np.array([float(case.is_good(name)) for case in cases]), settings) for name in names}
+    labels = {name: np.array([float(case.is_good(name)) for case in cases]) for name in names}
+    return {name: fit(rows, labels[name], settings) if cases else Forest(0.0, ()) for name in names}
 
 
 def held_out_choices(cases: Sequence[Case]) -> list[str]:
-    """For each case what the trees choose that have seen nothing of its family."""
+    """For each case what a policy chooses that has seen nothing of its family."""
     chosen = [""] * len(cases)
     for family in sorted({case.family for case in cases}):
-        forests = fit_forests([case for case in cases if case.family != family])
+        trained = fit_policy([case for case in cases if case.family != family])
         for index, case in enumerate(cases):
             if case.family == family:
-                chosen[index] = choose(forests, case.features)
+                chosen[index] = trained.choose(case.features)
     return chosen
-
-
-def choose(forests: dict[str, Forest], row: Sequence[float]) -> str:
-    return next((name for name, forest in forests.items() if forest.probability(row) >= THRESHOLD), WIDEST)
 
 
 def compare(cases: Sequence[Case]) -> list[Score]:
