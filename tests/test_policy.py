@@ -167,6 +167,15 @@ def test_what_was_not_learned_is_left_to_the_rules(wish: str, artifact_at: Any) 
     assert choose_strategy(config, situation_at(1.2)).source == "rule_fallback"
 
 
+def test_a_policy_is_in_the_package_only_if_it_has_earned_its_place() -> None:
+    results = (pathlib.Path(__file__).parent.parent / "docs" / "results" / "policy.txt").read_text()
+    has_earned = "The learned policy earns its place." in results
+    assert learned.ARTIFACT.is_file() == has_earned
+    strategy = choose_strategy(Config(auto_policy=True), situation_at(2.0))
+    assert strategy.source == ("ml" if has_earned else "rule_fallback")
+    assert not has_earned or f"training hash {learned.load(learned.ARTIFACT).training_hash}" in results
+
+
 # ---- trees
 
 

@@ -1,8 +1,8 @@
 """Stage 1: which mode and techniques stage 2 may use. Pure data in, pure data out; nobody's `Config` is changed.
 
     auto_policy=False     the user's own config                                    "user_config"
-    auto_policy=True      the learned policy (`learned`)                           "ml"
-                          the rules, where that has nothing to go by               "rule_fallback"
+    auto_policy=True      a learned policy (`learned`), where one is installed     "ml"
+                          else the rules                                           "rule_fallback"
     auto_policy="rule"    the rules (`rules`)                                      "rule"
 
 Stage 2 finds the fastest plan among whatever is eligible, so a wider strategy is never slower: it is dearer to find, as

@@ -1,6 +1,6 @@
 """The learned policy of stage 1: train it, and compare it with the rules on architectures that it was not trained on.
 
-    python -m memscale.benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE] [--json FILE]
+    python -m memscale.benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE]
 
 `--num` shapes are drawn, in turns from every family of models; each is profiled on fake tensors (half a minute) and
 gives some dozens of cases: depths, cards, what users rule out, budgets. `--cache` keeps profiles and cases, and a
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import multiprocessing
 import pathlib
@@ -22,11 +23,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from memscale import _json
+from memscale._hardware import Hardware
 from memscale._policy import features, strategies
 from memscale._policy.learned import FORMAT, Artifact
 from memscale._profile import Profile
 from memscale.benchmarks.policy import cases as case_module
+from memscale.benchmarks.policy import shapes
 from memscale.benchmarks.policy.cases import Case, draw_cases, feature_names
 from memscale.benchmarks.policy.scores import compare, fit_policy, scores_table, verdict
 
@@ -35,9 +40,7 @@ Task = tuple[int, str, int, str]
 
 
 def tasks(num: int, seed: int, cache: str) -> list[Task]:
-    from memscale.benchmarks.policy.shapes import FAMILIES
-
-    families = list(FAMILIES)
+    families = list(shapes.FAMILIES)
     return [(number, families[number % len(families)], seed, cache) for number in range(num)]
 
 
@@ -55,22 +58,18 @@ def cases_of(task: Task) -> list[Case]:
 
 
 def _profile_of(name: str, family: str, cache: str) -> Profile:
-    import torch
-
-    from memscale.benchmarks.policy.shapes import draw_shape, profile_shape
-
-    torch.set_num_threads(1)
     path = pathlib.Path(cache) / f"{name}.json" if cache else None
     if path is not None and path.is_file():
         return Profile.from_json(path.read_text())
-    profile = profile_shape(draw_shape(family, random.Random(name)))
+    torch.set_num_threads(1)
+    profile = shapes.profile_shape(shapes.draw_shape(family, random.Random(name)))
     if path is not None:
         path.write_text(profile.to_json())
     return profile
 
 
 def _code_hash() -> str:
-    files = [pathlib.Path(str(module.__file__)) for module in (case_module, features, strategies)]
+    files = [pathlib.Path(str(module.__file__)) for module in (case_module, shapes, features, strategies)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
@@ -114,13 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pathlib.Path(options.cache).mkdir(parents=True, exist_ok=True)
     cases = gather(tasks(options.num, options.seed, options.cache), options.jobs)
     scores = compare(cases)
+    print(f"{Hardware.detect('cpu').describe()}; torch {importlib.metadata.version('torch')}\n")
     print(f"{scores_table(scores)}\n\n{verdict(scores)}")
     artifact = train(cases, options.seed)
     print(f"\n{artifact.trained_on}\nthreshold {artifact.threshold}, training hash {artifact.training_hash}")
     if options.artifact:
         pathlib.Path(options.artifact).write_text(json.dumps(_json.encode(artifact), sort_keys=True) + "\n")
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(_json.encode(scores), indent=1) + "\n")
     return 0
 
 
@@ -128,10 +126,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m memscale.benchmarks.policy", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--num", type=int, default=84, help="shapes of models to profile")
+    parser.add_argument("--num", type=int, default=36, help="shapes of models to profile")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cache", default="", help="a directory that keeps profiles and cases")
     parser.add_argument("--artifact", default="", help="where to write the trained policy")
-    parser.add_argument("--json", default="", help="where to write the scores")
     return parser.parse_args(arguments)

@@ -140,9 +140,18 @@ class _Setting:
             features=tuple(features_of(situation, self.config).values()),
             pressure=situation.pressure,
             rule=rules.choose(situation)[0],
-            verdicts={name: _verdict(levels, budget, best) for name, levels in self.levels.items()},
+            verdicts=_over_the_best(
+                {name: _verdict(levels, budget, best) for name, levels in self.levels.items()},
+                is_exact=best.choice.run.is_exact,
+            ),
             best_is_exact=best.choice.run.is_exact,
         )
+
+
+def _over_the_best(verdicts: dict[str, Verdict], *, is_exact: bool) -> dict[str, Verdict]:
+    """The search thins what is wide: now and then a narrower one finds a plan that is faster by a trifle."""
+    fastest = min([1.0, *(v.ratio for v in verdicts.values() if v.fits and v.is_exact == is_exact)])
+    return {name: dataclasses.replace(v, ratio=round(v.ratio / fastest, 5)) for name, v in verdicts.items()}
 
 
 class _Options:

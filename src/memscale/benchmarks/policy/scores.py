@@ -11,7 +11,7 @@ import numpy as np
 from memscale._policy.strategies import STRATEGIES, WIDEST
 from memscale._policy.trees import Forest
 from memscale.benchmarks.policy.boosting import Settings, fit
-from memscale.benchmarks.policy.cases import Case
+from memscale.benchmarks.policy.cases import Case, Verdict
 from memscale.report.shell import table
 
 THRESHOLDS = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
@@ -20,6 +20,7 @@ SAFE_FITS = 0.995
 """The share of fitting plans for which the threshold is set, on families that are held out in training."""
 NUM_FOLDS = 4
 MAX_MEDIAN, MIN_FITS = 1.05, 0.99
+EARNED, NOT_EARNED = "The learned policy earns its place.", "The learned policy does not earn its place."
 BANDS = ((0.0, float("inf")), (0.0, 1.5), (1.5, 3.0), (3.0, float("inf")))
 """Of pressure, as in the rules."""
 
@@ -103,6 +104,7 @@ def held_out_choices(cases: Sequence[Case]) -> list[str]:
 
 
 def compare(cases: Sequence[Case]) -> list[Score]:
+    """All cases, by pressure, and those in which the rules' plans and the learned policy's are not the same."""
     learned = dict(zip(map(id, cases), held_out_choices(cases), strict=True))
     policies: dict[str, Callable[[Case], str]] = {
         "rules": lambda case: case.rule,
@@ -114,7 +116,14 @@ def compare(cases: Sequence[Case]) -> list[Score]:
         there = [case for case in cases if low < case.pressure <= high]
         if there:
             scores += [score(name, policy, there, _band(low, high)) for name, policy in policies.items()]
+    differing = [case for case in cases if _differ(case.verdicts[case.rule], case.verdicts[learned[id(case)]])]
+    if differing:
+        scores += [score(name, policy, differing, "they differ") for name, policy in policies.items()]
     return scores
+
+
+def _differ(one: Verdict, other: Verdict) -> bool:
+    return (one.fits, one.ratio, one.is_exact) != (other.fits, other.ratio, other.is_exact)
 
 
 def _band(low: float, high: float) -> str:
@@ -134,7 +143,7 @@ def score(name: str, policy: Callable[[Case], str], cases: Sequence[Case], band:
         num_cases=len(cases),
         fits=len(fitting) / len(cases),
         median=statistics.median(ratios),
-        mean=statistics.fmean(fitting),
+        mean=statistics.fmean(fitting or [float("inf")]),
         worst_twentieth=sorted(ratios)[int(0.95 * (len(ratios) - 1))],
         needlessly_inexact=inexact / len(cases),
         num_tried=statistics.fmean(verdict.num_tried for verdict in verdicts),
@@ -171,4 +180,5 @@ def verdict(scores: Sequence[Score]) -> str:
         f"median below that of the rules, {rules.median:.4f}": learned.median < rules.median,
         f"mean {learned.mean:.4f} below that of the rules, {rules.mean:.4f}": learned.mean < rules.mean,
     }
-    return "\n".join(f"{'yes' if is_met else 'NO ':3}  {bar}" for bar, is_met in bars.items())
+    lines = [f"{'yes' if is_met else 'NO ':3}  {bar}" for bar, is_met in bars.items()]
+    return "\n".join([*lines, EARNED if all(bars.values()) else NOT_EARNED])
