@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import simgpu
+from memscale._config import AsyncOffloadConfig
 from memscale._errors import MemScaleError, PlanError, StoreFullError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._plan import Checkpoint, OffloadActivations, StreamParameters
@@ -319,6 +320,20 @@ def _refusal(model: nn.Module, what: str) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def test_a_model_that_is_dropped_with_its_graph_races_with_nothing():
+    """Nobody detaches it: its copies are still on their way when their sources die."""
+    config = AsyncOffloadConfig(min_tensor_bytes=256)
+    for _ in range(2):
+        model = nn.Sequential(Sigmoid(), nn.Linear(32, 32))
+        executor = Executor(model, ExecutionSettings(device=DEVICE, asynchronous=True, async_config=config))
+        executor.attach([OffloadActivations("0"), OffloadActivations("1")])
+        loss = model(torch.ones(32, 32, device=DEVICE)).sum()
+        del loss, executor, model
+        gc.collect()
+    ACCELERATOR.synchronize()
+    gc.collect()
 
 
 def test_a_graph_of_small_tensors_that_is_thrown_away_leaves_nothing():

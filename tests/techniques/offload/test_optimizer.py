@@ -542,8 +542,21 @@ def test_copies_and_pickles_are_plain(tmp_path):
             entry = training.optimizer.state[training.net.head.weight]
             for copied in (copy.deepcopy(entry), pickle.loads(pickle.dumps(entry)), entry.copy(), copy.copy(entry)):
                 assert type(copied) is dict
-                assert same(copied, expected)
+                assert same(on_host(copied), expected)
             check_waiting(training)
+
+
+def test_a_copy_of_model_and_optimizer_trains_by_itself(tmp_path):
+    reference = Training("simgpu", plain(O.AdamW)).run(3)
+    with opened("simgpu host async", tmp_path) as transfers:
+        training = Training("simgpu", plain(O.AdamW))
+        with adopted(training, transfers):
+            training.run(2)
+            original = training.net, training.optimizer
+            training.net, training.optimizer = copy.deepcopy(original)
+            training.step()
+    del original
+    assert same(training.result(), reference.result())
 
 
 @pytest.mark.parametrize("way", MAIN_WAYS)

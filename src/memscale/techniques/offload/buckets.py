@@ -249,7 +249,11 @@ class Waiting(dict[Any, Any]):
         return dict(dict.items(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return dict, (self._plain(),)
+        plain, bucket = self._plain(), self.bucket
+        if bucket is not None:  # a copy of the whole optimizer is stepped by itself: tensors are where they would be
+            device, names = bucket.parameters[self.index].device, bucket.names_of(self.index)
+            plain = {name: value.to(device) if name in names else value for name, value in plain.items()}
+        return dict, (plain,)
 
     def copy(self) -> dict[Any, Any]:
         return self._plain()

@@ -93,6 +93,10 @@ class _Sent:
             concurrent.futures.wait([self.job])
         self.source = None  # the ticket still knows us
 
+    def __del__(self) -> None:
+        if self.source is not None and self.event is not None:  # dropped with a model that nobody detached
+            order(self.stream, self.event, "reuse after sent")
+
 
 class Transfers:
     """Moves tensors to and from one store. See NOTE [stream order]."""
