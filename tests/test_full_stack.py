@@ -184,6 +184,16 @@ def test_it_takes_an_optimizer(wrong: Any) -> None:
     assert executor_of(model) is None
 
 
+def test_an_optimizer_of_another_model_is_named() -> None:
+    model, optimizer = nn.Linear(8, 8), torch.optim.AdamW(nn.Linear(8, 8).parameters())
+    with pytest.warns(UserWarning, match="AdamW has no parameter of the Linear"):
+        memscale.apply_all_optimizations(model, optimizer, QUIET, torch.ones(2, 8))
+    memscale.detach(model)
+    with pytest.warns(UserWarning, match="AdamW has no parameter of the Linear"):  # noqa: SIM117
+        with memscale.optimize(model, optimizer, QUIET, torch.ones(2, 8)):
+            pass
+
+
 def test_without_a_counterpart_the_optimizer_is_named_once() -> None:
     model = build()
     optimizer = torch.optim.NAdam(model.parameters())

@@ -69,7 +69,9 @@ def optimize(
 ) -> Iterator[Executor]:
     """`wrap` for the length of a `with` block; knows the optimizer, so the plan counts its state exactly."""
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
-    executor = _attach(_model_of(model), _checked_config(config), inputs, _checked_optimizer(optimizer))
+    known = _checked_optimizer(optimizer)
+    _warn_of_stranger(_model_of(model), known)
+    executor = _attach(_model_of(model), _checked_config(config), inputs, known)
     try:
         yield executor
     finally:
@@ -105,6 +107,7 @@ def apply_all_optimizations(
         raise TypeError("apply_all_optimizations takes the optimizer, too; without one use memscale.wrap")
     known = _checked_optimizer(optimizer)
     assert known is not None
+    _warn_of_stranger(_model_of(model), known)
     earlier = executor_of(_model_of(model))
     if earlier is not None:
         earlier.detach()  # before the optimizer is looked at: it may have been replaced
@@ -327,6 +330,18 @@ def _checked_optimizer(optimizer: object) -> Optimizer | None:
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}")
+
+
+def _warn_of_stranger(model: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        warnings.warn(
+            f"this {type(optimizer).__name__} has no parameter of the {type(model).__name__}: it will not train it. "
+            "Was it made for another model, or before this one was loaded?",
+            stacklevel=3,
+        )
 
 
 def _with_async(config: Config, async_offload: bool | None, async_config: AsyncOffloadConfig | None) -> Config:

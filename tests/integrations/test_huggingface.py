@@ -320,6 +320,13 @@ def test_the_8_bit_class_comes_through_the_trainers_creation(tmp_path, optim, ki
     assert "create_optimizer" not in vars(trainer)
 
 
+def test_an_optimizer_that_is_bitsandbytes_own_already_is_left_alone(tmp_path):
+    trainer = wrap(make_trainer(tmp_path, model=wide(), optim="lion_8bit"), use_8bit_optimizer=True)
+    trainer.train()
+    assert type(inner(trainer)) is bnb.optim.Lion
+    memscale.detach(trainer)
+
+
 def test_an_8_bit_run_resumes_bit_for_bit(tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = wrap(make_trainer(tmp_path / "whole", model=wide(), **options), use_8bit_optimizer=True)

@@ -39,6 +39,28 @@ def test_zeros_stay_zeros() -> None:
     forget_tables()
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_numbers_too_small_to_invert(signed: bool) -> None:
+    """Second moments of tiny gradients are denormal: one over them is infinite."""
+    values = torch.zeros(512)
+    values[1::3] = 1e-41
+    values[300] = 3e-41
+    results = [dequantize(*quantize(values.to(device), signed, 256), signed, 256).cpu() for device in ("cpu", "simgpu")]
+    assert torch.equal(*results)
+    assert float((results[0] - values).abs().max()) < 6e-41
+    forget_tables()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_spoils_its_block_only(bad: float) -> None:
+    values = torch.linspace(-1, 1, 512)
+    values[3] = bad
+    back = dequantize(*quantize(values.to("simgpu"), True, 256), True, 256).cpu()
+    assert not back[:256].isfinite().any()
+    assert back[256:].isfinite().all()
+    forget_tables()
+
+
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_bound_holds(signed: bool, device: str) -> None:

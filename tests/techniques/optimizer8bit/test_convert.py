@@ -218,13 +218,93 @@ def test_groups_that_are_added_are_the_users_too() -> None:
     conversion.undo()
 
 
-def test_the_replaced_optimizer_refuses_to_step() -> None:
+@pytest.mark.parametrize("to_the_users", [True, False])
+@pytest.mark.parametrize("name", MAKES)
+def test_groups_that_are_added_to_either_train_and_come_back(name: str, to_the_users: bool) -> None:
+    net = build()
+    optimizer = MAKES[name][0](net.line.parameters())
+    options = set(optimizer.param_groups[0])
+    conversion = convert(optimizer, net)
+    target = optimizer if to_the_users else conversion.optimizer
+    target.add_param_group({"params": [*net.embedding.parameters(), *net.small.parameters()]})
+    before = net.embedding.weight.detach().clone()
+    step(net, conversion.optimizer, 0)
+    assert not torch.equal(net.embedding.weight, before)
+    assert conversion.optimizer.state[net.embedding.weight]["state1"].dtype == torch.float32
+    conversion.undo()
+    step(net, optimizer, 1)
+    assert [set(group) for group in optimizer.param_groups] == [options, options]
+
+
+def test_embeddings_that_are_trained_later_are_in_32_bits() -> None:
+    net = build()
+    net.embedding.requires_grad_(False)
+    _, conversion = converted("AdamW", net)
+    step(net, conversion.optimizer, 0)
+    net.embedding.requires_grad_(True)
+    step(net, conversion.optimizer, 1)
+    assert conversion.optimizer.state[net.embedding.weight]["state1"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("change", [{"weight_decay": 0.1}, {"amsgrad": True}])
+def test_a_group_that_comes_to_ask_for_something_else_is_refused(change: dict[str, Any]) -> None:
+    net = build()
+    optimizer, conversion = converted("Adam", net)
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(MemScaleError, match="Adam8bit cannot go on"):
+        step(net, conversion.optimizer, 0)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_plain_checkpoint_is_loaded(name: str) -> None:
+    nets, results = [build(), build()], []
+    plain = MAKES[name][0](nets[0].parameters())
+    for number in range(2):
+        step(nets[0], plain, number)
+    nets[1].load_state_dict(nets[0].state_dict())
+    saved = copy.deepcopy(plain.state_dict())
+    kept, loaded = convert(plain, nets[0]), converted(name, nets[1])[1]
+    loaded.optimizer.load_state_dict(saved)
+    for net, conversion in zip(nets, (kept, loaded), strict=True):
+        results.append([step(net, conversion.optimizer, number) for number in range(2, 5)])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_the_replaced_optimizers_checkpoint_is_what_undoing_gives(name: str) -> None:
+    net = build()
+    optimizer, conversion = converted(name, net, steps=1)
+    step(net, conversion.optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    conversion.undo()
+    expected = optimizer.state_dict()
+    assert saved["param_groups"] == expected["param_groups"]
+    assert saved["state"].keys() == expected["state"].keys()
+    for index, entry in expected["state"].items():
+        assert entry.keys() == saved["state"][index].keys()
+        for key, value in entry.items():
+            assert torch.equal(value, saved["state"][index][key])
+
+
+def test_state_of_16_bit_parameters_comes_back_in_16_bits() -> None:
+    net = build().bfloat16()
+    optimizer, conversion = converted("AdamW", net, steps=1)
+    step(net, conversion.optimizer, 1)
+    conversion.undo()
+    assert optimizer.state[net.line.weight]["exp_avg"].dtype == torch.bfloat16
+    step(net, optimizer, 2)
+
+
+def test_the_replaced_optimizer_refuses_to_step_and_to_load() -> None:
     net = build()
     optimizer, conversion = converted("AdamW", net)
     with pytest.raises(MemScaleError, match=r"AdamW was replaced.*detach"):
         step(net, optimizer, 0)
+    with pytest.raises(MemScaleError, match=r"AdamW was replaced.*detach"):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     conversion.undo()
     step(net, optimizer, 0)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_a_replaced_optimizer_that_nobody_has_is_freed() -> None:
@@ -254,6 +334,7 @@ def test_a_replaced_optimizer_that_nobody_has_is_freed() -> None:
         (lambda p: O.RMSprop(p, centered=True), "centered"),
         (lambda p: O.Adagrad(p, lr_decay=0.1), "lr_decay"),
         (lambda p: O.NAdam(p), "no such class"),
+        (lambda p: bnb.optim.Lion(p, optim_bits=8), "bitsandbytes' own"),
         (lambda p: type("AdamW", (O.AdamW,), {"__module__": "mine"})(p), "no such class"),
     ],
 )

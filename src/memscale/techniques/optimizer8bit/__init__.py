@@ -53,7 +53,10 @@ def moments_of(optimizer: Optimizer) -> dict[str, bool] | None:
     for kind, moments in _MOMENTS:
         if isinstance(optimizer, kind):
             return moments
-    if type(optimizer).__name__ == "Lion":  # torch has none; those in use keep one moment under this name
+    is_foreign = type(optimizer).__module__.startswith("bitsandbytes.")
+    if (
+        type(optimizer).__name__ == "Lion" and not is_foreign
+    ):  # torch has none; those in use keep one moment under this name
         return {"exp_avg": True}
     return None
 

@@ -131,6 +131,7 @@ def quantize(values: torch.Tensor, signed: bool, block_size: int) -> tuple[torch
     rows = _rows(values, block_size)
     scales = rows.abs().amax(1)
     index = rows * (1 / _above_zero(scales))[:, None]
+    index.nan_to_num_(-1, 1, -1)  # as the kernel does: from values that are not finite, and scales too small to invert
     index = index.clamp_(-1, 1).add_(1).mul_((_GRID - 1) / 2).add_(0.5).floor_().int()
     codes = _table(signed, values.device)[index]
     codes.masked_fill_((scales == 0)[:, None], 0)

@@ -8,10 +8,15 @@ NOTE [shared groups]: both optimizers have the same `param_groups`, the very sam
 the user's optimizer sets the learning rate of the one that steps. Loading a state makes new groups; they are poured
 back into the shared ones before the next step.
 
-The user's optimizer gives its state up while it is replaced, and refuses to step: nobody trains with a half of it by
-accident. Embeddings have their state in 32 bits, as bitsandbytes advises; they are given it at once, so that no global
-settings of bitsandbytes are needed. What a bitsandbytes class computes otherwise than torch's (weight decay of Adam,
-Nesterov momentum, ...) is no counterpart.
+The user's optimizer gives its state up while it is replaced, and refuses to step and to load: nobody trains with a half
+of it by accident. Its `state_dict()` is what it would be if it were given the state back now.
+
+Embeddings have their state in 32 bits, as bitsandbytes advises; they are given it before their first step, so that no
+global settings of bitsandbytes are needed. A plain optimizer's checkpoint may be loaded; what it holds is converted at
+the next step.
+
+What a bitsandbytes class computes otherwise than torch's (weight decay of Adam, Nesterov momentum, ...) is no
+counterpart; a group that asks for it later is refused at the next step.
 """
 
 from __future__ import annotations
@@ -112,8 +117,11 @@ def counterpart_of(optimizer: Optimizer, device: torch.device | None = None) -> 
     `device` is where parameters are going to be, besides where they are.
     """
     kind = type(optimizer)
+    origin = kind.__module__.split(".")[0]
     counterpart = _COUNTERPARTS.get(kind.__name__)
-    if counterpart is None or (kind.__name__ != "Lion" and kind.__module__.split(".")[0] != "torch"):
+    if origin == "bitsandbytes":
+        raise NoCounterpart("it is bitsandbytes' own")
+    if counterpart is None or (kind.__name__ != "Lion" and origin != "torch"):
         raise NoCounterpart("bitsandbytes has no such class")
     for group in optimizer.param_groups:
         why = counterpart.refuse(group)
@@ -154,13 +162,18 @@ class Conversion:
         self.counterpart = counterpart
         self.num_embeddings = sum(id(p) in embeddings for p in _parameters(replaced))
         self._replaced = weakref.ref(replaced)
+        self._embeddings = embeddings
         self._had_state: set[int] = set()
-        self._known_options = [set(group) for group in replaced.param_groups]
+        self._defaults = dict(replaced.defaults)
         with contextlib.ExitStack() as undo:
             self.optimizer = self._create(replaced, kind)
-            self._take_state(replaced, embeddings)
+            self._take_state(replaced)
             refusal = replaced.register_step_pre_hook(_refuse_step)
             undo.callback(refusal.remove)
+            no_load = replaced.register_load_state_dict_pre_hook(_refuse_load)
+            undo.callback(no_load.remove)
+            saving = replaced.register_state_dict_post_hook(self._save_replaced)
+            undo.callback(saving.remove)
             before = self.optimizer.register_step_pre_hook(self._before_step)
             undo.callback(before.remove)
             after = self.optimizer.register_step_post_hook(self._after_step)
@@ -172,26 +185,35 @@ class Conversion:
         options = {name: replaced.defaults[name] for name in names if name in replaced.defaults}
         if self.counterpart.name == "RMSprop8bit":
             options.pop("momentum")
-        for group in replaced.param_groups:
-            group.update(self.counterpart.options(group))
+        self._complete_groups(replaced)
         optimizer = kind(list(replaced.param_groups), **options)
         optimizer.param_groups = replaced.param_groups
         return optimizer
 
     # ---- state
 
-    def _take_state(self, replaced: Optimizer, embeddings: set[int]) -> None:
+    def _take_state(self, replaced: Optimizer) -> None:
         for parameter in _parameters(replaced):
-            if not parameter.requires_grad:
-                continue
-            entry = replaced.state.pop(parameter, {})
-            is_wide = id(parameter) in embeddings or parameter.numel() < MIN_ELEMENTS
-            if any(name in entry for name in self.counterpart.moments):
-                self._had_state.add(id(parameter))
-                self.optimizer.state[parameter] = self._narrowed(parameter, entry, is_wide)
-            elif id(parameter) in embeddings:
-                self.optimizer.state[parameter] = self._narrowed(parameter, {}, is_wide)
+            if parameter.requires_grad:
+                self._take_entry(parameter, replaced.state.pop(parameter, {}))
         replaced.state.clear()
+
+    def _take_entry(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        is_embedding = id(parameter) in self._embeddings
+        has_state = any(name in entry for name in self.counterpart.moments)
+        if has_state:
+            self._had_state.add(id(parameter))
+        if has_state or is_embedding:
+            is_wide = is_embedding or parameter.numel() < MIN_ELEMENTS
+            self.optimizer.state[parameter] = self._narrowed(parameter, entry, is_wide)
+
+    def _complete_state(self) -> None:
+        """Parameters that came later, or are trained now, and what was loaded from a plain optimizer."""
+        for parameter in _parameters(self.optimizer):
+            entry = self.optimizer.state.get(parameter, {})
+            # State that waits elsewhere is no plain dict; looking into it would bring it all here.
+            if parameter.grad is not None and type(entry) is dict and "state1" not in entry:
+                self._take_entry(parameter, entry)
 
     def _narrowed(self, parameter: torch.Tensor, entry: Mapping[str, Any], is_wide: bool) -> dict[str, Any]:
         """torch's state of a parameter as bitsandbytes would have it."""
@@ -215,18 +237,50 @@ class Conversion:
         books[name] = books[name].to(device)
         return books[name]
 
-    def _widened(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """bitsandbytes' state of a parameter as torch would have it."""
+    def _widened(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """bitsandbytes' state of a parameter as torch would have it: of the parameter's type."""
+        if "state1" not in entry:
+            return dict(entry)  # loaded from a plain optimizer, and not stepped since
         state: dict[str, Any] = {"step": torch.tensor(float(entry["step"]))}
         for number, name in enumerate(self.counterpart.moments, start=1):
             value = entry[f"state{number}"]
             if value.dtype == torch.uint8:
                 line = dequantize(value.reshape(-1), entry[f"absmax{number}"], number == 1, BLOCK_SIZE)
                 value = line.view(value.shape)
-            state[name] = value
+            state[name] = value.to(parameter.dtype)
         if self.counterpart.name in ("SGD8bit", "Lion8bit"):
             del state["step"]
         return state
+
+    def _widened_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """All of it, as torch would have it."""
+        return {
+            parameter: self._widened(parameter, entry)
+            for parameter, entry in self.optimizer.state.items()
+            if isinstance(parameter, torch.Tensor) and (entry.get("step") or id(parameter) in self._had_state)
+        }
+
+    def _save_replaced(self, replaced: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The replaced optimizer's checkpoint, in 32 bits."""
+        index_of = {id(parameter): index for index, parameter in enumerate(_parameters(replaced))}
+        state = {index_of[id(p)]: entry for p, entry in self._widened_state().items() if id(p) in index_of}
+        groups = [
+            {name: group[name] for name in group.keys() - self._added(group)} for group in state_dict["param_groups"]
+        ]
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    # ---- groups
+
+    def _complete_groups(self, optimizer: Optimizer) -> None:
+        """Every group has both optimizers' options: groups are added, and schedulers change what torch calls it."""
+        for group in optimizer.param_groups:
+            for name, value in {**optimizer.defaults, **self._defaults}.items():
+                group.setdefault(name, value)
+            group.update(self.counterpart.options(group))
+
+    def _added(self, group: Group) -> set[str]:
+        """The options of a group that torch's optimizer does not have."""
+        return (set(self.optimizer.defaults) | set(self.counterpart.options(group))) - set(self._defaults)
 
     # ---- steps
 
@@ -236,9 +290,10 @@ class Conversion:
             for shared, loaded in zip(replaced.param_groups, optimizer.param_groups, strict=True):
                 shared.update(loaded)
             optimizer.param_groups = replaced.param_groups
-        for group in optimizer.param_groups:  # a scheduler may have changed what torch calls it
-            if "momentum" in group or "alpha" in group:
-                group.update(self.counterpart.options(group))
+        self._complete_groups(optimizer)
+        for group in optimizer.param_groups:
+            _refuse_change(group, self.counterpart)
+        self._complete_state()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         replaced = self._replaced()
@@ -254,18 +309,32 @@ class Conversion:
         if replaced is None:
             return
         replaced.param_groups = self.optimizer.param_groups
-        for parameter, entry in self.optimizer.state.items():
-            if isinstance(parameter, torch.Tensor) and (entry["step"] or id(parameter) in self._had_state):
-                replaced.state[parameter] = self._widened(entry)
-        for group, known in zip(replaced.param_groups, self._known_options, strict=False):
-            for name in set(group) - known:
-                del group[name]
+        replaced.state.update(self._widened_state())
+        self._complete_groups(replaced)
+        for group in replaced.param_groups:
+            for name in self._added(group):
+                group.pop(name, None)
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     raise MemScaleError(
         f"this {type(optimizer).__name__} was replaced: step the optimizer that apply_all_optimizations returned, or "
         "call memscale.detach(model) first"
+    )
+
+
+def _refuse_change(group: Group, counterpart: Counterpart) -> None:
+    why = counterpart.refuse(group)
+    if why is not None:
+        raise MemScaleError(
+            f"{counterpart.name} cannot go on: {why}. Call memscale.detach(model) and apply_all_optimizations again"
+        )
+
+
+def _refuse_load(optimizer: Optimizer, state_dict: Any) -> None:
+    raise MemScaleError(
+        f"this {type(optimizer).__name__} was replaced: load into the optimizer that apply_all_optimizations returned, "
+        "or call memscale.detach(model) first"
     )
 
 
