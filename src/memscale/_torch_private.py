@@ -133,6 +133,14 @@ def run_first(node: Any) -> None:
     node._set_sequence_nr(2**64 - 1)
 
 
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run as written under `torch.compile`; does not load the compiler before the first call."""
+    from torch._compile import _disable_dynamo
+
+    ordinary: Callable[..., Any] = _disable_dynamo(function)
+    return ordinary
+
+
 def next_sequence_number() -> int:
     """What the next node of this thread's graph will be numbered with; those made before have lower numbers."""
     return int(torch._C._autograd._get_sequence_nr())

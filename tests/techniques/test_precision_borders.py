@@ -363,6 +363,22 @@ def test_a_user_who_drops_bad_gradients_himself_gets_on() -> None:
     assert scale.num_skipped_steps == 16 - num_steps
 
 
+def test_gradients_of_a_skipped_step_that_nobody_zeroes_are_not_used_later() -> None:
+    model, scale = Net(), LossScale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_fp16(model, scale):
+        for loss in (overflow, square, square):
+            loss(model(batch())).backward()
+            optimizer.step()
+        assert scale.num_skipped_steps == 3
+        optimizer.zero_grad()
+        before = model.first.weight.detach().clone()
+        square(model(batch())).backward()
+        optimizer.step()
+    assert not torch.equal(model.first.weight, before)
+    assert model.first.weight.isfinite().all()
+
+
 def test_a_scaler_that_is_switched_off_is_nobody() -> None:
     model, scale = Net(), LossScale()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -376,6 +392,26 @@ def test_a_scaler_that_is_switched_off_is_nobody() -> None:
             optimizer.zero_grad()
             assert scale.is_ours()
     assert (scale.num_skipped_steps, scale.good_steps) == (1, 1)
+
+
+# ---- compiled models
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_compiled_model_computes_in_16_bits(dtype: str) -> None:
+    def train(model: nn.Module, call: Callable[..., Any]) -> list[torch.Tensor]:
+        with in_fp16(model, dtype=dtype):
+            loss = square(call(batch()))
+            loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    plain, model = Net(), Net()
+    try:
+        ours = train(model, torch.compile(model, backend="eager"))
+    finally:
+        torch._dynamo.reset()
+    for mine, theirs in zip(ours, train(plain, plain), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 # ---- interrupts

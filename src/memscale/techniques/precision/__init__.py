@@ -156,6 +156,7 @@ class _Enter(OwnHook):
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
 
+    @_torch_private.never_compiled
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # A hook that was removed by an earlier hook of the same call is still called, and without keyword arguments.
         self.precision.enter(model, args, kwargs or {})
@@ -165,6 +166,7 @@ class _Leave(OwnHook):
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
 
+    @_torch_private.never_compiled
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return self.precision.leave(model, output)
 

@@ -138,11 +138,12 @@ class LossScale:
             self._hide_gradients(optimizer)
 
     def _look(self, optimizer: Optimizer | None = None) -> None:
-        self._has_news = False
+        was_finite, self._has_news = self._is_finite, False
         self._told.clear()
         self._is_finite = all(math.isfinite(mark.item()) for mark in self._marks.values())
-        if optimizer is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # NOTE [ranks agree]: another rank's overflow is in the reduced gradients only.
+        if optimizer is not None and (_has_ranks() or not was_finite):
+            # NOTE [ranks agree]: another rank's overflow is in the reduced gradients only. And after a skipped step the
+            # gradients of one may still be there, if nobody has zeroed them.
             self._is_finite = self._is_finite and _has_finite_gradients(optimizer)
         self._marks.clear()
         self._learn()
@@ -234,6 +235,10 @@ def _with_closure(
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _has_finite_gradients(optimizer: Optimizer) -> bool:
