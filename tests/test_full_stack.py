@@ -194,6 +194,15 @@ def test_an_optimizer_of_another_model_is_named() -> None:
             pass
 
 
+def test_an_8_bit_class_that_came_is_planned_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(128, 128)
+    optimizer = bnb.optim.AdamW8bit(model.parameters())
+    _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, torch.ones(2, 128))
+    assert same is optimizer
+    assert "cannot be tried" not in caplog.text
+    memscale.detach(model)
+
+
 def test_without_a_counterpart_the_optimizer_is_named_once() -> None:
     model = build()
     optimizer = torch.optim.NAdam(model.parameters())

@@ -117,7 +117,7 @@ def apply_all_optimizations(
         if conversion is not None:
             undo.callback(conversion.undo)
         # What came is the baseline of the plan; a copy, since nothing of ours keeps a replaced optimizer alive.
-        report, baseline = _StackReport(config, detail), copy.copy(known)
+        report, baseline = _StackReport(config, detail), known if conversion is None else copy.copy(known)
         executor = _attach(_model_of(model), config, inputs, used, baseline=baseline, reporter=report)
         executor.on_detach(undo.pop_all().close)
     return model, used
