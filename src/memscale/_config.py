@@ -177,6 +177,13 @@ class Config:
         }
         return Config(**{**kept, **changes})
 
+    def resolved_for(self, *, has_fast_16bit: bool) -> Config:
+        """A copy for hardware that may be elsewhere: 16-bit math that was left to the mode depends on it."""
+        copy = self.replace()
+        if "use_mixed_precision" not in self._explicit:
+            _set(copy, "use_mixed_precision", _TECHNIQUES_OF_MODE[self.mode]["use_mixed_precision"] and has_fast_16bit)
+        return copy
+
 
 _TECHNIQUES = tuple(_TECHNIQUES_OF_MODE[OptimizationMode.BALANCED])
 _BOOLEAN_FIELDS = (

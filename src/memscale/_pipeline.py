@@ -122,7 +122,8 @@ class Study:
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
-        config = strategy.config
+        config = strategy.config.resolved_for(has_fast_16bit=self.hardware.has_fast_16bit)
+        strategy = dataclasses.replace(strategy, config=config)
         if not needs_optimizing(self.profile, self.hardware, config):
             return self._decide_and_rehearse(strategy)
         *levels, last = self._levels(config)
