@@ -38,12 +38,12 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale._policy import Situation, Strategy, choose_strategy
-from memscale._profile import StepTrace
+from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach, Rehearsal
-from memscale._profile.shallow import ShallowRehearsal, open_shallow
+from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
 from memscale._units import round_up
 from memscale._writing import cut_inside, explain_misfit
 from memscale.techniques import tiling
@@ -195,9 +195,16 @@ class Study:
         key = f"{without_reasons} {config.async_offload}"
         if key not in self._traces:
             prefetches = config.async_offload and any(isinstance(action, StreamParameters) for action in actions)
+            trace = None if prefetches else self._rehearsed_short(actions, config)
             num_steps = 2 if prefetches else 1
-            self._traces[key] = self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+            self._traces[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
         return self._traces[key]
+
+    def _rehearsed_short(self, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
+        """On a shorter model where that shows the same."""
+        if self.shallow is None:
+            return None
+        return rehearse_short(self.rehearsal, actions, lambda here: self._attacher(here, config))
 
     def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
         """With the optimizer over what is not streamed, to the byte."""
@@ -235,24 +242,39 @@ class Study:
 
     def _try_inside(self, config: Config) -> None:
         inside = self.tiles.inside
-        if inside:
+        if inside and self._blocks_hold_the_peak(config):
             self.profile = dataclasses.replace(self.profile, inside=inside)
             smallest = [(k, v) for k, v in self._treatments(config).items() if k.startswith(("checkpoint", "stream"))]
             for num_tiles in self.tiles.num_inside:
                 cut = cut_inside(inside, num_tiles)
                 self._try({tile_name(INSIDE, num_tiles, name): (*cut, *actions) for name, actions in smallest}, config)
 
+    def _blocks_hold_the_peak(self, config: Config) -> bool:
+        """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""
+        forced = config.replace(force_optimize=True)
+        lowest, bound = (
+            decide(profile, self.hardware, forced, raise_if_unfit=False).predicted_peak_bytes
+            for profile in (self.profile, _without_block_peaks(self.profile))
+        )
+        return bound < lowest
+
     def _try_lossy(self, config: Config) -> None:
         """All that was tried so far, in 16 bits; and optimizer state in 8."""
         self._try_simple(config)
+        self._try_in_16_bits(config)
+        if config.enable_tiling and not self.profile.inside:
+            self._try_inside(config)  # where it did not help, it may in 16 bits
+            self._try_in_16_bits(config)
+        if config.use_8bit_optimizer:
+            self._cost_in_8_bits()
+
+    def _try_in_16_bits(self, config: Config) -> None:
         dtype = half_type(self.hardware, config)
         if dtype is not None:
             plain: dict[str, tuple[Action, ...]] = {"keep": ()}
             exact = {name: actions for name, actions in self._exact.items() if name in self.profile.variants}
             named = {f"{dtype}/{name}": (*a, MixedPrecision(dtype)) for name, a in {**plain, **exact}.items()}
             self._try(named, config)
-        if config.use_8bit_optimizer:
-            self._cost_in_8_bits()
 
     def _cost_in_8_bits(self) -> None:
         """Once; `profile.eight_bit_optimizer` stays None where there is no state to quantise."""
@@ -331,6 +353,21 @@ class Study:
     def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
         settings = execution_settings(config, torch.device(self.rehearsal.device_type))
         return functools.partial(_rehearse_actions, actions, settings)
+
+
+def _without_block_peaks(profile: Profile) -> Profile:
+    """What no tiling inside the blocks can go below."""
+    blocks = {layer.module_fqn for layer in profile.layers if layer.is_block}
+
+    def flat(trace: StepTrace) -> StepTrace:
+        segments = [
+            dataclasses.replace(s, peak_bytes=max(0, s.net_bytes)) if s.module_fqn in blocks else s
+            for s in trace.segments
+        ]
+        return StepTrace(tuple(segments))
+
+    variants = {name: flat(trace) for name, trace in profile.variants.items()}
+    return dataclasses.replace(profile, plain=flat(profile.plain), variants=variants)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

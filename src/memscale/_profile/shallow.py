@@ -2,22 +2,26 @@
 
 In a run of equal blocks all but the first and last few are left out, on a fake copy of the model, and the trace of
 such a step is stretched again: the last block before the gap stands for those that are missing. Whether that is right
-is not assumed: the plain step, stretched, must be the plain step of the whole model, segment by segment.
+is not assumed: the plain step, stretched, must be the plain step of the whole model, segment by segment. Where that
+holds, whole plans are rehearsed so, too: what is left out are blocks among others that are treated alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
+from memscale._plan import Action, Reason
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, fingerprint
-from memscale._profile.rehearsal import FakeRehearsal
+from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
 
 logger = logging.getLogger("memscale")
 
@@ -52,13 +56,14 @@ class Cut:
         return self.name(self.start + KEPT - 1)
 
 
-def find_cuts(model: nn.Module) -> list[Cut]:
-    """Runs of equal blocks that are long enough to be worth it, one a container."""
-    by_container: dict[str, list[tuple[int, str]]] = {}
+def find_runs(model: nn.Module, treatment_of: Callable[[str], Hashable] = lambda module_fqn: None) -> list[Cut]:
+    """Runs of equal blocks, treated alike, that are long enough to be worth it."""
+    by_container: dict[str, list[tuple[int, Hashable]]] = {}
     for module_fqn, block in find_blocks(model).items():
         container_fqn, _, name = module_fqn.rpartition(".")
         if name.isdigit():
-            by_container.setdefault(container_fqn, []).append((int(name), fingerprint(block)))
+            alike = (fingerprint(block), treatment_of(module_fqn))
+            by_container.setdefault(container_fqn, []).append((int(name), alike))
     cuts = []
     for container_fqn, found in by_container.items():
         num_children = len(model.get_submodule(container_fqn)._modules)
@@ -68,8 +73,77 @@ def find_cuts(model: nn.Module) -> list[Cut]:
             positions = [position for position, _ in group]
             if len(positions) >= 2 * KEPT + _MIN_LEFT_OUT:
                 cuts.append(Cut(container_fqn, num_children, positions[0], positions[-1] + 1))
-                break
     return cuts
+
+
+def find_cuts(model: nn.Module) -> list[Cut]:
+    """The first run of each container."""
+    return list({cut.container_fqn: cut for cut in reversed(find_runs(model))}.values())[::-1]
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, cuts: list[Cut]) -> Iterator[dict[str, str]]:
+    """The model itself without what the cuts leave out. Gives the new names of blocks by their old ones."""
+    whole = {cut.container_fqn: model.get_submodule(cut.container_fqn)._modules for cut in cuts}
+    names = {}
+    try:
+        for container_fqn, children in whole.items():
+            here = [cut for cut in cuts if cut.container_fqn == container_fqn]
+            left_out = {position for cut in here for position in cut.left_out}
+            kept = [position for position in range(len(children)) if position not in left_out]
+            names.update({here[0].name(old): here[0].name(new) for new, old in enumerate(kept)})
+            container = model.get_submodule(container_fqn)
+            container._modules = {str(new): children[str(old)] for new, old in enumerate(kept)}
+        yield names
+    finally:
+        for container_fqn, children in whole.items():
+            model.get_submodule(container_fqn)._modules = children
+
+
+def rehearse_short(
+    rehearsal: Rehearsal, actions: tuple[Action, ...], attach: Callable[[tuple[Action, ...]], Attach]
+) -> StepTrace | None:
+    """The step under a plan, of which most of each run of equal blocks that are treated alike is left out.
+
+    None where there are no such runs, or the shorter model does not run.
+    """
+    blocks = find_blocks(rehearsal.model)
+    treatments: dict[str, list[str]] = {}
+    for action in actions:
+        block = _block_of(action, blocks)
+        if block is not None:
+            nameless = dataclasses.replace(_renamed_action(action, {block: ""}), reason=Reason(""))
+            treatments.setdefault(block, []).append(str(nameless))
+    cuts = find_runs(rehearsal.model, lambda module_fqn: tuple(treatments.get(module_fqn, ())))
+    if not cuts:
+        return None
+    with shortened(rehearsal.model, cuts) as names:
+        blocks_of = [(action, _block_of(action, blocks)) for action in actions]
+        here = tuple(_renamed_action(action, names) for action, block in blocks_of if block is None or block in names)
+        try:
+            segments = rehearsal.run(attach(here)).segments
+        except Exception as error:
+            logger.debug("the plan does not run at a fraction of the depth: %s: %s", type(error).__name__, error)
+            return None
+    segments = _renamed(segments, {new: old for old, new in names.items()})
+    for cut in cuts:
+        segments = _stretch(cut, segments)
+    return StepTrace(segments)
+
+
+def _block_of(action: Action, blocks: Iterable[str]) -> str | None:
+    module_fqn = getattr(action, "module_fqn", "")
+    found = [block for block in blocks if f"{module_fqn}.".startswith(f"{block}.")]
+    return max(found, key=len, default=None)
+
+
+def _renamed_action(action: Action, names: dict[str, str]) -> Action:
+    block = _block_of(action, names)
+    if block is None:
+        return action
+    named: Any = action
+    renamed: Action = dataclasses.replace(named, module_fqn=names[block] + named.module_fqn[len(block) :])
+    return renamed
 
 
 class ShallowRehearsal:
