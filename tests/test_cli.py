@@ -89,7 +89,7 @@ def test_version(shell: Shell) -> None:
 
 def test_help_lists_the_commands(shell: Shell) -> None:
     for text in (shell("--help"), shell()):
-        assert all(command in text for command in ("estimate", "plan", "doctor"))
+        assert all(command in text for command in ("estimate", "plan", "doctor", "bench"))
 
 
 def test_help_does_not_import_torch() -> None:

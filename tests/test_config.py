@@ -146,3 +146,12 @@ def test_paths_and_devices_become_text() -> None:
 def test_importing_and_building_a_config_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from memscale import Config; Config(memory_budget_gb=8)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_16_bit_math_left_to_the_mode_depends_on_the_hardware() -> None:
+    left, said = Config(mode="aggressive"), Config(mode="aggressive", use_mixed_precision=False)
+    assert left.resolved_for(has_fast_16bit=True).use_mixed_precision is True
+    assert left.resolved_for(has_fast_16bit=False).use_mixed_precision is False
+    assert not left.resolved_for(has_fast_16bit=True).asks_for("use_mixed_precision")
+    assert said.resolved_for(has_fast_16bit=True).use_mixed_precision is False
+    assert Config().resolved_for(has_fast_16bit=True).use_mixed_precision is False

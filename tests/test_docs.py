@@ -34,6 +34,7 @@ def _load(name: str) -> types.ModuleType:
 
 blocks: Any = _load("blocks")
 make_figures: Any = _load("make_figures")
+make_table: Any = _load("make_table")
 DOCUMENTS = blocks.documents()
 
 
@@ -108,3 +109,15 @@ def test_every_option_model_and_card_is_documented() -> None:
         assert f"`{option}" in text
     for option in ("--with-weights", "--json", "--output", "--explain", "--pareto", "--vary", "--version"):
         assert f"`{option}" in text
+
+
+def test_the_table_of_models_is_what_the_benchmark_found() -> None:
+    measured, predicted = (make_table.table.read_results(path) for path in (make_table.MEASURED, make_table.PREDICTED))
+    text = (ROOT / "README.md").read_text()
+    assert make_table.readme_table(measured, predicted) in text, "run `python docs/make_table.py`"
+    assert text.index(make_table.START) < 1500, "it belongs on the first screen"
+    for path, options in ((make_table.MEASURED, ""), (make_table.PREDICTED, " --fake")):
+        command = f"python -m memscale.benchmarks{options}"
+        assert path.with_suffix(".txt").read_text() == make_table.as_text(path, command), (
+            "run `python docs/make_table.py`"
+        )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from memscale import Config, Hardware
 from memscale._choice import Choice
 from memscale._peak import CostModel
 from memscale._pipeline import Study
 from memscale._policy import choose_strategy
-from memscale._profile.inputs import Inputs
+from memscale._profile.inputs import Inputs, derive_inputs
 from tests.models import WIDTH, Chain, TwoLinears
 
 DEPTH, ROWS = 8, 1 << 16
@@ -44,3 +46,17 @@ def test_the_lowest_plan_lets_inputs_of_recomputed_blocks_wait_elsewhere() -> No
     offloaded = [action for action in plan.actions if type(action).__name__ == "OffloadActivations"]
     assert len(offloaded) >= DEPTH - 3
     assert plan.predicted_peak_bytes < (DEPTH + 4) * BOUNDARY_BYTES
+
+
+@pytest.mark.slow
+def test_tiles_inside_blocks_are_tried_only_where_blocks_hold_the_peak() -> None:
+    config = CONFIG.replace(mode="aggressive", use_mixed_precision=False, use_8bit_optimizer=False)
+    tried = {}
+    for name, vocabulary in (("blocks", 64), ("head", 1 << 20)):
+        with torch.device("meta"):
+            model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=vocabulary)).train()
+        study = Study(model, derive_inputs(model, 4, 512), config, "adamw", Hardware.from_name("T4"))
+        study.plan(choose_strategy(config))
+        assert study.tiles.inside
+        tried[name] = any(variant.startswith("inside") for variant in study.profile.variants)
+    assert tried == {"blocks": True, "head": False}

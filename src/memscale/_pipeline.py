@@ -119,6 +119,7 @@ class Study:
         self._exact: dict[str, tuple[Action, ...]] = {}
         self._tiles: _Tiles | None = None
         self._traces: dict[str, StepTrace] = {}
+        self._skipped_inside = False
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
@@ -242,7 +243,8 @@ class Study:
 
     def _try_inside(self, config: Config) -> None:
         inside = self.tiles.inside
-        if inside and self._blocks_hold_the_peak(config):
+        self._skipped_inside = bool(inside) and not self._blocks_hold_the_peak(config)
+        if inside and not self._skipped_inside:
             self.profile = dataclasses.replace(self.profile, inside=inside)
             smallest = [(k, v) for k, v in self._treatments(config).items() if k.startswith(("checkpoint", "stream"))]
             for num_tiles in self.tiles.num_inside:
@@ -262,7 +264,7 @@ class Study:
         """All that was tried so far, in 16 bits; and optimizer state in 8."""
         self._try_simple(config)
         self._try_in_16_bits(config)
-        if config.enable_tiling and not self.profile.inside:
+        if self._skipped_inside:
             self._try_inside(config)  # where it did not help, it may in 16 bits
             self._try_in_16_bits(config)
         if config.use_8bit_optimizer:

@@ -1,4 +1,4 @@
-"""The command line: `memscale estimate`, `plan`, `fit`, `doctor`.
+"""The command line: `memscale estimate`, `plan`, `fit`, `doctor`, `bench`.
 
 Exit codes: 0 done; 1 no plan fits (`plan` only); 2 bad input, with one sentence on stderr. Results go to stdout,
 progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
@@ -231,6 +231,26 @@ def doctor(as_json: JsonOption = False) -> None:
     with _progress("looking at this machine"):
         findings = diagnosis.examine()
     print(_json.dumps(findings) if as_json else "\n".join(diagnosis.lines(findings)), end="" if as_json else "\n")
+
+
+@app.command()
+def bench(
+    factory: Annotated[
+        str | None, typer.Argument(metavar="[PATH.py:FACTORY]", help="Your own model; without: the published table.")
+    ] = None,
+    fake: Annotated[bool, typer.Option("--fake", help="Predict only, for an RTX 3090.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="BERT-Base and a small GPT-2, for real.")] = False,
+    only: Annotated[str | None, typer.Option("--only", metavar="MODEL", help="One row, by its name.")] = None,
+    results: Annotated[
+        pathlib.Path | None, typer.Option("--results", help="Keep results there, and go on from what is there.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train models plain and under MemScale and compare peaks, times and losses. Real runs need simgpu."""
+    with _quiet():
+        from memscale.benchmarks import table
+
+        table.run(fake=fake, quick=quick, factory=factory, only=only, results=results, as_json=as_json)
 
 
 # ---- what a command works on

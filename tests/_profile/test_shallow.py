@@ -9,12 +9,12 @@ from torch import nn
 from memscale import Config, Hardware
 from memscale._execute import Executor
 from memscale._pipeline import Study, make_plan
-from memscale._plan import Checkpoint, OffloadActivations
+from memscale._plan import Action, Checkpoint, OffloadActivations, TileMlp
 from memscale._policy import choose_strategy
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
-from memscale._profile.rehearsal import FakeRehearsal
-from memscale._profile.shallow import KEPT, find_cuts, open_shallow
+from memscale._profile.rehearsal import Attach, FakeRehearsal
+from memscale._profile.shallow import KEPT, find_cuts, open_shallow, rehearse_short
 
 
 class Block(nn.Module):
@@ -115,3 +115,40 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         plans.append(study.plan(choose_strategy(config)))
     assert plans[0] == plans[1]
     assert len(plans[0].actions) >= 14
+
+
+def test_a_plan_shows_the_same_without_most_of_its_equal_blocks() -> None:
+    """Blocks are left out among those that are treated alike, also inside; their names stay theirs."""
+    model = Deep(30)
+    rehearsal = FakeRehearsal(model, INPUTS, "cuda")
+    blocks = list(find_blocks(rehearsal.model))
+    actions = (
+        *(Checkpoint(fqn) for fqn in blocks[:12]),
+        *(OffloadActivations(fqn) for fqn in blocks[3:12]),
+        *(TileMlp(f"{fqn}.mlp", num_tiles=2) for fqn in blocks[15:28]),
+        *(Checkpoint(fqn) for fqn in blocks[15:28]),
+    )
+    attached: list[tuple[Action, ...]] = []
+
+    def attach(here: tuple[Action, ...]) -> Attach:
+        attached.append(here)
+        return lambda model: _attached(model, here)
+
+    short = rehearse_short(rehearsal, actions, attach)
+    assert short is not None
+    assert len(attached[0]) < len(actions) - 10
+    assert short.segments == rehearsal.run(attach(actions)).segments
+    assert list(find_blocks(rehearsal.model)) == blocks
+
+
+def test_what_is_treated_differently_is_rehearsed_whole() -> None:
+    rehearsal = FakeRehearsal(Deep(14), INPUTS, "cuda")
+    blocks = list(find_blocks(rehearsal.model))
+    actions = tuple(Checkpoint(fqn) for fqn in blocks[::2])
+    assert rehearse_short(rehearsal, actions, lambda here: lambda model: _attached(model, here)) is None
+
+
+def _attached(model: nn.Module, actions: tuple[Action, ...]) -> Executor:
+    executor = Executor(model)
+    executor.attach(actions)
+    return executor
