@@ -126,6 +126,16 @@ def test_bad_options_are_named(options: dict[str, object], said: str) -> None:
         table.choose_subjects(**{"fake": False, "quick": False, "factory": None, "only": None, **options})
 
 
+@pytest.mark.slow
+def test_what_waits_on_disk_is_counted(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    result = runs.measure_apart(Subject("own", f"{path}:make", 0, 0, host_gb=0.018), "balanced")
+    assert not result.failure
+    assert result.disk_bytes > 4_000_000
+    assert result.host_bytes < 25_000_000
+
+
 def test_a_run_that_fails_says_why(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("def make():\n    raise ValueError('no such luck')\n")

@@ -11,7 +11,6 @@ import gc
 import hashlib
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from memscale._policy import choose_strategy
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.rehearsal import loss_of
 from memscale.report.shell import what_is_done
+from memscale.techniques.offload.disk import DiskStore
 
 GB = 1e9
 NUM_STEPS = 2
@@ -170,7 +170,7 @@ def measure(subject: Subject, variant: str) -> Result:
         executor = executor_of(model)
         assert executor is not None
         planning_seconds = time.process_time() - start
-        found = _train(model, inputs, pathlib.Path(directory))
+        found = _train(model, inputs)
         return _result(subject, variant, executor.plan, planning_seconds=planning_seconds, **found)
 
 
@@ -181,7 +181,7 @@ def _measure_plain(subject: Subject, model: nn.Module, inputs: Inputs) -> Result
     del study
     try:
         model.to("simgpu")
-        found = _train(model, inputs, None)
+        found = _train(model, inputs)
     except torch.OutOfMemoryError:
         found = {"failure": f"out of memory on a device of {hardware.total_bytes / GB:.0f} GB"}
     return _result(subject, "plain", None, predicted_bytes=predicted_bytes, **found)
@@ -208,7 +208,7 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.device.type == "meta" else tensor
 
 
-def _train(model: nn.Module, inputs: Inputs, directory: pathlib.Path | None) -> dict[str, Any]:
+def _train(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     """What the last step came to. Nothing is detached: where the plain model does not fit, it would not fit then."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
     on_device = inputs.map_tensors(lambda tensor: tensor.to("simgpu"))
@@ -228,7 +228,7 @@ def _train(model: nn.Module, inputs: Inputs, directory: pathlib.Path | None) -> 
     return {
         "measured_bytes": torch.accelerator.max_memory_allocated(),
         "host_bytes": _host_bytes(),
-        "disk_bytes": sum(path.stat().st_blocks * 512 for path in directory.rglob("*")) if directory else 0,
+        "disk_bytes": _disk_bytes(),
         "cpu_seconds": seconds,
         "losses": tuple(losses),
         "weights_hash": _hash_of(model),
@@ -241,6 +241,12 @@ def _host_bytes() -> int:
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu" and t.layout is torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _disk_bytes() -> int:
+    """Of the disk tiers' files; they have no name that could be looked up."""
+    stores = [thing for thing in gc.get_objects() if issubclass(type(thing), DiskStore)]
+    return sum(store.counters.allocated_bytes for store in stores)
 
 
 def _hash_of(model: nn.Module) -> str:
