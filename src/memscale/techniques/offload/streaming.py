@@ -97,8 +97,6 @@ class StreamedForward(RecomputedForward):
         self.index = index
         self.anchor = streamer.anchor
         self.slots: list[Slot] = []
-        self._looked_at: set[bool] = set()
-        """Whether values were compared after a forward, by whether that had gradients."""
         self.needs_weights_in_backward = verify or not _is_lookup(module)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -168,11 +166,8 @@ class StreamedForward(RecomputedForward):
             visit.leave_homes()
 
     def _refuse_changed(self, loans: list[_Loan]) -> None:
-        """What a forward does to the copies is lost. Values are compared only once: that takes a copy to the host."""
-        kind = torch.is_grad_enabled()
-        is_new = self.verify or kind not in self._looked_at
-        self._looked_at.add(kind)
-        if any(loan.was_changed(look=is_new) for loan in loans):
+        """What a forward does to the copies is lost. Values are compared with `verify` only: that takes a copy."""
+        if any(loan.was_changed(look=self.verify) for loan in loans):
             raise RuntimeError(
                 f"{self.module_fqn} changes its parameters in its forward (an embedding with max_norm does), "
                 "and a streamed layer would lose that; leave it out of parameter streaming"
