@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TORCH_FREE = (
     "__init__",
+    "_calls",
     "_choice",
     "_config",
     "_decide",
@@ -39,7 +40,8 @@ ALLOWED = {
     "_hardware": {"_errors"},
     "_profile": {"_json", "_plan"},
     "_choice": {"_plan"},
-    "_peak": {"_choice", "_hardware", "_profile"},
+    "_calls": {"_choice"},
+    "_peak": {"_calls", "_choice", "_hardware", "_profile"},
     "_scaling": {"_choice", "_plan", "_profile"},
     "_search": {"_choice", "_peak"},
     "_front": {"_choice", "_plan", "_search"},

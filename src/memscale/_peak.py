@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from memscale import _calls
 from memscale._choice import INSIDE, REST, TILE_HEAD, TREATMENTS, Choice, Outcome, Run, Treatment, doublings, tile_name
 from memscale._hardware import Hardware
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
@@ -72,6 +73,7 @@ class CostModel:
         self.profile = profile
         self.hardware = hardware
         self.overlaps = overlaps
+        self.counts_calls = hardware.device_type == "cpu"
         self.blocks: dict[str, Layer] = {layer.module_fqn: layer for layer in profile.layers if layer.is_block}
         self._trainable_bytes = sum(layer.trainable_bytes for layer in self.blocks.values())
         self.owners = self._runs(profile.plain)[0]
@@ -139,7 +141,8 @@ class CostModel:
         bytes_per_s = self.hardware.memory_bytes_per_s
         flops_per_s = self.hardware.half_flops if halves else self.hardware.fp32_flops
         matmul_s = max(segment.flops / (flops_per_s * _MATMUL_EFFICIENCY), segment.matmul_bytes / bytes_per_s)
-        return (matmul_s + segment.other_bytes / bytes_per_s) * 1e3
+        calls_ms = _calls.calls_ms(segment.num_launches) if self.counts_calls else 0.0
+        return (matmul_s + segment.other_bytes / bytes_per_s) * 1e3 + calls_ms
 
     # ---- what can be done
 
@@ -302,7 +305,8 @@ class CostModel:
 
     def extras(self, run: Run, module_fqn: str, treatment: Treatment) -> Extras:
         """What this treatment of a block changes besides its own stretches."""
-        ms, movable = self.link_ms(module_fqn, treatment), self._movable_bytes(module_fqn, treatment)
+        ms = self.link_ms(module_fqn, treatment) + self.hooks_ms(module_fqn, treatment)
+        movable = self._movable_bytes(module_fqn, treatment)
         if not treatment.startswith("stream"):
             return Extras(movable_bytes=movable, ms=ms)
         layer = self.blocks[module_fqn]
@@ -420,12 +424,21 @@ class CostModel:
         away = streamed_bytes / max(1, total)
         on_host_ms = away * optimizer.moved_bytes / min(_HOST_BYTES_PER_S, self.hardware.memory_bytes_per_s) * 1e3
         compute_ms = (1 - away) * optimizer.moved_bytes / self.hardware.memory_bytes_per_s * 1e3
+        if self.counts_calls:
+            compute_ms = compute_ms + _calls.optimizer_ms(optimizer.num_tensors)
         if not run.offloads_optimizer:
             return compute_ms + on_host_ms
         link_ms = 2 * (1 - away) * optimizer.state_bytes / self.hardware.link_bytes_per_s * 1e3
         if self.overlaps:
             return (compute_ms + link_ms + abs(compute_ms - link_ms)) / 2 + on_host_ms  # the longer of the two
         return compute_ms + link_ms + on_host_ms
+
+    def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
+        """What the machinery of a treatment takes, beside what is computed again."""
+        if not self.counts_calls:
+            return 0.0
+        num_operators = sum(segment.num_launches for segment in self._segments(module_fqn, "keep", "forward"))
+        return _calls.treatment_ms(treatment, self.blocks[module_fqn].num_calls, num_operators)
 
     def link_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """Time that a block's transfers add to its step: all of it, or what its own compute does not hide."""
@@ -448,7 +461,7 @@ class CostModel:
     def extra_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """The time that the treatment adds to a step."""
         slower = self.block_ms(module_fqn, treatment) - self.block_ms(module_fqn, "keep")
-        return slower + self.link_ms(module_fqn, treatment)
+        return slower + self.link_ms(module_fqn, treatment) + self.hooks_ms(module_fqn, treatment)
 
     def activation_bytes(self, module_fqn: str) -> int:
         """What the layer's forward leaves behind when nothing is done."""

@@ -100,6 +100,8 @@ class OptimizerCost:
     not separable."""
     offloaded_state_bytes: int = 0
     """State that stays on the device even then."""
+    num_tensors: int = 0
+    """Parameters that it steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

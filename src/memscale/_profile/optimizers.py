@@ -181,7 +181,7 @@ class _Twin:
             return OptimizerCost(self.name, 0, 0, 0, None if offloaded is None else 0)
         state_bytes, step_bytes = self._whole() if resident is None else self._in_buckets(resident)
         moved_bytes = 3 * sum(parameter.nbytes for parameter in parameters) + 2 * state_bytes
-        cost = OptimizerCost(self.name, state_bytes, step_bytes, moved_bytes)
+        cost = OptimizerCost(self.name, state_bytes, step_bytes, moved_bytes, num_tensors=len(parameters))
         if offloaded is None:
             return cost
         stays_bytes, step_bytes = self._in_buckets(offloaded)
