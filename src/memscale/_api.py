@@ -23,7 +23,7 @@ from memscale._execute import Executor, executor_of
 from memscale._hardware import Hardware, nearest_existing
 from memscale._patching import OwnHook
 from memscale._pipeline import device_of, execution_settings, make_plan
-from memscale._plan import Plan
+from memscale._plan import Plan, StreamParameters
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
 from memscale.report import console, stack
@@ -187,8 +187,9 @@ class _Planner(OwnHook):
         """`inside`: in the first moment of a forward, which is to follow the plan already."""
         # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
         self._is_planning = True
+        hardware = Hardware.detect(self._device(model), self.config.offload_dir)
         try:
-            plan = make_plan(model, inputs, self.config, self.optimizer, before_real=self.executor.suspend)
+            plan = make_plan(model, inputs, self.config, self.optimizer, hardware, self.executor.suspend)
         finally:
             self._is_planning = False
         if inside:
@@ -200,6 +201,13 @@ class _Planner(OwnHook):
             console.show_plan(plan)
         if self.reporter is not None:
             self.reporter(self.executor, plan, self.hardware)
+
+    def _device(self, model: nn.Module) -> torch.device:
+        """Where the model computes. Streamed parameters do not tell: between visits they are at home, on the host."""
+        plan, device = self.executor.plan, self.executor.settings.device
+        if plan is not None and device is not None and any(isinstance(a, StreamParameters) for a in plan.actions):
+            return device
+        return device_of(model, self.config)
 
 
 def _num_elements(inputs: Inputs) -> int:

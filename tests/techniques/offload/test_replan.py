@@ -17,7 +17,7 @@ from torch import nn
 import memscale
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import StoreFullError
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import ExecutionSettings, Executor, executor_of
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Reason, StreamParameters
 from memscale.techniques.offload import tiers
 from memscale.techniques.offload.buckets import Waiting
@@ -252,3 +252,20 @@ def test_a_device_without_streams_is_served_without_them(simgpu_device: Any, mon
         steps(model, make_optimizer(model), 0, 2)
         assert executor.stats().transfers["activations"].num_sent > 0
         executor.detach()
+
+
+def test_a_larger_batch_is_planned_for_the_device_though_all_parameters_are_at_home(no_leaks: Any):
+    model = Gpt().to(DEVICE)
+    config = memscale.Config(force_optimize=True, enable_logging=False)
+    memscale.wrap(model, config, tokens(0, (1, 16)))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    executor = executor_of(model)
+    assert executor is not None
+    first = executor.plan
+    assert first is not None
+    model(tokens(0, (64, 16))).sum().backward()
+    again = executor.plan
+    assert again is not None
+    assert again is not first
+    assert any(isinstance(action, StreamParameters) for action in again.actions)
+    memscale.detach(model)
