@@ -147,7 +147,7 @@ def _run_on_simgpu(subject: Case, config: memscale.Config | None) -> _Run:
     if config is None:
         model.to("simgpu")
     else:
-        memscale.wrap(model, config, subject.batch(0))
+        _wrap(model, config, subject)
     executor = executor_of(model)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     torch.manual_seed(1)
@@ -156,14 +156,24 @@ def _run_on_simgpu(subject: Case, config: memscale.Config | None) -> _Run:
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     for number in range(NUM_STEPS):
-        batch = tree_map_only(torch.Tensor, lambda t: t.to("simgpu"), subject.batch(number))
-        losses.append(float(_step(subject, model, optimizer, batch)))
+        losses.append(float(_step(subject, model, optimizer, _on_simgpu(subject.batch(number)))))
     peak_bytes = torch.accelerator.max_memory_allocated() - before
     plan = executor.plan if executor is not None else None
     if executor is not None:
         memscale.detach(model)
     weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     return _Run(peak_bytes, losses, weights, plan)
+
+
+def _wrap(model: nn.Module, config: memscale.Config, subject: Case) -> None:
+    try:
+        memscale.wrap(model, config, subject.batch(0))
+    except memscale.ProfileError:  # its steps depend on values: a real one is run, where the model is
+        memscale.wrap(model.to("simgpu"), config, _on_simgpu(subject.batch(0)))
+
+
+def _on_simgpu(batch: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("simgpu"), batch)
 
 
 # ---- on the CPU
