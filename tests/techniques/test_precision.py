@@ -19,13 +19,14 @@ from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._memory import LiveBytes
-from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters
+from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
 from memscale.techniques import checkpointing, precision
 from memscale.techniques.precision import LossScale
 from tests.models import WIDTH, Case, Chain, TwoLinears, case, features, square_loss
+from tests.techniques import tiling_models as tiled
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 both = pytest.mark.parametrize("dtype", list(DTYPES))
@@ -175,6 +176,49 @@ def test_beside_techniques_that_move_tensors(beside, dtype, simgpu_device, no_ra
     theirs, _ = train_beside((), dtype)
     assert_equal(ours, theirs)
     assert scale.num_skipped_steps == (1 if dtype == "float16" else 0)
+
+
+def small_gradients(model: nn.Module, dtype: str) -> dict[str, torch.Tensor]:
+    """Of a loss so small that they vanish in fp16 unless they are scaled."""
+    with in_16_bits(model, dtype):
+        output = model(input_ids=tiled.tokens(), labels=tiled.labels())
+        (output.loss * 1e-5).backward()
+    return gradients_of(model)
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: str) -> None:
+    """Up to a few roundings; what is zero but for rounding (a key's bias) has no digits."""
+    assert list(ours) == list(theirs)
+    for name, gradient in theirs.items():
+        bound = 4 * torch.finfo(DTYPES[dtype]).eps * gradient.norm() + 1e-9
+        assert (ours[name] - gradient).norm() <= bound, name
+
+
+@both
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_tiled_head_stays_tiled(kind, dtype):
+    """Its logits are never built, though the model hands them out, and its gradients are scaled like all others."""
+    ours, theirs = tiled.pair(lambda: tiled.hugging_face(kind).eval())
+    plain = small_gradients(theirs, dtype)
+    with tiled.Attached(ours, TileHead(tiled.HEADS[kind], rows=8)), tiled.builds() as built:
+        found = small_gradients(ours, dtype)
+    assert not built
+    assert all(gradient.abs().max() > 0 for gradient in plain.values())
+    assert_close(found, plain, dtype)
+
+
+@both
+def test_a_loss_on_tiled_logits_outside_the_model_is_right(dtype):
+    """Whoever scales stands between the logits and the loss: in fp16 they are built, in bf16 they are not."""
+    ours, theirs = tiled.pair(tiled.HandWritten)
+    found = []
+    with tiled.Attached(ours, TileHead("head", rows=8)), tiled.builds() as built:
+        for model in (ours, theirs):
+            with in_16_bits(model, dtype):
+                (tiled.flat_loss(model(tiled.tokens()), tiled.labels()) * 1e-5).backward()
+            found.append(gradients_of(model))
+    assert bool(built) == (dtype == "float16")
+    assert_close(found[0], found[1], dtype)
 
 
 @both

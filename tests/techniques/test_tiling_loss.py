@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale._memory import LiveBytes
+from memscale.techniques.tiling import sweep
 from memscale.techniques.tiling.lazy import LazyLogits, lazy_linear
 from tests.techniques.tiling_models import GRADIENT_BOUND, LOSS_BOUND, assert_near, relative
 
@@ -172,6 +173,25 @@ def test_half_precision_gradients_survive_the_loss_scale():
         found.append((h.grad.float(), w.grad[10:].float()))
     for plain, tiled in zip(*found, strict=True):
         assert relative(tiled, plain) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_products_are_summed_in_fp32_a_few_rows_at_a_time(dtype, monkeypatch):
+    """Whatever the size of the slices, it is the same sum; the last slice is a shorter one."""
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight = torch.randn(96, 48, generator=generator), torch.randn(501, 48, generator=generator)
+    target = torch.randint(0, 501, (96,), generator=generator)
+    found = []
+    for slice_bytes in (sweep.PRODUCT_BYTES, 48 * 2 * 100, 1):
+        monkeypatch.setattr(sweep, "PRODUCT_BYTES", slice_bytes)
+        w = weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            logits = lazy_linear(hidden.requires_grad_(), w, tile_rows=32)
+            F.cross_entropy(logits.float(), target, reduction="sum").backward()
+        assert w.grad.dtype == torch.float32
+        found.append(w.grad)
+    assert torch.equal(found[0], found[1])
+    assert_near(found[2], found[0], GRADIENT_BOUND)  # a row at a time is another kernel
 
 
 def test_errors_are_raised_as_in_the_plain_path():

@@ -13,13 +13,13 @@ from torch import nn
 
 from memscale._config import AsyncOffloadConfig
 from memscale._execute import ExecutionSettings, Executor
-from memscale._plan import Action, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
+from memscale._plan import Action, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.offload import streaming
 from memscale.techniques.offload.lending import Lender
-from memscale.techniques.tiling import attach_head
+from memscale.techniques.tiling import attach_head, sweep
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
@@ -122,6 +122,23 @@ def test_with_a_tiled_head_it_is_the_training_of_the_tiled_head(build: Any, asyn
     reference.detach()
 
 
+@MODES
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("build", [TiledGpt, build_untied, build_frozen_head], ids=["tied", "untied", "frozen head"])
+def test_a_tiled_head_in_16_bits_trains_as_one_that_stays(
+    build: Any, dtype: Any, asynchronous: bool, no_races: Any, no_leaks: Any
+):
+    resident, model = pair(build)
+    lossy = [TileHead("head", rows=TILE_ROWS), MixedPrecision(dtype)]
+    reference = executor_of(resident, lossy)
+    expected = train(resident, TIED)
+    executor = executor_of(model, [*lossy, *whole_model(model)], asynchronous)
+    train(model, TIED).assert_same(expected)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    executor.detach()
+    reference.detach()
+
+
 # ------------------------------------------------------------------------------------------------------------- bytes
 
 
@@ -164,6 +181,18 @@ def test_the_head_costs_its_weight_and_its_gradient_and_only_while_it_computes(n
     executor.detach()
 
 
+def test_in_16_bits_the_head_costs_half_its_weight_beside_its_gradient(monkeypatch: Any, no_leaks: Any):
+    """The fp32 weight has left when the sums of its gradient begin, and the product in 16 bits is never whole."""
+    monkeypatch.setattr(sweep, "PRODUCT_BYTES", 64 * 1024)
+    model = build_wide()
+    head_bytes = model.head.weight.nbytes
+    actions: list[Action] = [TileHead("head", rows=2), *whole_model(model)]
+    executor = executor_of(model, [*actions, MixedPrecision("bfloat16")])
+    assert settle() < 100_000
+    assert 1.5 * head_bytes < peak_above_rest(model, tokens(0, (2, 16))) < 1.9 * head_bytes
+    executor.detach()
+
+
 def test_an_embedding_is_not_fetched_for_its_backward():
     _, model = pair(build_untied)
     rest = [StreamParameters("embed")]
@@ -175,10 +204,12 @@ def test_an_embedding_is_not_fetched_for_its_backward():
 
 
 @MODES
-def test_a_rehearsal_predicts_its_peak_to_the_byte(asynchronous: bool):
+@pytest.mark.parametrize("lossy", [[], [MixedPrecision("bfloat16")], [MixedPrecision("float16")]], ids=str)
+def test_a_rehearsal_predicts_its_peak_to_the_byte(asynchronous: bool, lossy: list[Action], monkeypatch: Any):
+    monkeypatch.setattr(sweep, "PRODUCT_BYTES", 64 * 1024)
     model = build_wide().to(DEVICE)
     batch = {"ids": tokens(0, (2, 16))}
-    actions = [TileHead("head", rows=2), *whole_model(model)]
+    actions = [TileHead("head", rows=2), *whole_model(model), *lossy]
 
     def attach(target: nn.Module) -> Executor:
         return executor_of(target, actions, asynchronous)

@@ -33,8 +33,7 @@ class _TiledLoss(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[2:])
         halves = any(p.dtype == torch.float16 for p in request.block.projections)
         early = request.reduction != "none" and any(needs) and not halves
-        with sweep.block.weights_present():
-            losses, ctx.early = sweep.losses(tensors, needs if early else None)
+        losses, ctx.early = sweep.losses(tensors, needs if early else None)
         if request.reduction == "none":
             return torch.empty_like(losses).index_copy_(0, sweep.rows.order, losses)
         return losses.sum() * sweep.scale
@@ -52,8 +51,7 @@ class _TiledLoss(torch.autograd.Function):
             found = [each if each is None else each.mul_(gradient) for each in early]
         else:
             upstream = gradient[sweep.rows.order] if gradient.dim() else gradient * sweep.scale
-            with sweep.block.weights_present():
-                found = sweep.gradients(tensors, needs, upstream)
+            found = sweep.gradients(tensors, needs, upstream)
         return (None, None, *(g if g is None else g.to(t.dtype) for g, t in zip(found, tensors, strict=True)))
 
 

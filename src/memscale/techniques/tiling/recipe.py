@@ -47,6 +47,10 @@ class Projection:
     def flat_hidden(self) -> torch.Tensor:
         return self.hidden.reshape(-1, self.hidden.shape[-1])
 
+    def weight_present(self) -> contextlib.AbstractContextManager[None]:
+        """A weight that is streamed has its values inside. See `memscale.techniques.offload.lending`."""
+        return contextlib.nullcontext() if self.lender is None else self.lender.present()
+
     def check_current(self) -> None:
         if self.versions != versions_of(self.hidden, self.weight, self.bias) or not self.is_current():
             raise StaleLogitsError(
@@ -177,11 +181,10 @@ class Block:
 
     @contextlib.contextmanager
     def weights_present(self) -> Iterator[None]:
-        """Weights that are streamed have their values inside. See `memscale.techniques.offload.lending`."""
+        """Weights that are streamed have their values inside."""
         with contextlib.ExitStack() as away:
             for projection in self.projections:
-                if projection.lender is not None:
-                    away.enter_context(projection.lender.present())
+                away.enter_context(projection.weight_present())
             yield
 
     def check_current(self) -> None:

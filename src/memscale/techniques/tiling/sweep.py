@@ -8,11 +8,16 @@ against the target's logit on confident rows, and lose the loss.
 
 NOTE [same bytes on fake tensors]: rows that are ignored are sorted behind the others, and every array is as long as
 the batch. A rehearsal on fake tensors, which cannot count them and takes all rows, so allocates what the run does.
+
+NOTE [cast before summing]: in mixed precision a streamed weight visits in fp32, is cast, and leaves before the sums of
+its gradient, which are as large, exist. The tiles see the 16-bit copy alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -20,9 +25,11 @@ import torch.nn.functional as F
 
 from memscale import _torch_private
 from memscale.techniques.tiling.lazy import LazyLogits
-from memscale.techniques.tiling.recipe import Block, is_plain, linear, threes
+from memscale.techniques.tiling.recipe import Block, Projection, is_plain, linear, threes
 
 Reduction = Literal["none", "mean", "sum"]
+PRODUCT_BYTES = 8 * 1024 * 1024
+"""How much of a weight's gradient is there in 16 bits on its way into the sum."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,11 +105,10 @@ class Sweep:
     def losses(self, tensors: Any, needs: list[bool] | None) -> tuple[torch.Tensor, list[Any] | None]:
         """A loss a row, in the order of `rows`; and, if anything needs them, gradients of their scaled sum."""
         losses = torch.zeros_like(self.row_max)
-        gradients = None if needs is None else self._accumulators(tensors, needs)
-        with torch.autocast(self.block.device.type, enabled=False):
-            tensors = self._cast_weights(tensors)
+        with torch.autocast(self.block.device.type, enabled=False), self._cast_weights(tensors) as cast:
+            gradients = None if needs is None else self._accumulators(tensors, needs)
             for tile in self.rows.tiles(self.request.tile_rows):
-                computed = _Tile(self, tensors, tile, with_gradients=gradients is not None)
+                computed = _Tile(self, cast, tile, with_gradients=gradients is not None)
                 losses[tile] = computed.loss()
                 if gradients is not None:
                     computed.add_gradients(gradients, self.scale)
@@ -111,28 +117,39 @@ class Sweep:
 
     def gradients(self, tensors: Any, needs: list[bool], upstream: torch.Tensor) -> list[Any]:
         """Gradients for an upstream gradient a row (in the order of `rows`), or one for all."""
-        gradients = self._accumulators(tensors, needs)
-        with torch.autocast(self.block.device.type, enabled=False):
-            tensors = self._cast_weights(tensors)
+        with torch.autocast(self.block.device.type, enabled=False), self._cast_weights(tensors) as cast:
+            gradients = self._accumulators(tensors, needs)
             for tile in self.rows.tiles(self.request.tile_rows):
-                computed = _Tile(self, tensors, tile, with_gradients=True)
+                computed = _Tile(self, cast, tile, with_gradients=True)
                 computed.to_exponentials()
                 computed.add_gradients(gradients, upstream if upstream.dim() == 0 else upstream[tile])
                 del computed
         return gradients
 
-    def _cast_weights(self, tensors: Any) -> list[Any]:
-        """Weights in the dtype of the product, once for all tiles."""
-        cast: list[Any] = []
-        for projection, (hidden, weight, bias) in zip(self.block.projections, threes(tensors), strict=True):
-            cast += [hidden, weight.to(projection.dtype), None if bias is None else bias.to(projection.dtype)]
-        return cast
+    @contextlib.contextmanager
+    def _cast_weights(self, tensors: Any) -> Iterator[list[Any]]:
+        """The tensors with weights in the dtype of the product, once for all tiles."""
+        with contextlib.ExitStack() as staying:
+            cast: list[Any] = []
+            for projection, (hidden, weight, bias) in zip(self.block.projections, threes(tensors), strict=True):
+                narrow_bias = None if bias is None else bias.to(projection.dtype)
+                cast += [hidden, _cast_weight(projection, weight, staying), narrow_bias]
+            yield cast
 
     def _accumulators(self, tensors: Any, needs: list[bool]) -> list[Any]:
         return [
             torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) if need and t is not None else None
             for t, need in zip(tensors, needs, strict=True)
         ]
+
+
+def _cast_weight(projection: Projection, weight: torch.Tensor, staying: contextlib.ExitStack) -> torch.Tensor:
+    """The weight, there for as long as it is needed. See NOTE [cast before summing]."""
+    if weight.dtype == projection.dtype:
+        staying.enter_context(projection.weight_present())
+        return weight
+    with projection.weight_present():
+        return weight.to(projection.dtype)
 
 
 class _Tile:
@@ -142,22 +159,23 @@ class _Tile:
         self.sweep, self.tile, self.tensors = sweep, tile, tensors
         self.ids, self.targets = sweep.rows.ids[tile], sweep.rows.targets[tile]
         self.hiddens = [hidden[self.ids] for hidden in tensors[0::3]]
-        self.outputs, self.mapped = self._outputs(with_gradients and not is_plain(sweep.block.expression))
-        values = self.mapped.detach()
+        self.needs_autograd = with_gradients and not is_plain(sweep.block.expression)
+        self.outputs, mapped = self._outputs()
+        self.mapped = mapped if self.needs_autograd else None  # in 16 bits it would stand beside the logits
+        values = mapped.detach()
         logits = values.to(wide(values.dtype))
         self.logits = logits.clone() if self.needs_autograd and logits is values else logits
 
-    def _outputs(self, with_autograd: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _outputs(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The projections' outputs, and the logits made of them, with a small graph between where maps need one."""
         block = self.sweep.block
-        self.needs_autograd = with_autograd
         outputs = [
             linear(projection, hidden, weight, bias)
             for projection, hidden, (_, weight, bias) in zip(
                 block.projections, self.hiddens, threes(self.tensors), strict=True
             )
         ]
-        if not with_autograd:
+        if not self.needs_autograd:
             return [], block.expression.evaluate(outputs)
         with torch.enable_grad():
             outputs = [output.requires_grad_() for output in outputs]
@@ -207,7 +225,7 @@ class _Tile:
             self.logits.addr_(upstream, weight, alpha=-share)
 
     def _output_gradients(self) -> tuple[torch.Tensor, ...]:
-        if not self.needs_autograd:
+        if self.mapped is None:
             return (self.logits.to(self.sweep.block.projections[0].dtype),)
         gradient = self.logits.to(self.mapped.dtype)
         return torch.autograd.grad(self.mapped, self.outputs, gradient)
@@ -223,6 +241,13 @@ class _Tile:
             if of_weight.dtype == dtype:
                 of_weight.addmm_(output_gradient.T, hidden)
             else:
-                of_weight.add_(output_gradient.T @ hidden)
+                _add_product(of_weight, output_gradient, hidden)
         if of_bias is not None:
             of_bias.add_(output_gradient.sum(0))
+
+
+def _add_product(sums: torch.Tensor, output_gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add `output_gradient.T @ hidden`, which is narrower than the sums, a few rows of the weight at a time."""
+    num_rows = max(1, PRODUCT_BYTES // max(1, hidden.shape[1] * hidden.dtype.itemsize))
+    for part, columns in zip(sums.split(num_rows), output_gradient.split(num_rows, dim=1), strict=True):
+        part.add_(columns.T @ hidden)
