@@ -130,10 +130,10 @@ class Executor:
         self._techniques.close()
         self.plan = None
 
-    def attach(self, actions: Iterable[Action], waiting_bytes: int = 0) -> None:
+    def attach(self, actions: Iterable[Action], waiting_bytes: int | None = None) -> None:
         """Attach these actions: those on single blocks, the head, then what moves tensors to other tiers.
 
-        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them.
+        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them. None: not known.
         """
         actions = tuple(actions)
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as undo:
@@ -142,7 +142,7 @@ class Executor:
             undo.callback(self._recomputed.clear)
             undo.callback(self._transfers.clear)
             undo.callback(self._forget_precision)
-            if any(_fills_host(action, self._device()) for action in actions) and not self._is_fake():
+            if actions and self._device().type == "cpu" and not self._is_fake():
                 return_freed_memory(self.model, undo)
             self._place(actions, undo)
             for action in sorted(actions, key=_is_around_blocks):
@@ -187,7 +187,9 @@ class Executor:
         if device is not None and not streams and not self._is_fake():
             place(self.model, device, undo)
 
-    def _attach_offloading(self, actions: Sequence[Action], undo: contextlib.ExitStack, waiting_bytes: int) -> None:
+    def _attach_offloading(
+        self, actions: Sequence[Action], undo: contextlib.ExitStack, waiting_bytes: int | None
+    ) -> None:
         streamed = [action for action in actions if isinstance(action, StreamParameters)]
         sent_away = [action for action in actions if isinstance(action, OffloadActivations)]
         if streamed:
@@ -201,24 +203,24 @@ class Executor:
         if self._parked is not None:
             self._parked.resume(budget)
         elif optimizers:
-            self._park(optimizers, budget)
+            self._park(optimizers, budget, waiting_bytes)
         transfers = self._parked.transfers if self._parked is not None else None
         if transfers is None and sent_away:
             transfers = self._open_tier(budget, undo)
         if transfers is not None:
-            transfers.require_room(waiting_bytes)
+            transfers.require_room(waiting_bytes or 0)
         if self._parked is not None:
             self._transfers["optimizer"] = self._parked.adoption
         if sent_away:
             assert transfers is not None
             self._attach_activations(sent_away, transfers, undo)
 
-    def _park(self, actions: Sequence[_StateAction], budget: int | None) -> None:
+    def _park(self, actions: Sequence[_StateAction], budget: int | None, waiting_bytes: int | None) -> None:
         """Adopt the optimizer. Its state outlives the plan: a later one that treats it alike goes on with it."""
         with contextlib.ExitStack() as undo:
             moves_state = any(isinstance(action, OffloadOptimizer) for action in actions)
             transfers = self._open_tier(budget, undo) if moves_state else None
-            adoption = self._attach_optimizer(actions, transfers, undo)
+            adoption = self._attach_optimizer(actions, transfers, self._host_has_room(budget, waiting_bytes), undo)
             self._parked = _ParkedState(_without_reasons(actions), transfers, adoption, undo.pop_all())
 
     def _unpark(self) -> None:
@@ -255,7 +257,11 @@ class Executor:
         )
 
     def _attach_optimizer(
-        self, actions: Sequence[_StateAction], transfers: Transfers | None, undo: contextlib.ExitStack
+        self,
+        actions: Sequence[_StateAction],
+        transfers: Transfers | None,
+        host_has_room: bool,
+        undo: contextlib.ExitStack,
     ) -> optimizer.Adoption:
         """One adoption for both: what waits in 8 bits is what travels."""
         quantized = [action for action in actions if isinstance(action, QuantizeOptimizer)]
@@ -264,8 +270,14 @@ class Executor:
         store = transfers.store if transfers is not None else None
         known = self._optimizer() if self._optimizer is not None else None
         if known is None:
-            return optimizer.adopt(self.model, store, transfers, bucket_bytes, undo, packer)
-        return optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer)
+            return optimizer.adopt(self.model, store, transfers, bucket_bytes, undo, packer, host_has_room)
+        return optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room)
+
+    def _host_has_room(self, budget: int | None, waiting_bytes: int | None) -> bool:
+        """Whether all that waits is known to fit in host memory, so that nothing in it needs to leave for the disk."""
+        if waiting_bytes is None or self._device().type == "cpu":
+            return False
+        return budget is None or waiting_bytes <= budget
 
     def _tier_budget(self, streamed: Sequence[StreamParameters]) -> int | None:
         """What streaming leaves of the host budget."""
@@ -359,11 +371,6 @@ def _without_reasons(actions: Sequence[_StateAction]) -> tuple[_StateAction, ...
 def _is_around_blocks(action: Action) -> bool:
     """What is inside a block is attached before what recomputes or moves the block as a whole."""
     return not isinstance(action, TileHead | TileAttention | TileMlp)
-
-
-def _fills_host(action: Action, device: torch.device) -> bool:
-    """Whether host memory must be what live tensors take: there is the model's device, or a tier with a budget."""
-    return device.type == "cpu" or isinstance(action, OffloadActivations | OffloadOptimizer | StreamParameters)
 
 
 def execute(model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None) -> Executor:

@@ -269,3 +269,25 @@ def test_a_larger_batch_is_planned_for_the_device_though_all_parameters_are_at_h
     assert again is not first
     assert any(isinstance(action, StreamParameters) for action in again.actions)
     memscale.detach(model)
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
+def test_state_in_host_memory_goes_to_disk_only_if_the_host_has_no_room(
+    has_room: bool, tmp_path: pathlib.Path, no_races: Any, no_leaks: Any
+):
+    """Streamed layers live on the host, and so does their state as long as all that waits fits there."""
+    plain, model = pair(Gpt)
+    wanted = trained_plainly(plain, 3)
+    streamed_bytes = sum(p.nbytes for fqn in BLOCKS for p in model.get_submodule(fqn).parameters())
+    waiting_bytes = 2 * sum(p.nbytes for p in model.parameters())
+    host_bytes = 2 * streamed_bytes + (waiting_bytes if has_room else waiting_bytes // 8)
+    executor = executor_for(model, host_budget_bytes=host_bytes, offload_dir=str(tmp_path))
+    executor.attach([*STREAMED, state_away()], waiting_bytes=waiting_bytes)
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 3)
+    transfers = executor._transfers["optimizer"].transfers
+    disk = transfers.store.leaves()[1]
+    assert (disk.counters.held_bytes == 0) == has_room
+    assert same(weights(model), wanted)
+    executor.detach()
+    del optimizer

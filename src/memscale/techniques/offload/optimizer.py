@@ -67,12 +67,14 @@ def adopt(
     bucket_bytes: int,
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
+    host_has_room: bool = False,
 ) -> Adoption:
     """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
 
-    Without a store the state stays on its device, and with a `packer` it waits there packed.
+    Without a store the state stays on its device, and with a `packer` it waits there packed. With `host_has_room`
+    state of parameters in host memory stays there, too, whatever lies below.
     """
-    adoption = Adoption(store, transfers, bucket_bytes, model, packer)
+    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room)
     undo.callback(adoption.detach)
     adoption.watch(model)
     return adoption
@@ -85,9 +87,10 @@ def adopt_optimizer(
     bucket_bytes: int,
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
+    host_has_room: bool = False,
 ) -> Adoption:
     """Adopt this optimizer now; state that it has already moves now."""
-    adoption = Adoption(store, transfers, bucket_bytes, packer=packer)
+    adoption = Adoption(store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room)
     undo.callback(adoption.detach)
     adoption.take(optimizer)
     adoption.watch(optimizer)
@@ -104,9 +107,11 @@ class Adoption:
         bucket_bytes: int,
         model: nn.Module | None = None,
         packer: Packer | None = None,
+        host_has_room: bool = False,
     ) -> None:
         self.store = store
         self.packer = packer
+        self.host_has_room = host_has_room
         self.transfers = transfers
         self.bucket_bytes = bucket_bytes
         self.stats = OptimizerStats()
@@ -153,7 +158,8 @@ class Adoption:
         choose = self.packer.choose(optimizer) if self.packer is not None else None
         if choose is None and self.store is None:
             return
-        adopted = AdoptedOptimizer(Visits(self.store, self.transfers, self.stats), self.bucket_bytes, choose)
+        visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
+        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose)
         adopted.attach(optimizer)
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1

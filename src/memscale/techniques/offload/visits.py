@@ -61,13 +61,15 @@ class Visits:
     device, the error is kept in `failures`, and the next step takes the state from there.
     """
 
-    def __init__(self, store: Store | None, transfers: Transfers | None, stats: OptimizerStats) -> None:
+    def __init__(
+        self, store: Store | None, transfers: Transfers | None, stats: OptimizerStats, host_has_room: bool = False
+    ) -> None:
         self.store = store
         self._transfers = transfers
         self.stats = stats
         self.failures: list[OffloadError] = []
         disks = [leaf for leaf in store.leaves() if not leaf.in_memory] if store is not None else []
-        self._below_host = TieredStore(*disks) if disks else None
+        self._below_host = TieredStore(*disks) if disks and not host_has_room else None
 
     @property
     def transfers(self) -> Transfers:
