@@ -225,9 +225,13 @@ class _Tile:
             self.logits.addr_(upstream, weight, alpha=-share)
 
     def _output_gradients(self) -> tuple[torch.Tensor, ...]:
+        """In the dtype of the products. In 16 bits the logits do not stand beside them any longer."""
+        logits = self.logits
+        del self.logits
         if self.mapped is None:
-            return (self.logits.to(self.sweep.block.projections[0].dtype),)
-        gradient = self.logits.to(self.mapped.dtype)
+            return (logits.to(self.sweep.block.projections[0].dtype),)
+        gradient = logits.to(self.mapped.dtype)
+        del logits
         return torch.autograd.grad(self.mapped, self.outputs, gradient)
 
     def _add(self, gradients: list[Any], index: int, output_gradient: torch.Tensor) -> None:
