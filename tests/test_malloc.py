@@ -79,8 +79,23 @@ def test_users_are_counted_and_the_last_one_puts_it_back() -> None:
     assert _num_users() == start
 
 
-def test_a_model_that_is_dropped_lets_go_of_the_process() -> None:
+@pytest.mark.parametrize(("available_bytes", "num_users"), [(10_000_000_000, 0), (1_000_000, 1)])
+def test_memory_is_returned_where_it_is_short(
+    available_bytes: int, num_users: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fresh pages cost time, which a machine with memory to spare need not pay."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+    start = _num_users()
+    monkeypatch.setattr(_malloc, "host_memory", lambda: (10_000_000_000, available_bytes))
+    memscale.wrap(model, memscale.Config(force_optimize=True, enable_logging=False), torch.zeros(512, 64))
+    assert _num_users() == start + num_users
+    memscale.detach(model)
+    assert _num_users() == start
+
+
+def test_a_model_that_is_dropped_lets_go_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody called `detach`: what the whole process sees is undone all the same."""
+    monkeypatch.setattr(_malloc, "host_memory", lambda: (10_000_000_000, 0))
     start, before = _num_users(), _num_hooks()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
     config = memscale.Config(force_optimize=True, enable_logging=False, use_8bit_optimizer=True)

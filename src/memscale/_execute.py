@@ -17,7 +17,7 @@ from typing_extensions import assert_never
 from memscale import _torch_private
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import PlanError
-from memscale._malloc import return_freed_memory
+from memscale._malloc import is_short, return_freed_memory
 from memscale._patching import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean, set_attribute
 from memscale._plan import (
     Action,
@@ -115,7 +115,7 @@ class Executor:
         """Put this plan in the place of the one before. All or nothing."""
         if self.plan is None or self.plan.actions != plan.actions:
             self.suspend()
-            self.attach(plan.actions, waiting_bytes=plan.movable_bytes)
+            self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
         self.plan = plan
 
     def apply_inside(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,10 +130,13 @@ class Executor:
         self._techniques.close()
         self.plan = None
 
-    def attach(self, actions: Iterable[Action], waiting_bytes: int | None = None) -> None:
+    def attach(
+        self, actions: Iterable[Action], waiting_bytes: int | None = None, peak_bytes: int | None = None
+    ) -> None:
         """Attach these actions: those on single blocks, the head, then what moves tensors to other tiers.
 
-        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them. None: not known.
+        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them. `peak_bytes` is what
+        the step is known to need on its device. None: not known.
         """
         actions = tuple(actions)
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as undo:
@@ -142,7 +145,7 @@ class Executor:
             undo.callback(self._recomputed.clear)
             undo.callback(self._transfers.clear)
             undo.callback(self._forget_precision)
-            if actions and self._device().type == "cpu" and not self._is_fake():
+            if actions and self._device().type == "cpu" and not self._is_fake() and is_short(peak_bytes):
                 return_freed_memory(self.model, undo)
             self._place(actions, undo)
             for action in sorted(actions, key=_is_around_blocks):

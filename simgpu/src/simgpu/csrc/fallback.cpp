@@ -205,7 +205,27 @@ class BoxedCall {
   void compute() {
     KernelScope scope;
     DrawFromDevice draw(call_.device(), facts_.draws && !has_generator_);
+    const bool halves = multiplies_halves();
+    if (halves) cast_arguments(at::kFloat);
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    if (halves) stack_->back() = stack_->back().toTensor().to(last_operand_.scalar_type());
+  }
+
+  // NOTE [products of halves]: a real device multiplies 16-bit numbers, adds in 32 bits and rounds once. So do we, by
+  // way of 32 bits on the host: the CPU's own 16-bit products can take a hundred times as long.
+  bool multiplies_halves() {
+    if (!facts_.is_matmul || !originals_.empty() || !op_.schema().overload_name().empty()) return false;
+    const at::ScalarType dtype = last_operand_.defined() ? last_operand_.scalar_type() : at::kFloat;
+    for (size_t i = 0; i < arguments_; ++i) {
+      if (argument(i).isTensor() && argument(i).toTensor().scalar_type() != dtype) return false;
+    }
+    return dtype == at::kHalf || dtype == at::kBFloat16;
+  }
+
+  void cast_arguments(at::ScalarType dtype) {
+    for (size_t i = 0; i < arguments_; ++i) {
+      if (argument(i).isTensor()) argument(i) = argument(i).toTensor().to(dtype);
+    }
   }
 
   void adopt_results() {
