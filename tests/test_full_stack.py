@@ -234,6 +234,22 @@ def test_calling_it_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     memscale.detach(model)
 
 
+def test_the_optimizer_of_an_earlier_call_refuses_to_step() -> None:
+    """Beside its successor it would train the same weights with state that is no longer theirs."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    _, first = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    step(model, first, 0)
+    _, second = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(memscale.MemScaleError, match="AdamW8bit is that of an earlier"):
+        step(model, first, 1)
+    assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+    step(model, second, 1)
+    memscale.detach(model)
+    step(model, first, 2)  # nothing stands in now: it may be used again
+
+
 def test_without_bitsandbytes_it_warns_once_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     unavailable(monkeypatch)
     model = build()

@@ -165,12 +165,16 @@ class _Planner(OwnHook):
         optimizer: str | Optimizer,
         hardware: Hardware,
         reporter: _StackReport | None = None,
+        replacement: Optimizer | None = None,
+        holds_gradients: bool = False,
     ) -> None:
         self.executor = executor
         self.config = config
         self.hardware = hardware
         self.reporter = reporter
         self.optimizer = optimizer
+        self.replacement = replacement
+        self.holds_gradients = holds_gradients
         self.planned_elements = 0
         self._is_planning = False
 
@@ -189,7 +193,16 @@ class _Planner(OwnHook):
         self._is_planning = True
         hardware = Hardware.detect(self._device(model), self.config.offload_dir)
         try:
-            plan = make_plan(model, inputs, self.config, self.optimizer, hardware, self.executor.suspend)
+            plan = make_plan(
+                model,
+                inputs,
+                self.config,
+                self.optimizer,
+                hardware,
+                self.executor.suspend,
+                replacement=self.replacement,
+                holds_gradients=self.holds_gradients,
+            )
         finally:
             self._is_planning = False
         if inside:
@@ -215,10 +228,10 @@ def _num_elements(inputs: Inputs) -> int:
 
 
 def _attach_unplanned(
-    model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None
+    model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None, holds_gradients: bool
 ) -> Executor:
     """Wrap a model whose real batches are to come: the plan is made at its first training forward."""
-    return _attach(model, config, None, optimizer, derive=False, baseline=baseline)
+    return _attach(model, config, None, optimizer, derive=False, baseline=baseline, holds_gradients=holds_gradients)
 
 
 def _attach(
@@ -230,10 +243,12 @@ def _attach(
     derive: bool = True,
     baseline: Optimizer | None = None,
     reporter: _StackReport | None = None,
+    holds_gradients: bool = False,
 ) -> Executor:
     """Wrap all or nothing: an error half-way leaves the model as it was.
 
-    `baseline` is the optimizer that the unmodified model would train with, where that is another.
+    `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
+    says that the loop adds up gradients over several batches.
     """
     earlier = executor_of(model)
     if earlier is not None:
@@ -246,8 +261,10 @@ def _attach(
     try:
         executor.adopt()
         _introduce(executor, config, hardware)
+        replacement = None if baseline is None or baseline is optimizer else optimizer
         baseline = optimizer if baseline is None else baseline
-        planner = _Planner(executor, config, "adamw" if baseline is None else baseline, hardware, reporter)
+        known = "adamw" if baseline is None else baseline
+        planner = _Planner(executor, config, known, hardware, reporter, replacement, holds_gradients)
         if inputs is None and derive:
             inputs = derive_inputs(model)
         if inputs is not None:

@@ -2,7 +2,8 @@
 
 Bytes are counted by unique storage, at operator boundaries: every operator's results enter the books when it
 returns, and leave them when the last tensor on their storage dies. What a kernel allocates and frees inside itself
-(a workspace) is not seen.
+(a workspace) is not seen. bitsandbytes' optimizer steps on a CPU are one operator each, but written in others, with
+temporaries several times as large as the parameter: those are seen.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def rounding_of(device_type: str) -> int:
     return 1 if device_type == "cpu" else ACCELERATOR_ROUNDING_BYTES
 
 
+_OPENED = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
+"""bitsandbytes' operators whose kernels for a CPU are written in operators."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Entry:
     num_bytes: int
@@ -63,6 +68,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device_type: str, rounding_bytes: int = 1, *, counts_fakes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts_fakes = counts_fakes
+        self.opens_kernels = device_type == "cpu"
+        """Set to False where tensors on the CPU stand for those of another device, with kernels of its own."""
         self.device_type = device_type
         self.rounding_bytes = rounding_bytes
         self.total_bytes = 0
@@ -76,6 +83,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.opens_kernels and func.namespace == "bitsandbytes" and _is_opened(func, args):
+            with self:
+                return _torch_private.run_opened(func, "cpu", args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self.see(result)
@@ -145,6 +155,12 @@ class LiveBytes(TorchDispatchMode):
     def reset_peak(self) -> None:
         with self._lock:
             self.peak_bytes, self.peak_by_kind = self.total_bytes, dict(self.by_kind)
+
+
+def _is_opened(func: Any, args: tuple[Any, ...]) -> bool:
+    name = func.name().partition("::")[2]
+    tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
+    return name in _OPENED and all(_torch_private.device_type_of(tensor) == "cpu" for tensor in tensors)
 
 
 def _parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:

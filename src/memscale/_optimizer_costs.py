@@ -7,6 +7,7 @@ of the techniques that do it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from memscale._config import Config
 from memscale._hardware import Hardware
 from memscale._plan import QuantizeOptimizer
 from memscale._profile import OptimizerCost
-from memscale._profile.optimizers import optimizer_cost
+from memscale._profile.optimizers import Prepare, optimizer_cost
 from memscale._writing import OPTIMIZER_BUCKET_BYTES
 from memscale.techniques.offload.buckets import SMALL_BYTES, rounded, split_into_buckets
 from memscale.techniques.offload.separable import NotSeparable, check_separable
 from memscale.techniques.offload.stores import PART_BYTES
-from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, is_8bit, moments_of
+from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, embeddings_of, is_8bit, moments_of
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
+from memscale.techniques.optimizer8bit.twins import is_of_bitsandbytes, prepare_twin
 
 
 def has_next_tier(hardware: Hardware, config: Config) -> bool:
@@ -34,31 +36,57 @@ def has_next_tier(hardware: Hardware, config: Config) -> bool:
 
 
 class OptimizerCosts:
-    """Of one optimizer over one model, each found once."""
+    """Of one optimizer over one model, each found once.
 
-    def __init__(self, model: nn.Module, optimizer: str | Optimizer, hardware: Hardware, config: Config) -> None:
+    `replacement` is bitsandbytes' own that steps in the optimizer's place in 8 bits; None: the optimizer itself does,
+    and its waiting state is packed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: str | Optimizer,
+        hardware: Hardware,
+        config: Config,
+        replacement: Optimizer | None = None,
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._replacement = replacement
         self._device_type = hardware.device_type
         self._prefetches = config.async_offload
-        self._can_move = has_next_tier(hardware, config) and _is_separable(optimizer)
+        self._has_next_tier = has_next_tier(hardware, config)
         self._can_pack = _is_separable(optimizer) and _has_moments(optimizer)
         self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
 
     def cost(self, *, eight_bit: bool = False, without: frozenset[int] = frozenset()) -> OptimizerCost:
         """Without the parameters with these ids, which are streamed."""
-        eight_bit = eight_bit and self._can_pack  # else the state stays as it is, and the executor says why
+        # Else the state stays as it is, and the executor says why.
+        eight_bit = eight_bit and (self._can_pack or self._replacement is not None)
         key = (eight_bit, without)
         if key not in self._found:
-            self._found[key] = optimizer_cost(
-                self._model,
-                self._optimizer,
-                self._device_type,
-                resident=self._stepping(moves=False) if eight_bit else None,
-                offloaded=self._stepping(moves=True, eight_bit=eight_bit) if self._can_move else None,
-                without=without,
-            )
+            self._found[key] = self._find(eight_bit, without)
         return self._found[key]
+
+    def _find(self, eight_bit: bool, without: frozenset[int]) -> OptimizerCost:
+        optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
+        packs = eight_bit and optimizer is self._optimizer
+        can_move = self._has_next_tier and _is_separable(optimizer)
+        return optimizer_cost(
+            self._model,
+            optimizer,
+            self._device_type,
+            resident=self._stepping(moves=False) if packs else None,
+            offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
+            without=without,
+            prepare=self._preparation(optimizer),
+        )
+
+    def _preparation(self, optimizer: str | Optimizer) -> Prepare | None:
+        if isinstance(optimizer, str) or not is_of_bitsandbytes(optimizer):
+            return None
+        wide = embeddings_of(self._model) if optimizer is self._replacement else frozenset()
+        return functools.partial(prepare_twin, optimizer, wide)
 
     def eight_bit(self) -> OptimizerCost | None:
         """None where there is no state."""
@@ -69,9 +97,10 @@ class OptimizerCosts:
         return _InBuckets(
             moves=moves,
             prefetches=self._prefetches,
-            padding_bytes=PART_BYTES if moves and self._device_type == "cpu" else 0,
+            padding_bytes=PART_BYTES if self._device_type == "cpu" else 0,
             eligible=eligible_parameters(self._model, action.min_elements) if eight_bit else frozenset(),
             block_size=action.block_size,
+            device_type=self._device_type,
         )
 
 
@@ -98,6 +127,7 @@ class _InBuckets:
     eligible: frozenset[int]
     """Parameters whose state waits in 8 bits."""
     block_size: int
+    device_type: str
 
     def split(self, sizes: list[int]) -> list[list[int]]:
         return split_into_buckets(sizes, OPTIMIZER_BUCKET_BYTES)
@@ -117,7 +147,7 @@ class _InBuckets:
         return parameter_id in self.eligible
 
     def scratch_bytes(self, value: torch.Tensor) -> int:
-        return BlockPacking(True, self.block_size).scratch_bytes(value.numel())
+        return BlockPacking(True, self.block_size).scratch_bytes(value.numel(), self.device_type, value.itemsize)
 
     def tables_bytes(self, optimizer: Optimizer, device_type: str) -> int:
         if not self.eligible:

@@ -67,14 +67,17 @@ def make_plan(
     hardware: Hardware | None = None,
     before_real: Callable[[], None] | None = None,
     on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
+    replacement: Optimizer | None = None,
+    holds_gradients: bool = False,
 ) -> Plan:
     """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
 
     `before_real` is called before a real step is run on the model itself; `on_front` gets peak against time for
-    everything that the mode allows, whether the plan needed it or not.
+    everything that the mode allows, whether the plan needed it or not. `replacement` is what steps in the optimizer's
+    place, in 8 bits. `holds_gradients`: the loop adds up gradients over several batches.
     """
     hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
-    study = Study(model, inputs, config, optimizer, hardware, before_real)
+    study = Study(model, inputs, config, optimizer, hardware, before_real, replacement, holds_gradients)
     strategy = choose_strategy(config, Situation(study.profile, hardware, full_budget(hardware, config)))
     plan = study.plan(strategy)
     if not plan.fits and strategy.wider is not None:
@@ -104,14 +107,18 @@ class Study:
         optimizer: str | Optimizer,
         hardware: Hardware,
         before_real: Callable[[], None] | None = None,
+        replacement: Optimizer | None = None,
+        holds_gradients: bool = False,
     ) -> None:
         refuse_unprofilable(model)
         self.model = model
         self.inputs = inputs
         self.optimizer = optimizer
         self.hardware = hardware
-        settings = ProfileSettings(config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps)
-        self.costs = OptimizerCosts(model, optimizer, hardware, config)
+        settings = ProfileSettings(
+            config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps, holds_gradients
+        )
+        self.costs = OptimizerCosts(model, optimizer, hardware, config, replacement)
         device = torch.device(hardware.device_type)
         self.rehearsal, plain = open_rehearsal(model, inputs, device, settings, before_real)
         self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
@@ -325,8 +332,8 @@ class Study:
 
     @functools.cached_property
     def shallow(self) -> ShallowRehearsal | None:
-        if not self.rehearsal.is_fake:
-            return None
+        if not self.rehearsal.is_fake or self.rehearsal.holds_gradients:
+            return None  # what is held belongs to all blocks, and to none of their stretches
         return open_shallow(self.model, self.inputs, self.hardware.device_type, self.profile.plain)
 
     def _treatments(self, config: Config) -> dict[str, tuple[Action, ...]]:

@@ -228,6 +228,12 @@ def in_forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def run_opened(func: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator's kernel for this device at once: active modes see the operators that it is written in."""
+    key = getattr(torch._C.DispatchKey, device_type.upper())
+    return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
 def has_own_kernel(operator: str, device_type: str) -> bool:
     """Whether an operator has a kernel written for this device, not only one made of other operators."""
     key = torch._C._dispatch_key_for_device(device_type)

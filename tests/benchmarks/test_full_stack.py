@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
 from memscale.benchmarks import full_stack
@@ -46,6 +47,22 @@ def test_curves(tmp_path: Any, capsys: Any) -> None:
     assert all(wide >= 3.5 * run["state_bytes"] for name, run in runs.items() if name != "AdamW")
     assert (tmp_path / "a.svg").read_text().count("<polyline") == 4
     assert "3.5" in capsys.readouterr().out
+
+
+def test_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> None:
+    monkeypatch.setattr(full_stack, "BATCHES", {"bert-tiny": (4, 32)})
+    assert full_stack.main(["state", "--json", str(tmp_path / "state.json")]) == 1, "its embeddings are most of it"
+    states = json.loads((tmp_path / "state.json").read_text())
+    assert [state["way"] for state in states] == list(full_stack.WAYS)
+    model, _ = full_stack._fresh_model("bert-tiny")
+    num_elements, num_tensors = (sum(size(p) for p in model.parameters()) for size in (torch.numel, lambda p: 1))
+    for state in states:
+        assert state["wide_bytes"] == 8 * num_elements + 4 * num_tensors
+        assert 3.9 < state["converted_wide_bytes"] / state["converted_bytes"] < 4
+        stays_wide = state["wide_bytes"] - state["converted_wide_bytes"]
+        assert state["whole_bytes"] == pytest.approx(stays_wide + state["converted_bytes"], rel=0.01)
+        assert 0.5 < state["embedding_share"] < 1
+    assert capsys.readouterr().out.count("3.5x, missed") == 2
 
 
 def test_bars() -> None:

@@ -47,6 +47,14 @@ def test_a_distance_above_the_bar_fails(monkeypatch, capsys):
     assert "from fp32" in capsys.readouterr().out
 
 
+def test_bounds_are_shown_beside_what_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(precision, "NUM_BOUNDED_STEPS", 2)
+    assert precision.main(["--bounds"]) == 0
+    assert "0.20%" in capsys.readouterr().out
+    monkeypatch.setitem(precision.MEAN_BOUND, "float16", 0.0)
+    assert precision.main(["--bounds"]) == 1
+
+
 def test_bad_input_is_a_sentence(capsys):
     with pytest.raises(SystemExit) as ending:
         precision.main(["--steps", "0"])

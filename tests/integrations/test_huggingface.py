@@ -19,7 +19,7 @@ import memscale
 from memscale import _api
 from memscale._execute import executor_of
 from memscale._plan import Checkpoint, MixedPrecision
-from memscale.integrations.huggingface import STATE_FILE, _Callback, wrap_trainer
+from memscale.integrations.huggingface import STATE_FILE, _Callback, _Meter, wrap_trainer
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -428,6 +428,47 @@ def test_the_logged_peak_is_measured_and_as_predicted(tmp_path):
     assert logged < measured.peak_bytes - others - 500_000
 
 
+class Meter(TrainerCallback):
+    """The peak of the second step of a trainer that nobody wrapped, measured as the log's is."""
+
+    def __init__(self) -> None:
+        self.meter = _Meter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.begin(kwargs["model"], kwargs["optimizer"].optimizer)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.step_begins()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.step_ends()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_logged_reduction_is_that_of_the_plain_trainer(tmp_path, accumulation):
+    """Under accumulation both hold the gradients of earlier batches in their forwards."""
+    options = {"max_steps": 2, "per_device_train_batch_size": 16, "gradient_accumulation_steps": accumulation}
+    data = samples(96, length=64)
+    plain = Meter()
+    make_trainer(tmp_path, data, callbacks=[plain], **options).train()
+    trainer = wrap(make_trainer(tmp_path, data, **options))
+    trainer.train()
+    plan, logged = executor_of(trainer.model).plan, trainer.state.log_history[-1]
+    assert plan.baseline_peak_bytes == pytest.approx(plain.meter.peak_bytes, rel=0.02)
+    assert plan.predicted_peak_bytes == pytest.approx(logged["memscale_peak_gb"] * 1e9, rel=0.02)
+    measured = 1 - logged["memscale_peak_gb"] * 1e9 / plain.meter.peak_bytes
+    assert logged["memscale_reduction"] == pytest.approx(measured, abs=0.01)
+
+
+def test_the_peak_with_the_8_bit_class_is_as_predicted(tmp_path):
+    """Also where the model fits as it is: the class was replaced all the same."""
+    trainer = wrap(make_trainer(tmp_path, max_steps=3), use_8bit_optimizer=True, force_optimize=False)
+    trainer.train()
+    plan, logged = executor_of(trainer.model).plan, trainer.state.log_history[-1]
+    assert type(trainer.optimizer.optimizer) is bnb.optim.AdamW8bit
+    assert plan.predicted_peak_bytes == pytest.approx(logged["memscale_peak_gb"] * 1e9, rel=0.02)
+
+
 def test_real_samples_are_counted(tmp_path):
     """A last batch that is smaller counts as what it is."""
     trainer = wrap(make_trainer(tmp_path, samples(10), max_steps=-1, num_train_epochs=2))
@@ -475,8 +516,8 @@ def test_what_the_executor_keeps_is_in_the_checkpoint(tmp_path):
     """The scale of fp16, say: written by every save, read when the run resumes from it."""
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 
-    def attach(model: nn.Module, config: memscale.Config, optimizer: Any, baseline: Any) -> Any:
-        executor = _api._attach_unplanned(model, config, optimizer, baseline)
+    def attach(model: nn.Module, config: memscale.Config, *rest: Any) -> Any:
+        executor = _api._attach_unplanned(model, config, *rest)
         executor.state_dict = lambda: {"scale": 128.0}
         executor.load_state_dict = loaded.append
         return executor

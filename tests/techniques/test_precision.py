@@ -23,6 +23,7 @@ from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, Offlo
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
+from memscale.benchmarks.precision import LARGEST_BOUND, MEAN_BOUND, measure_distance
 from memscale.techniques import checkpointing, precision
 from memscale.techniques.precision import LossScale
 from tests.models import WIDTH, Case, Chain, TwoLinears, case, features, square_loss
@@ -1017,34 +1018,12 @@ def test_a_rehearsal_on_fake_tensors_shows_the_same_bytes(name, device, dtype, s
 # ---- quality: loss curves
 
 
-MEAN_BOUND = {"bfloat16": 0.002, "float16": 0.0005}
-LARGEST_BOUND = {"bfloat16": 0.01, "float16": 0.002}
-"""Distances from the fp32 curve over 200 steps, as a share of the loss. Stated in docs/precision.md."""
-
-
-def curve(entry: Case, device: str, dtype: str | None, steps: int = 200) -> list[float]:
-    torch.manual_seed(11)
-    model = entry.build().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    with in_16_bits(model, dtype, device) if dtype else contextlib.nullcontext():
-        for step in range(steps):
-            loss = entry.loss(model(**to(device, entry.batch(step % 8))))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_loss_curves_stay_close_to_fp32(name, dtype):
-    entry = case(name)
-    exact, ours = curve(entry, "cpu", None), curve(entry, "cpu", dtype)
-    assert exact[-1] < 0.6 * exact[0], "the models must learn for this test to mean something"
-    distances = [abs(a - b) / a for a, b in zip(exact, ours, strict=True)]
-    assert sum(distances) / len(distances) < MEAN_BOUND[dtype]
-    assert max(distances) < LARGEST_BOUND[dtype]
+    """The bounds that docs/precision.md states."""
+    found = measure_distance(name, dtype)
+    assert found.last_loss < 0.6 * found.first_loss, "the models must learn for this test to mean something"
+    assert 0 < found.mean < MEAN_BOUND[dtype]
+    assert found.largest < LARGEST_BOUND[dtype]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,10 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adafactor": ("Adafactor", {}),
 }
 """Optimizers that can be named in `estimate`; `"none"` is training without one."""
+
+
+Prepare = Callable[[Optimizer, Mapping[int, nn.Parameter]], None]
+"""Makes a twin fit for steps on its fake parameters, which are given by the ids of those that they stand for."""
 
 
 class Stepping(Protocol):
@@ -73,16 +77,17 @@ def optimizer_cost(
     resident: Stepping | None = None,
     offloaded: Stepping | None = None,
     without: Collection[int] = (),
+    prepare: Prepare | None = None,
 ) -> OptimizerCost:
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
     `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
-    it cannot. `without` leaves out parameters, by id.
+    it cannot. `without` leaves out parameters, by id; `prepare` is called before any step.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
-        return _Twin(model, optimizer, device_type, without).cost(resident, offloaded)
+        return _Twin(model, optimizer, device_type, without, prepare).cost(resident, offloaded)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -140,9 +145,15 @@ class _Twin:
     """The same optimizer over fake parameters, choosing its implementation as the real device would."""
 
     def __init__(
-        self, model: nn.Module, optimizer: str | Optimizer, device_type: str, left_out: Collection[int]
+        self,
+        model: nn.Module,
+        optimizer: str | Optimizer,
+        device_type: str,
+        left_out: Collection[int],
+        prepare: Prepare | None = None,
     ) -> None:
         self._left_out = left_out
+        self._prepare = prepare
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
         self.device_type = device_type
         self.mode = _torch_private.fake_tensor_mode()
@@ -190,19 +201,26 @@ class _Twin:
     def _whole(self) -> tuple[int, int]:
         """State, and temporaries of a step of all parameters at once."""
         parameters = list(self._fakes.values())
-        books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
+        books = self._books()
         with self.mode:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
             with books, _AnyValue():
+                if self._prepare is not None:
+                    self._prepare(self.optimizer, self._fakes)
                 self.optimizer.step()
                 state_bytes = books.total_bytes - before
                 books.reset_peak()
                 self.optimizer.step()
             step_bytes = books.peak_bytes - before - state_bytes
         return state_bytes - self._counter_bytes(self.optimizer), max(0, step_bytes)
+
+    def _books(self) -> LiveBytes:
+        books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
+        books.opens_kernels = self.device_type == "cpu"
+        return books
 
     # ---- bucket by bucket
 
@@ -238,14 +256,16 @@ class _Twin:
         return _same_class(self.optimizer, groups)
 
     def _try_bucket(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
-        books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
+        books = self._books()
         with self.mode:
             for parameter in bucket.values():
                 parameter.grad = torch.empty_like(parameter)
-            books.see_all([bucket.values(), [parameter.grad for parameter in bucket.values()]])
+            books.see_all([list(bucket.values()), [parameter.grad for parameter in bucket.values()]])
             before = books.total_bytes
             books.reset_peak()
             with books, _AnyValue():
+                if self._prepare is not None:
+                    self._prepare(optimizer, bucket)
                 optimizer.step()
                 making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
                 books.reset_peak()

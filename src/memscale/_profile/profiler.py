@@ -27,6 +27,8 @@ class ProfileSettings:
     static: bool = True
     empirical: bool = True
     warmup_steps: int = 2
+    holds_gradients: bool = False
+    """Steps are those of a loop that accumulates gradients over several batches."""
 
 
 def refuse_unprofilable(model: nn.Module) -> None:
@@ -53,6 +55,7 @@ def open_rehearsal(
         try:
             with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
                 rehearsal: Rehearsal = FakeRehearsal(model, inputs, device.type)
+                rehearsal.holds_gradients = settings.holds_gradients
                 return rehearsal, rehearsal.run()
         except Exception as error:  # whatever a user's model raises on fake tensors: a real step may still work
             refusals.append(f"on fake tensors: {_said(error)}")
@@ -66,6 +69,7 @@ def open_rehearsal(
             raise ProfileError(_refusal(model, refusals))
         try:
             rehearsal = RealRehearsal(model, inputs, device, settings.warmup_steps)
+            rehearsal.holds_gradients = settings.holds_gradients
             return rehearsal, rehearsal.run()
         except Exception as error:
             refusals.append(f"by a real step: {_said(error)}")

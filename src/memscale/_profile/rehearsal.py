@@ -203,6 +203,8 @@ class Rehearsal:
         self.rounding_bytes = rounding_bytes
         self.num_calls: dict[str, int] = {}
         self.target_type = device_type
+        self.holds_gradients = False
+        """Steps begin with the gradients of earlier batches, to which theirs are added."""
 
     def books(self) -> LiveBytes:
         """Empty books for this stage's tensors."""
@@ -237,9 +239,17 @@ class Rehearsal:
         return trace
 
     def _step(self, recorder: SegmentRecorder) -> None:
+        if self.holds_gradients:
+            self._hold_gradients(recorder)
         loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))
         recorder.move_to("backward", "", -1)
         loss.backward()
+
+    def _hold_gradients(self, recorder: SegmentRecorder) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+                recorder.see(parameter.grad, "gradients")
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:

@@ -1,10 +1,14 @@
 """Does training in 16 bits learn as well as in 32? A character-level GPT-2 on a real text, one curve a precision.
 
     python -m memscale.benchmarks.precision [--steps N] [--svg FILE] [--json]
+    python -m memscale.benchmarks.precision --bounds
 
 Every run starts from the same weights and sees the same batches. Beside the loss stands what the forward of one step
 leaves for backward, in bytes. The bar: the mean loss of the last 20 steps within 1 % of fp32's. Exits with 1 when it is
 missed. On a CPU without 16-bit instructions the runs in 16 bits are several times slower; their numbers are the same.
+
+`--bounds`: small BERT and GPT-2 models over 200 steps instead. How far each step's loss is from that of the same
+step in fp32, as a share of it; the mean and the largest, beside the bounds that are promised.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import nn
 
 from memscale._memory import LiveBytes
 from memscale._plan import MixedPrecision
+from memscale.benchmarks.models import case
 from memscale.benchmarks.text import Characters, Learned, build, learn
 from memscale.report.shell import table
 from memscale.techniques import precision
@@ -70,6 +75,78 @@ def held_by_a_forward(model: nn.Module, batch: dict[str, Any]) -> int:
     return held_bytes
 
 
+# ------------------------------------------------------------------------------------------------------------ bounds
+
+
+BOUNDED = ("bert", "gpt2")
+"""Of `benchmarks.models`."""
+NUM_BOUNDED_STEPS = 200
+MEAN_BOUND = {"bfloat16": 0.002, "float16": 0.0005}
+LARGEST_BOUND = {"bfloat16": 0.01, "float16": 0.002}
+"""Of the distances from the fp32 curve, as a share of the loss."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Distance:
+    """Of one curve in 16 bits from that in fp32."""
+
+    model: str
+    precision: str
+    mean: float
+    largest: float
+    first_loss: float
+    last_loss: float
+    """In fp32."""
+
+    @property
+    def holds(self) -> bool:
+        return self.mean <= MEAN_BOUND[self.precision] and self.largest <= LARGEST_BOUND[self.precision]
+
+
+def measure_distance(name: str, kind: Literal["bfloat16", "float16"]) -> Distance:
+    exact, ours = (_curve(name, each) for each in ("float32", kind))
+    distances = [abs(a - b) / a for a, b in zip(exact, ours, strict=True)]
+    return Distance(name, kind, statistics.fmean(distances), max(distances), exact[0], exact[-1])
+
+
+def _curve(name: str, kind: Any) -> list[float]:
+    entry, losses = case(name), []
+    torch.manual_seed(11)
+    model = entry.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with contextlib.ExitStack() as undo:
+        if kind != "float32":
+            precision.attach(MixedPrecision(kind), model, "cpu", undo)
+        for step in range(NUM_BOUNDED_STEPS):
+            loss = entry.loss(model(**entry.batch(step % 8)))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def show_distances(found: Sequence[Distance]) -> str:
+    rows = [
+        (
+            each.precision,
+            each.model,
+            f"{each.first_loss:.3f} to {each.last_loss:.3f}",
+            f"{each.mean:.4%}",
+            f"{MEAN_BOUND[each.precision]:.2%}",
+            f"{each.largest:.3%}",
+            f"{LARGEST_BOUND[each.precision]:.1%}",
+        )
+        for each in found
+    ]
+    header = ("precision", "model", "loss in fp32", "mean distance", "bound", "largest", "bound")
+    return "\n".join(table([header, *rows], left=(0, 1)))
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+
+
 def draw(runs: Sequence[Run]) -> str:
     return draw_curves({run.precision: run.losses for run in runs}, COLORS)
 
@@ -110,7 +187,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--svg", type=pathlib.Path, help="draw the curves into this file")
     parser.add_argument("--json", action="store_true", help="print every loss as JSON")
+    parser.add_argument("--bounds", action="store_true", help="small BERT and GPT-2 models against the promised bounds")
     options = parser.parse_args(argv)
+    if options.bounds:
+        found = [measure_distance(name, kind) for kind in ("bfloat16", "float16") for name in BOUNDED]
+        print(show_distances(found))
+        return 0 if all(each.holds for each in found) else 1
     if options.steps < 1:
         parser.error("--steps must be at least 1")
     text = Characters()

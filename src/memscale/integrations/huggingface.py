@@ -62,9 +62,9 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-Attach = Callable[[nn.Module, Config, Optimizer | None, Optimizer | None], Attached]
+Attach = Callable[[nn.Module, Config, Optimizer | None, Optimizer | None, bool], Attached]
 """Wraps a model without planning: the plan is made at its first training forward. Given are the model, the config, the
-optimizer, and the one that it replaces, if any."""
+optimizer, the one that it replaces, if any, and whether gradients are added up over several batches."""
 
 
 def wrap_trainer(trainer: Trainer, config: Config, attach: Attach) -> Trainer:
@@ -128,7 +128,11 @@ class _Session:
 
     def attach_to(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self.executor = None  # an earlier one goes without ending the session
-        executor = self._attach(model, self.config, optimizer, self.replaced)
+        config = self.config
+        if self.conversion is not None:
+            config = config.replace(use_8bit_optimizer=True)  # it is, whether the plan needs it or not
+        accumulates = self.trainer.args.gradient_accumulation_steps > 1
+        executor = self._attach(model, config, optimizer, self.replaced, accumulates)
         executor.on_detach(self._on_detach, executor)
         feeder = model.register_forward_pre_hook(_Feeder(self.meter), prepend=True, with_kwargs=True)
         executor.on_detach(feeder.remove)

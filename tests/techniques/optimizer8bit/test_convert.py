@@ -348,6 +348,13 @@ def test_what_bitsandbytes_does_otherwise_is_no_counterpart(make: Any, why: str)
     step(net, optimizer, 0)
 
 
+def test_parameters_keep_their_memory_format() -> None:
+    """bitsandbytes makes every parameter contiguous that it steps."""
+    net = nn.Sequential(nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(NoCounterpart, match="channels_last"):
+        convert(torch.optim.AdamW(net.parameters()), net)
+
+
 def test_a_device_without_the_kernel_has_no_counterpart(simgpu_device: Any) -> None:
     optimizer = O.AdamW(build().to("simgpu").parameters())
     with pytest.raises(NoCounterpart, match="no 8-bit step for simgpu"):

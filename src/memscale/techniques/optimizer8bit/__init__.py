@@ -30,7 +30,16 @@ from torch.optim import Optimizer
 from memscale._plan import QuantizeOptimizer
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, dequantize, forget_tables, quantize
 
-__all__ = ["BlockPacking", "Chooser", "EightBit", "eligible_parameters", "find_problem", "is_8bit", "moments_of"]
+__all__ = [
+    "BlockPacking",
+    "Chooser",
+    "EightBit",
+    "eligible_parameters",
+    "embeddings_of",
+    "find_problem",
+    "is_8bit",
+    "moments_of",
+]
 
 logger = logging.getLogger("memscale")
 
@@ -76,14 +85,16 @@ def find_problem(device: torch.device) -> str | None:
 
 def eligible_parameters(model: nn.Module, min_elements: int) -> frozenset[int]:
     """The ids of those whose state may wait in 8 bits: large ones, and no embeddings."""
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for parameter in module.parameters(recurse=False)
-    }
+    embeddings = embeddings_of(model)
     large = (parameter for parameter in model.parameters() if parameter.numel() >= min_elements)
     return frozenset(id(parameter) for parameter in large if id(parameter) not in embeddings)
+
+
+def embeddings_of(model: nn.Module) -> frozenset[int]:
+    """The ids of parameters whose state stays in 32 bits, as bitsandbytes advises; tied heads are among them."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    return frozenset(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
 
 
 class EightBit:

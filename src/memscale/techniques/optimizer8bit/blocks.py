@@ -39,9 +39,12 @@ class BlockPacking:
     def waiting_bytes(self, num_elements: int) -> int:
         return self._scales_at(num_elements) + 4 * -(-num_elements // self.block_size)
 
-    def scratch_bytes(self, num_elements: int) -> int:
-        """What packing and unpacking take on top."""
+    def scratch_bytes(self, num_elements: int, device_type: str, itemsize: int = 4) -> int:
+        """What packing and unpacking take on top, where an unpacked element has `itemsize` bytes."""
         chunk, last = min(num_elements, CHUNK_ELEMENTS), num_elements % CHUNK_ELEMENTS
+        if device_type in _KERNEL_DEVICES:
+            widened = 0 if itemsize == 4 else 4 * chunk
+            return max(4 * chunk, widened + chunk + 4 * -(-chunk // self.block_size))
         filled = 12 * last if num_elements % self.block_size else 0  # the last block's filling copies its chunk
         return max(8 * chunk, filled) + 4 * -(-chunk // self.block_size)
 

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from memscale import _torch_private
 from memscale._errors import MemScaleError
+from memscale.techniques.optimizer8bit import embeddings_of
 from memscale.techniques.optimizer8bit.blocks import dequantize, quantize
 
 BLOCK_SIZE = 256
@@ -42,6 +43,10 @@ MIN_ELEMENTS = 4096
 _KERNEL = "bitsandbytes::optimizer_update_8bit_blockwise"
 
 Group = Mapping[str, Any]
+
+
+_STANDING_IN: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+"""By replaced optimizer: what steps in its place now."""
 
 
 class NoCounterpart(Exception):
@@ -144,20 +149,19 @@ def convert(optimizer: Optimizer, model: nn.Module, device: torch.device | None 
     for parameter in _parameters(optimizer):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NoCounterpart(f"a parameter is {parameter.dtype}")
+        if not parameter.is_contiguous():
+            raise NoCounterpart(
+                "bitsandbytes would lay out a parameter anew that is not contiguous (channels_last, say)"
+            )
     kind = getattr(bitsandbytes.optim, counterpart.name)
-    return Conversion(optimizer, kind, counterpart, _embeddings(model))
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
+    return Conversion(optimizer, kind, counterpart, embeddings_of(model))
 
 
 class Conversion:
     """One optimizer in the place of another. See NOTE [shared groups]."""
 
     def __init__(
-        self, replaced: Optimizer, kind: type[Optimizer], counterpart: Counterpart, embeddings: set[int]
+        self, replaced: Optimizer, kind: type[Optimizer], counterpart: Counterpart, embeddings: frozenset[int]
     ) -> None:
         self.counterpart = counterpart
         self.num_embeddings = sum(id(p) in embeddings for p in _parameters(replaced))
@@ -178,6 +182,7 @@ class Conversion:
             undo.callback(before.remove)
             after = self.optimizer.register_step_post_hook(self._after_step)
             undo.callback(after.remove)
+            _STANDING_IN[replaced] = weakref.ref(self.optimizer)
             self._hooks = undo.pop_all()
 
     def _create(self, replaced: Optimizer, kind: type[Optimizer]) -> Optimizer:
@@ -308,12 +313,30 @@ class Conversion:
         replaced = self._replaced()
         if replaced is None:
             return
+        _STANDING_IN.pop(replaced, None)
+        self.optimizer.register_step_pre_hook(_Retired(self._replaced))
         replaced.param_groups = self.optimizer.param_groups
         replaced.state.update(self._widened_state())
         self._complete_groups(replaced)
         for group in replaced.param_groups:
             for name in self._added(group):
                 group.pop(name, None)
+
+
+class _Retired:
+    """A step pre-hook on an optimizer whose state was given back: it must not step beside its own successor."""
+
+    def __init__(self, replaced: weakref.ref[Optimizer]) -> None:
+        self.replaced = replaced
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        replaced = self.replaced()
+        successor = _STANDING_IN.get(replaced) if replaced is not None else None
+        if successor is not None and successor() is not None:
+            raise MemScaleError(
+                f"this {type(optimizer).__name__} is that of an earlier apply_all_optimizations; its state went to the "
+                "optimizer that the latest call returned: step that one"
+            )
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
