@@ -34,6 +34,7 @@ _OURS = (LiveBytes, ForwardOverride, OwnHook, Executor)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["MEMSCALE_MEASURE"] = "0"  # also in processes that tests start: the same figures everywhere
     torch.set_num_threads(1)  # workers share the cores; also: sums in one order
 
 

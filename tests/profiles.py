@@ -37,8 +37,20 @@ def hardware_of(total_bytes: int = 10_000 * MB, **changes: Any) -> Hardware:
     return dataclasses.replace(hardware, **changes)
 
 
-def segment(phase: Any, module_fqn: str, peak: int, net: int, moved: int = 0) -> Segment:
-    return Segment(phase, module_fqn, peak * MB, net * MB, flops=0, matmul_bytes=0, other_bytes=moved * MB)
+def segment(
+    phase: Any, module_fqn: str, peak: int, net: int, moved: int = 0, *, sent: int = 0, fetched: int = 0
+) -> Segment:
+    return Segment(
+        phase,
+        module_fqn,
+        peak * MB,
+        net * MB,
+        flops=0,
+        matmul_bytes=0,
+        other_bytes=moved * MB,
+        sent_bytes=sent * MB,
+        fetched_bytes=fetched * MB,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +83,9 @@ def trace_of(blocks: dict[str, Block], how: str, *, head: int = 50) -> StepTrace
     segments = [segment("forward", "", 1, 1, 1)]
     for fqn, block in blocks.items():
         kept, visits = block.kept(how), block.parameters * streamed
-        segments.append(segment("forward", fqn, kept + block.temporaries + visits, kept, block.time))
+        sent = block.keeps - kept if how == "offload" else 0
+        peak = kept + block.temporaries + visits
+        segments.append(segment("forward", fqn, peak, kept, block.time, sent=sent, fetched=visits))
         segments.append(segment("forward", "", 0, 0))
     segments.append(segment("forward", "", head, head * 3 // 5, 50))
     segments.append(segment("backward", "", head * 6 // 5, -(head * 3 // 5), 50))
@@ -79,7 +93,9 @@ def trace_of(blocks: dict[str, Block], how: str, *, head: int = 50) -> StepTrace
         kept, visits = block.kept(how), block.parameters * streamed
         peak = max(0, block.keeps - kept) + block.temporaries + block.gradients + visits
         moved = int(block.time * (2 + extra))
-        segments.append(segment("backward", fqn, peak, block.gradients * (not streamed) - kept, moved))
+        fetched = block.keeps - kept if how == "offload" else visits
+        net, sent = block.gradients * (not streamed) - kept, block.gradients * streamed
+        segments.append(segment("backward", fqn, peak, net, moved, sent=sent, fetched=fetched))
         segments.append(segment("backward", "", 0, 0))
     segments.append(segment("backward", "", 1, 0, 1))
     return StepTrace(tuple(segments), gradients_at_peak=0, activations_at_peak=0)

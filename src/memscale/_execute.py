@@ -334,6 +334,18 @@ class Executor:
                 self._loss_scale = precision.LossScale()
             self._loss_scale.load_state_dict(state["loss_scale"])
 
+    def traffic(self) -> tuple[int, int, int, int]:
+        """Transfers to the next tier so far and their bytes; those back, and theirs. Without the optimizer's."""
+        stats = [
+            self._transfers[name].stats.transfers for name in ("streaming", "activations") if name in self._transfers
+        ]
+        return (
+            sum(one.num_sends for one in stats),
+            sum(one.bytes_sent for one in stats),
+            sum(one.num_fetches for one in stats),
+            sum(one.bytes_fetched for one in stats),
+        )
+
     def stats(self) -> Stats:
         scale = self._precision.scale if self._precision is not None else None
         device_type = self.plan.device_type if self.plan is not None else "cpu"

@@ -6,6 +6,7 @@ The data is plain and needs no torch; only `Hardware.detect` loads it. GB = 1e9 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pathlib
 import platform
@@ -13,10 +14,13 @@ import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from memscale import _measure
 from memscale._errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("memscale")
 
 GIB = 1024**3
 
@@ -24,6 +28,13 @@ _CPU_FLOPS_PER_CORE = 3.0e10
 """Nominal fp32 throughput of one core. Only ratios of predicted times rest on it."""
 _CPU_BYTES_PER_S = 1.2e10
 _CPU_DISK_BYTES_PER_S = 5.0e8
+_MATMUL_EFFICIENCY = 0.6
+"""The share of nominal throughput that dense matrix products reach."""
+_LAUNCH_S = 5e-6
+"""Of the host, for each operator that it gives to a GPU."""
+_HOST_BYTES_PER_S = 1.2e10
+_PAGEABLE_BYTES_PER_S = 8e9
+"""Between host memory that is not pinned and a GPU."""
 _UNKNOWN_GPU_FLOPS, _UNKNOWN_GPU_BYTES_PER_S, _UNKNOWN_LINK_BYTES_PER_S = 2.0e13, 6.0e11, 1.2e10
 
 
@@ -112,6 +123,18 @@ class Hardware:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     """To the next tier: the host link of a GPU, the disk of a CPU."""
+    blocking_link_bytes_per_s: float | None = None
+    """The same for transfers that wait, whose host memory is not pinned; None: no slower."""
+    link_directions: int = 2
+    """2: to the next tier and back at once; 1: by turns."""
+    launch_s: float = 0.0
+    """What an operator costs the host before the device can begin with it; 0 on a CPU, where `_calls` counts it."""
+    matmul_efficiency: float = _MATMUL_EFFICIENCY
+    """The share of the throughput above that dense matrix products reach."""
+    host_bytes_per_s: float | None = _HOST_BYTES_PER_S
+    """The optimizer's step over parameters that live on the host; None: a simulated clock that does not count it."""
+    has_one_host_thread: bool = False
+    """A simulated clock that knows one: while a gradient arrives in host memory, nothing is launched."""
     present: bool = True
     """False for a card from the table that need not be in this machine."""
 
@@ -124,7 +147,8 @@ class Hardware:
         host_total, host_available = host_memory()
         disk = None if offload_dir is None else _disk_free(offload_dir)
         if chosen.type == "cpu":
-            return _cpu_hardware(host_total, host_available, disk)
+            hardware = _measured(_cpu_hardware(host_total, host_available, disk), chosen)
+            return hardware if offload_dir is None else _with_disk_measured(hardware, offload_dir)
         if _current_type() != chosen.type:
             raise ConfigError(f"device={str(chosen)!r} is not available on this machine")
         index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
@@ -156,6 +180,8 @@ class Hardware:
             half_flops=card.half_flops,
             memory_bytes_per_s=card.memory_bytes_per_s,
             link_bytes_per_s=card.link_bytes_per_s,
+            blocking_link_bytes_per_s=min(card.link_bytes_per_s, _PAGEABLE_BYTES_PER_S),
+            launch_s=_LAUNCH_S,
             present=False,
         )
 
@@ -328,7 +354,7 @@ def _accelerator_hardware(
     name = str(getattr(properties, "name", device_type))
     card = find_card(name, loosely=True)
     bf16, fast = _half_abilities(module, device_type, properties)
-    return Hardware(
+    hardware = Hardware(
         device_type=device_type,
         device_name=name,
         device_count=torch.accelerator.device_count(),
@@ -346,6 +372,61 @@ def _accelerator_hardware(
         half_flops=card.half_flops if card else 2 * _UNKNOWN_GPU_FLOPS,
         memory_bytes_per_s=card.memory_bytes_per_s if card else _UNKNOWN_GPU_BYTES_PER_S,
         link_bytes_per_s=card.link_bytes_per_s if card else _UNKNOWN_LINK_BYTES_PER_S,
+        blocking_link_bytes_per_s=_PAGEABLE_BYTES_PER_S,
+        launch_s=_LAUNCH_S,
+    )
+    clock = getattr(properties, "clock", None)
+    if clock is not None:
+        return _by_clock(hardware, clock)
+    return _measured(hardware, torch.device(device_type, index))
+
+
+def _measured(hardware: Hardware, device: torch.device) -> Hardware:
+    """What the device reaches, in the place of what is said of it; unless measuring is switched off."""
+    if not _measure.is_enabled():
+        return hardware
+    found = _measure.device_figures(device, hardware.device_name)
+    hardware = dataclasses.replace(
+        hardware,
+        fp32_flops=found.fp32_flops,
+        half_flops=found.half_flops,
+        memory_bytes_per_s=found.memory_bytes_per_s,
+        matmul_efficiency=1.0,
+    )
+    if found.link_bytes_per_s is None:
+        return hardware
+    return dataclasses.replace(
+        hardware,
+        link_bytes_per_s=found.link_bytes_per_s,
+        blocking_link_bytes_per_s=found.blocking_link_bytes_per_s,
+        launch_s=found.launch_s,
+    )
+
+
+def _with_disk_measured(hardware: Hardware, offload_dir: str) -> Hardware:
+    if not _measure.is_enabled():
+        return hardware
+    try:
+        return dataclasses.replace(hardware, link_bytes_per_s=_measure.disk_bytes_per_s(nearest_existing(offload_dir)))
+    except OSError as error:  # full, or not ours: the executor will say so when it matters
+        logger.debug("the disk below %s cannot be measured: %s", offload_dir, error)
+        return hardware
+
+
+def _by_clock(hardware: Hardware, clock: Any) -> Hardware:
+    """A simulated device says itself what its clock counts: throughput, launches, the link; not the host's work."""
+    return dataclasses.replace(
+        hardware,
+        fp32_flops=clock.fp32_tflops * 1e12,
+        half_flops=clock.bf16_tflops * 1e12,
+        memory_bytes_per_s=clock.memory_gbps * 1e9,
+        link_bytes_per_s=clock.link_gbps * 1e9,
+        blocking_link_bytes_per_s=clock.pageable_link_gbps * 1e9,
+        link_directions=clock.copy_engines,
+        launch_s=clock.launch_us * 1e-6,
+        matmul_efficiency=1.0,
+        host_bytes_per_s=None,
+        has_one_host_thread=True,
     )
 
 

@@ -26,10 +26,6 @@ _TILED_HEAD_SLOWDOWN = 1.02
 """What is bit-exact comes first."""
 _LAUNCHES_A_TILE = 16
 _LAUNCH_MS = 0.005
-_MATMUL_EFFICIENCY = 0.6
-"""The share of nominal throughput that dense matrix products reach."""
-_HOST_BYTES_PER_S = 1.2e10
-"""The optimizer's step over parameters that live on the host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +62,17 @@ class Extras:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """What crosses the link. Numbers, or arrays of them."""
+
+    num_copies: Any = 0
+    out_bytes: Any = 0
+    in_bytes: Any = 0
+    landing_bytes: int = 0
+    """Of the bytes that leave those of gradients, which a thread of the host waits for."""
+
+
 class CostModel:
     """Evaluates choices on one profile and one hardware."""
 
@@ -95,7 +102,34 @@ class CostModel:
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
         runs = self._grouped(trace)
-        return [owner for owner, _ in runs], [self._merge(tuple(segments), halves) for _, segments in runs]
+        later = self._sent_later(runs) if self.overlaps else {}
+        merged = [self._merge(tuple(run), halves, later.get(index, 0)) for index, (_, run) in enumerate(runs)]
+        return [owner for owner, _ in runs], merged
+
+    def _sent_later(self, runs: list[tuple[str, list[Segment]]]) -> dict[int, int]:
+        """By run: how many bytes more, or less, leave in it than are sent there.
+
+        NOTE [lingering sends]: a source is kept until its copy is made, up to the window of transfers. What backward
+        finds still there is not fetched, and nobody waits for its copy before the end of the step: it leaves beside
+        the forward and the backward of its block.
+        """
+        places: dict[str, list[int]] = {}
+        for index, (owner, _) in enumerate(runs):
+            places.setdefault(owner, []).append(index)
+        later: dict[int, int] = {}
+        for first, second in (found for owner, found in places.items() if owner and len(found) == 2):
+            forward, backward = runs[first][1], runs[second][1]
+            kept_bytes = sum(s.sent_bytes for s in forward) - sum(s.fetched_bytes for s in backward)
+            share_ms = self._busy_ms(forward), self._busy_ms(backward)
+            if kept_bytes > 0 and sum(share_ms) > 0:
+                later[second] = int(kept_bytes * share_ms[1] / sum(share_ms))
+                later[first] = -later[second]
+        return later
+
+    def _busy_ms(self, segments: list[Segment]) -> float:
+        """Without transfers."""
+        num_launches = sum(segment.num_launches for segment in segments)
+        return float(self._paced_ms(sum(self.compute_ms(segment) for segment in segments), num_launches, Moved()))
 
     def _grouped(self, trace: StepTrace) -> list[tuple[str, list[Segment]]]:
         return [(owner, list(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
@@ -131,18 +165,49 @@ class CostModel:
     def _owner(self, segment: Segment) -> str:
         return segment.module_fqn if segment.module_fqn in self.blocks else ""
 
-    def _merge(self, segments: tuple[Segment, ...], halves: bool) -> Stretch:
+    def _merge(self, segments: tuple[Segment, ...], halves: bool, later_bytes: int) -> Stretch:
         trace = StepTrace(segments)
-        ms = sum(self.segment_ms(segment, halves=halves) for segment in segments)
+        ms = self.run_ms(segments, halves=halves, later_bytes=later_bytes)
         return Stretch(trace.peak_bytes, trace.end_bytes, ms)
 
-    def segment_ms(self, segment: Segment, *, halves: bool = False) -> float:
-        """By arithmetic and memory traffic; `halves`: products are in 16 bits."""
-        bytes_per_s = self.hardware.memory_bytes_per_s
-        flops_per_s = self.hardware.half_flops if halves else self.hardware.fp32_flops
-        matmul_s = max(segment.flops / (flops_per_s * _MATMUL_EFFICIENCY), segment.matmul_bytes / bytes_per_s)
+    def run_ms(self, segments: Iterable[Segment], *, halves: bool = False, later_bytes: int = 0) -> float:
+        """Adjacent segments of one owner. `halves`: products are in 16 bits; `later_bytes`: see `_sent_later`.
+
+        NOTE [pace]: the host launches, the device computes, and each direction of the link copies, side by side; the
+        slowest of them sets the pace. Transfers that wait come on top of it, and from memory that is not pinned.
+        """
+        segments = tuple(segments)
+        compute_ms = sum((self.compute_ms(segment, halves=halves) for segment in segments), 0.0)
+        moved = Moved(
+            num_copies=sum(segment.num_sends + segment.num_fetches for segment in segments),
+            out_bytes=sum(segment.sent_bytes for segment in segments) + later_bytes,
+            in_bytes=sum(segment.fetched_bytes for segment in segments),
+            landing_bytes=sum(segment.sent_bytes for segment in segments if segment.phase == "backward"),
+        )
+        return float(self._paced_ms(compute_ms, sum(segment.num_launches for segment in segments), moved))
+
+    def compute_ms(self, segment: Segment, *, halves: bool = False) -> float:
+        """By arithmetic and memory traffic."""
+        hardware = self.hardware
+        flops_per_s = (hardware.half_flops if halves else hardware.fp32_flops) * hardware.matmul_efficiency
+        matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
         calls_ms = _calls.calls_ms(segment.num_launches) if self.counts_calls else 0.0
-        return (matmul_s + segment.other_bytes / bytes_per_s) * 1e3 + calls_ms
+        return (matmul_s + segment.other_bytes / hardware.memory_bytes_per_s) * 1e3 + calls_ms
+
+    def _paced_ms(self, compute_ms: Any, num_launches: Any, moved: Moved) -> Any:
+        launch_ms = self.hardware.launch_s * 1e3
+        launches_ms, copies_ms = num_launches * launch_ms, moved.num_copies * launch_ms
+        in_ms, out_ms = self._link_ms(moved.in_bytes), self._link_ms(moved.out_bytes)
+        if not self.overlaps:
+            return _larger(compute_ms, launches_ms) + copies_ms + in_ms + out_ms
+        link_ms = _larger(in_ms, out_ms) if self.hardware.link_directions > 1 else in_ms + out_ms
+        landing_ms = self._link_ms(moved.landing_bytes) if self.hardware.has_one_host_thread else 0.0
+        return _larger(_larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
+
+    def _link_ms(self, num_bytes: Any) -> Any:
+        blocking = self.hardware.blocking_link_bytes_per_s
+        rate = self.hardware.link_bytes_per_s if self.overlaps or blocking is None else blocking
+        return num_bytes / rate * 1e3
 
     # ---- what can be done
 
@@ -268,7 +333,7 @@ class CostModel:
         """Every block treated so, by a trace that cannot be mixed with others."""
         choice = Choice(tuple((fqn, treatment) for fqn in self.blocks))
         trace, extras = self._whole[treatment], self._extras(choice)
-        total_ms = sum(self.segment_ms(segment) for segment in trace.segments)
+        total_ms = sum(self.run_ms(segments) for _, segments in self._grouped(trace))
         return self._outcome(choice.run, extras, self.peak_of(trace, choice), total_ms)
 
     def peak_of(
@@ -305,7 +370,7 @@ class CostModel:
 
     def extras(self, run: Run, module_fqn: str, treatment: Treatment) -> Extras:
         """What this treatment of a block changes besides its own stretches."""
-        ms = self.link_ms(module_fqn, treatment) + self.hooks_ms(module_fqn, treatment)
+        ms = self.hooks_ms(module_fqn, treatment)
         movable = self._movable_bytes(module_fqn, treatment)
         if not treatment.startswith("stream"):
             return Extras(movable_bytes=movable, ms=ms)
@@ -318,7 +383,7 @@ class CostModel:
         if not run.streams_rest:
             return Extras()
         params, trainable = self.profile.rest_param_bytes, self.profile.rest_trainable_bytes
-        return Extras(-params, 0, params + trainable, 0, self._exposed_ms(2 * params + trainable, 0.0))
+        return Extras(-params, 0, params + trainable)
 
     def _movable_bytes(self, module_fqn: str, treatment: Treatment) -> int:
         """Activations that wait elsewhere."""
@@ -409,29 +474,47 @@ class CostModel:
 
     def step_ms(self, run: Run, compute_ms: Any, streamed_bytes: Any) -> Any:
         """Forward and backward, with what tiles and the optimizer's step add."""
+        launch_ms = _LAUNCH_MS if self.counts_calls else 0.0  # a GPU's are in the traces
         if run.head_rows:
             assert self.profile.head is not None
             num_tiles = -(-max(self.head_rows) * 2 // run.head_rows)
-            compute_ms = compute_ms * _TILED_HEAD_SLOWDOWN + num_tiles * _LAUNCHES_A_TILE * _LAUNCH_MS
+            compute_ms = compute_ms * _TILED_HEAD_SLOWDOWN + num_tiles * _LAUNCHES_A_TILE * launch_ms
         if run.num_tiles:
-            compute_ms = compute_ms + run.num_tiles * len(self.profile.inside) * _LAUNCHES_A_TILE * _LAUNCH_MS
+            compute_ms = compute_ms + run.num_tiles * len(self.profile.inside) * _LAUNCHES_A_TILE * launch_ms
         return compute_ms + self._optimizer_ms(run, streamed_bytes)
 
     def _optimizer_ms(self, run: Run, streamed_bytes: Any) -> Any:
-        optimizer = self.optimizer(run)
+        optimizer, hardware = self.optimizer(run), self.hardware
         total = sum(layer.trainable_bytes for layer in self.profile.layers)
         streamed_bytes = streamed_bytes + self.profile.rest_trainable_bytes * run.streams_rest
         away = streamed_bytes / max(1, total)
-        on_host_ms = away * optimizer.moved_bytes / min(_HOST_BYTES_PER_S, self.hardware.memory_bytes_per_s) * 1e3
-        compute_ms = (1 - away) * optimizer.moved_bytes / self.hardware.memory_bytes_per_s * 1e3
+        on_host_ms = 0.0 * away
+        if hardware.host_bytes_per_s is not None:
+            host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
+            on_host_ms = away * optimizer.moved_bytes / host_bytes_per_s * 1e3
+        moved_bytes = optimizer.moved_bytes if self.counts_calls else optimizer.launched_bytes or optimizer.moved_bytes
+        compute_ms = (1 - away) * moved_bytes / hardware.memory_bytes_per_s * 1e3
         if self.counts_calls:
             compute_ms = compute_ms + _calls.optimizer_ms(optimizer.num_tensors)
         if not run.offloads_optimizer:
-            return compute_ms + on_host_ms
-        link_ms = 2 * (1 - away) * optimizer.state_bytes / self.hardware.link_bytes_per_s * 1e3
-        if self.overlaps:
-            return (compute_ms + link_ms + abs(compute_ms - link_ms)) / 2 + on_host_ms  # the longer of the two
-        return compute_ms + link_ms + on_host_ms
+            return self._paced_ms(compute_ms, (1 - away) * optimizer.num_launches, Moved()) + on_host_ms
+        return self._offloaded_step_ms(optimizer, 1 - away, compute_ms) + on_host_ms
+
+    def _offloaded_step_ms(self, optimizer: OptimizerCost, share: Any, compute_ms: Any) -> Any:
+        """Bucket by bucket.
+
+        Side by side, a bucket is stepped and leaves while the next arrives, which takes no longer; the first is waited
+        for. See NOTE [what a bucket costs] in techniques/offload/buckets.py.
+        """
+        num_buckets, bytes_each_way = share * optimizer.num_buckets, share * optimizer.state_bytes
+        num_launches, num_copies = share * optimizer.bucket_launches, 2 * num_buckets
+        if not self.overlaps:
+            return self._paced_ms(compute_ms, num_launches, Moved(num_copies, bytes_each_way, bytes_each_way))
+        stepped_ms = self._paced_ms(compute_ms, num_launches, Moved(num_copies))
+        link_ms = self._link_ms(bytes_each_way)
+        if self.hardware.link_directions < 2:
+            return stepped_ms + 2 * link_ms
+        return stepped_ms + link_ms + self._link_ms(share * optimizer.first_bucket_bytes)
 
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """What the machinery of a treatment takes, beside what is computed again."""
@@ -439,18 +522,6 @@ class CostModel:
             return 0.0
         num_operators = sum(segment.num_launches for segment in self._segments(module_fqn, "keep", "forward"))
         return _calls.treatment_ms(treatment, self.blocks[module_fqn].num_calls, num_operators)
-
-    def link_ms(self, module_fqn: str, treatment: Treatment) -> float:
-        """Time that a block's transfers add to its step: all of it, or what its own compute does not hide."""
-        moved = 2 * self._movable_bytes(module_fqn, treatment)
-        if treatment.startswith("stream"):
-            layer = self.blocks[module_fqn]
-            moved += 2 * layer.param_bytes + layer.trainable_bytes
-        return self._exposed_ms(moved, self.block_ms(module_fqn, treatment)) if moved else 0.0
-
-    def _exposed_ms(self, num_bytes: int, compute_ms: float) -> float:
-        link_ms = num_bytes / self.hardware.link_bytes_per_s * 1e3
-        return max(0.0, link_ms - compute_ms) if self.overlaps else link_ms
 
     # ---- one block
 
@@ -461,17 +532,18 @@ class CostModel:
     def extra_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """The time that the treatment adds to a step."""
         slower = self.block_ms(module_fqn, treatment) - self.block_ms(module_fqn, "keep")
-        return slower + self.link_ms(module_fqn, treatment) + self.hooks_ms(module_fqn, treatment)
+        return slower + self.hooks_ms(module_fqn, treatment)
 
     def activation_bytes(self, module_fqn: str) -> int:
         """What the layer's forward leaves behind when nothing is done."""
         return self._forward_net(module_fqn, "keep")
 
     def forward_ms(self, module_fqn: str) -> float:
-        return sum((self.segment_ms(segment) for segment in self._segments(module_fqn, "keep", "forward")), 0.0)
+        return self.run_ms(self._segments(module_fqn, "keep", "forward"))
 
     def block_ms(self, module_fqn: str, treatment: Treatment) -> float:
-        return sum((self.segment_ms(segment) for segment in self._segments(module_fqn, treatment, None)), 0.0)
+        segments = self._segments(module_fqn, treatment, None)
+        return sum((self.run_ms([segment]) for segment in segments), 0.0)
 
     def _forward_net(self, module_fqn: str, treatment: Treatment) -> int:
         return sum(segment.net_bytes for segment in self._segments(module_fqn, treatment, "forward"))
@@ -482,6 +554,11 @@ class CostModel:
             for segment in self._traces[treatment].segments:
                 self._by_owner[treatment].setdefault(segment.module_fqn, []).append(segment)
         return [s for s in self._by_owner[treatment].get(module_fqn, ()) if phase in (None, s.phase)]
+
+
+def _larger(a: Any, b: Any) -> Any:
+    """Of numbers, or of arrays."""
+    return (a + b + abs(a - b)) / 2
 
 
 def _net_bytes(segments: Iterable[Segment]) -> int:

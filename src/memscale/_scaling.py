@@ -72,16 +72,13 @@ def _trace(small: StepTrace, large: StepTrace, position: float) -> StepTrace | N
 
 
 def _segment(small: Segment, large: Segment, position: float) -> Segment:
-    return Segment(
-        phase=large.phase,
-        module_fqn=large.module_fqn,
-        peak_bytes=max(0, _line(small.peak_bytes, large.peak_bytes, position)),
-        net_bytes=_line(small.net_bytes, large.net_bytes, position),
-        flops=max(0, _line(small.flops, large.flops, position)),
-        matmul_bytes=max(0, _line(small.matmul_bytes, large.matmul_bytes, position)),
-        other_bytes=max(0, _line(small.other_bytes, large.other_bytes, position)),
-        num_launches=max(0, _line(small.num_launches, large.num_launches, position)),
-    )
+    lines = {
+        field.name: _line(getattr(small, field.name), getattr(large, field.name), position)
+        for field in dataclasses.fields(Segment)
+        if field.name not in ("phase", "module_fqn")
+    }
+    least = {name: number if name == "net_bytes" else max(0, number) for name, number in lines.items()}
+    return Segment(phase=large.phase, module_fqn=large.module_fqn, **least)
 
 
 def _line(small: int, large: int, position: float) -> int:

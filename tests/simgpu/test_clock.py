@@ -47,7 +47,36 @@ def test_an_elementwise_operator_costs_its_bytes():
     simgpu.set_card(instant_card())
     a = torch.zeros(250_000, device="simgpu")
     assert elapsed(lambda: a + a) == pytest.approx(0.003)  # 3 MB at 1000 GB/s
-    assert elapsed(lambda: a.add_(1)) == pytest.approx(0.001, rel=1.1)
+    assert elapsed(lambda: a.add_(1)) == pytest.approx(0.002)  # read and written
+    assert elapsed(lambda: a.zero_()) == pytest.approx(0.001)
+    assert elapsed(lambda: torch.add(a, a, out=a[:])) == pytest.approx(0.003)
+
+
+@pytest.mark.parametrize("rows", [1, 30, 1000])
+def test_a_product_into_out_costs_what_the_product_costs(rows):
+    simgpu.set_card(instant_card(memory_gbps=1e9))
+    a, b = torch.zeros(rows, 200, device="simgpu"), torch.zeros(200, 500, device="simgpu")
+    out = torch.empty(rows, 500, device="simgpu")
+    expected = pytest.approx(2 * rows * 200 * 500 / 10e12 * 1e3)
+    assert elapsed(lambda: a @ b) == expected
+    assert elapsed(lambda: torch.mm(a, b, out=out)) == expected
+    assert elapsed(lambda: torch.addmm(out, a, b, out=out)) == expected
+    assert elapsed(lambda: out.addmm_(a, b)) == expected
+
+
+def test_an_operator_over_a_list_is_one_launch():
+    simgpu.set_card(instant_card(launch_us=4.0))
+    tensors = [torch.zeros(1000, device="simgpu") for _ in range(10)]
+    before = simgpu.counters().kernels
+    assert elapsed(lambda: torch._foreach_add_(tensors, 1.0)) == pytest.approx(0.004 + 10 * 8000 / 1e9)
+    assert simgpu.counters().kernels == before + 1
+    assert all(torch.equal(tensor.cpu(), torch.ones(1000)) for tensor in tensors)
+
+
+def test_the_device_says_what_its_clock_counts():
+    card = instant_card(launch_us=3.0)
+    simgpu.set_card(card)
+    assert torch.simgpu.get_device_properties(0).clock == card
 
 
 def test_a_lookup_costs_the_rows_it_takes():

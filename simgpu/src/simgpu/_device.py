@@ -88,7 +88,10 @@ def get_device_name(device: DeviceLike = None) -> str:
 
 
 def get_device_properties(device: DeviceLike = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(name=get_device_name(device), total_memory=_control.get_cap(_index(device)))
+    """`clock`: the figures by which the virtual clock counts."""
+    index = _index(device)
+    card = _control.get_card(index)
+    return types.SimpleNamespace(name=get_device_name(device), total_memory=_control.get_cap(index), clock=card)
 
 
 def synchronize(device: DeviceLike = None) -> None:

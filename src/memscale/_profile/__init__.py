@@ -59,6 +59,12 @@ class Segment:
     """Bytes read and written by all others; views are free."""
     num_launches: int = 0
     """Operators that do work; each costs the processor some time, however small it is."""
+    num_sends: int = 0
+    """Transfers to the next tier that begin here."""
+    sent_bytes: int = 0
+    num_fetches: int = 0
+    """Transfers from the next tier that begin here, for this segment or ahead of their use."""
+    fetched_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +108,16 @@ class OptimizerCost:
     """State that stays on the device even then."""
     num_tensors: int = 0
     """Parameters that it steps."""
+    num_launches: int = 0
+    """Operators of a step on the device."""
+    launched_bytes: int = 0
+    """Bytes that these read and write, one after the other."""
+    num_buckets: int = 0
+    """In which its state moves when that waits elsewhere."""
+    first_bucket_bytes: int = 0
+    """What there is of that in the first of them, which nothing hides."""
+    bucket_launches: int = 0
+    """Operators of such a step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from memscale import _torch_private
 from memscale._memory import LiveBytes, rounding_of
 from memscale._profile import OptimizerCost
 from memscale._profile.rehearsal import device_exists
+from memscale._profile.work import Work
 from memscale._units import round_up
 
 logger = logging.getLogger("memscale")
@@ -125,6 +126,9 @@ class _BucketCost:
     step_bytes: int
     """The step's temporaries."""
     scratch_bytes: int
+    num_launches: int = 0
+    """Operators of the step."""
+    launched_bytes: int = 0
     making_bytes: int = 0
     """The most that there is while the state is made and laid out."""
 
@@ -135,6 +139,21 @@ class _BucketCost:
         """Above what stays."""
         beside = self.waiting_bytes if how.moves else 0
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
+
+
+class _Books(LiveBytes):
+    """Live bytes, and what is computed."""
+
+    def __init__(self, device_type: str, rounding_bytes: int) -> None:
+        super().__init__(device_type, rounding_bytes, counts_fakes=True)
+        self.work = Work()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.work.add(func, args, kwargs or {}, result, self.device_type)
+        return result
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -190,16 +209,34 @@ class _Twin:
         parameters = list(self._fakes.values())
         if not parameters:
             return OptimizerCost(self.name, 0, 0, 0, None if offloaded is None else 0)
-        state_bytes, step_bytes = self._whole() if resident is None else self._in_buckets(resident)
+        buckets = [] if resident is None else self._try_buckets(resident)
+        whole = self._whole() if resident is None else (*self._in_buckets(resident, buckets), *_launched(buckets))
+        state_bytes, step_bytes, num_launches, launched_bytes = whole
         moved_bytes = 3 * sum(parameter.nbytes for parameter in parameters) + 2 * state_bytes
-        cost = OptimizerCost(self.name, state_bytes, step_bytes, moved_bytes, num_tensors=len(parameters))
+        cost = OptimizerCost(
+            self.name,
+            state_bytes,
+            step_bytes,
+            moved_bytes,
+            num_tensors=len(parameters),
+            num_launches=num_launches,
+            launched_bytes=launched_bytes,
+        )
         if offloaded is None:
             return cost
-        stays_bytes, step_bytes = self._in_buckets(offloaded)
-        return dataclasses.replace(cost, offloaded_step_bytes=step_bytes, offloaded_state_bytes=stays_bytes)
+        buckets = self._try_buckets(offloaded)
+        stays_bytes, step_bytes = self._in_buckets(offloaded, buckets)
+        return dataclasses.replace(
+            cost,
+            offloaded_step_bytes=step_bytes,
+            offloaded_state_bytes=stays_bytes,
+            num_buckets=len(buckets),
+            first_bucket_bytes=buckets[0].waiting_bytes if buckets else 0,
+            bucket_launches=_launched(buckets)[0],
+        )
 
-    def _whole(self) -> tuple[int, int]:
-        """State, and temporaries of a step of all parameters at once."""
+    def _whole(self) -> tuple[int, int, int, int]:
+        """State, temporaries of a step of all parameters at once, its operators and what they read and write."""
         parameters = list(self._fakes.values())
         books = self._books()
         with self.mode:
@@ -213,20 +250,22 @@ class _Twin:
                 self.optimizer.step()
                 state_bytes = books.total_bytes - before
                 books.reset_peak()
+                books.work = Work()
                 self.optimizer.step()
             step_bytes = books.peak_bytes - before - state_bytes
-        return state_bytes - self._counter_bytes(self.optimizer), max(0, step_bytes)
+        work = books.work
+        state_bytes -= self._counter_bytes(self.optimizer)
+        return state_bytes, max(0, step_bytes), work.num_launches, work.matmul_bytes + work.other_bytes
 
-    def _books(self) -> LiveBytes:
-        books = LiveBytes(self.device.type, self.rounding_bytes, counts_fakes=True)
+    def _books(self) -> _Books:
+        books = _Books(self.device.type, self.rounding_bytes)
         books.opens_kernels = self.device_type == "cpu"
         return books
 
     # ---- bucket by bucket
 
-    def _in_buckets(self, how: Stepping) -> tuple[int, int]:
+    def _in_buckets(self, how: Stepping, buckets: list[_BucketCost]) -> tuple[int, int]:
         """What is on the device between steps, and the most that there is above it in any step, the first included."""
-        buckets = self._try_buckets(how)
         made_bytes = how.tables_bytes(self.optimizer, self.device_type) if buckets else 0
         stays_bytes = made_bytes + sum(bucket.stays_bytes(how) for bucket in buckets)
         peak_bytes = 0
@@ -269,6 +308,7 @@ class _Twin:
                 optimizer.step()
                 making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
                 books.reset_peak()
+                books.work = Work()
                 optimizer.step()
             step_bytes = books.peak_bytes - before - state_bytes
         for parameter in bucket.values():
@@ -276,7 +316,12 @@ class _Twin:
         counters = self._counter_bytes(optimizer)
         cost = self._share(how, optimizer, bucket, max(0, step_bytes), state_bytes - counters)
         together = cost.waiting_bytes + state_bytes - counters + cost.scratch_bytes
-        return dataclasses.replace(cost, making_bytes=max(making_bytes - counters, together))
+        return dataclasses.replace(
+            cost,
+            making_bytes=max(making_bytes - counters, together),
+            num_launches=books.work.num_launches,
+            launched_bytes=books.work.matmul_bytes + books.work.other_bytes,
+        )
 
     def _share(
         self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter], step_bytes: int, state_bytes: int
@@ -305,6 +350,11 @@ class _Twin:
         leaves = tree_leaves(list(optimizer.state.values()))
         counters = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
         return self.rounding_bytes * len(counters)
+
+
+def _launched(buckets: list[_BucketCost]) -> tuple[int, int]:
+    """Operators of a step, and what they read and write."""
+    return sum(bucket.num_launches for bucket in buckets), sum(bucket.launched_bytes for bucket in buckets)
 
 
 def _same_class(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -26,18 +26,8 @@ from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
+from memscale._profile.work import Work
 
-_FREE = frozenset(
-    (
-        torch.ops.aten._unsafe_view.default,
-        torch.ops.aten.empty.memory_format,
-        torch.ops.aten.empty_like.default,
-        torch.ops.aten.empty_strided.default,
-        torch.ops.aten.new_empty.default,
-        torch.ops.aten.new_empty_strided.default,
-    )
-)
-"""Operators that read and write nothing, beside views."""
 CLASSIFIER_WIDTH = 1000
 """An output this wide is taken for class scores when the model computes no loss of its own."""
 
@@ -47,18 +37,27 @@ class Detachable(Protocol):
 
 
 Attach = Callable[[nn.Module], Detachable]
+Traffic = Callable[[], tuple[int, int, int, int]]
+"""Transfers to the next tier so far and their bytes; those back, and theirs."""
+
+
+def _no_traffic() -> tuple[int, int, int, int]:
+    return 0, 0, 0, 0
 
 
 class SegmentRecorder(LiveBytes):
     """Live bytes and costs, segment by segment."""
 
-    def __init__(self, device_type: str, rounding_bytes: int, *, counts_fakes: bool) -> None:
+    def __init__(
+        self, device_type: str, rounding_bytes: int, *, counts_fakes: bool, traffic: Traffic = _no_traffic
+    ) -> None:
         super().__init__(device_type, rounding_bytes, counts_fakes=counts_fakes)
+        self._traffic_so_far = traffic
         self.segments: list[Segment] = []
         self.num_calls: dict[str, int] = {}
         self._place: tuple[Phase, str, int] = ("forward", "", 0)
         self._start_bytes = 0
-        self._flops = self._matmul_bytes = self._other_bytes = self._num_launches = 0
+        self._work, self._traffic = Work(), (0, 0, 0, 0)
         self._entered: set[int] = set()
         self._highest_bytes = 0
         self._highest_by_kind = dict(self.by_kind)
@@ -72,25 +71,14 @@ class SegmentRecorder(LiveBytes):
             return _torch_private.device_answer(args[0])
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not func.is_view and func not in _FREE:
-            self._add_cost(func, args, kwargs, result)
+        self._work.add(func, args, kwargs, result, self.device_type)
         return result
-
-    def _add_cost(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        num_bytes = sum(_num_bytes(leaf) for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
-        self._num_launches += 1
-        formula = _torch_private.flop_formula(func)
-        if formula is None:
-            self._other_bytes += num_bytes
-        else:
-            self._flops += int(formula(*args, **kwargs, out_val=result))
-            self._matmul_bytes += num_bytes
 
     def open(self) -> None:
         """Forget what came before the step."""
         self.segments, self.num_calls, self._entered = [], {}, set()
         self._place, self._start_bytes = ("forward", "", 0), self.total_bytes
-        self._flops = self._matmul_bytes = self._other_bytes = self._num_launches = 0
+        self._work, self._traffic = Work(), self._traffic_so_far()
         self.reset_peak()
         self._highest_bytes, self._highest_by_kind = 0, dict(self.by_kind)
         self._opened_by_kind = dict(self.by_kind)
@@ -111,6 +99,10 @@ class SegmentRecorder(LiveBytes):
 
     def _cut(self) -> None:
         phase, module_fqn, _ = self._place
+        traffic = self._traffic_so_far()
+        work, moved = self._work, [now - before for now, before in zip(traffic, self._traffic, strict=True)]
+        work.num_sends, work.sent_bytes = work.num_sends + moved[0], work.sent_bytes + moved[1]
+        work.num_fetches, work.fetched_bytes = work.num_fetches + moved[2], work.fetched_bytes + moved[3]
         if self.peak_bytes > self._highest_bytes:
             self._highest_bytes, self._highest_by_kind = self.peak_bytes, self.peak_by_kind
         self.segments.append(
@@ -119,14 +111,10 @@ class SegmentRecorder(LiveBytes):
                 module_fqn=module_fqn,
                 peak_bytes=max(0, self.peak_bytes - self._start_bytes),
                 net_bytes=self.total_bytes - self._start_bytes,
-                flops=self._flops,
-                matmul_bytes=self._matmul_bytes,
-                other_bytes=self._other_bytes,
-                num_launches=self._num_launches,
+                **dataclasses.asdict(work),
             )
         )
-        self._start_bytes = self.total_bytes
-        self._flops = self._matmul_bytes = self._other_bytes = self._num_launches = 0
+        self._start_bytes, self._work, self._traffic = self.total_bytes, Work(), traffic
         self.reset_peak()
 
     # ---- hooks that tell where the step is
@@ -173,10 +161,6 @@ class SegmentRecorder(LiveBytes):
             self.move_to("backward", "", 0)
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes if tensor.layout is torch.strided else 0
-
-
 def _with_gradient(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in _tensors_in(tree) if tensor.requires_grad]
 
@@ -217,13 +201,15 @@ class Rehearsal:
         """
         with contextlib.ExitStack() as undo:
             undo.enter_context(self.stage())
-            if attach is not None:
-                undo.callback(attach(self.model).detach)
-            traces = [self._record() for _ in range(num_steps)]
+            attached = attach(self.model) if attach is not None else None
+            if attached is not None:
+                undo.callback(attached.detach)
+            traffic: Traffic = getattr(attached, "traffic", _no_traffic)  # what is attached may move nothing
+            traces = [self._record(traffic) for _ in range(num_steps)]
         return max(traces, key=lambda trace: trace.peak_bytes)
 
-    def _record(self) -> StepTrace:
-        recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
+    def _record(self, traffic: Traffic) -> StepTrace:
+        recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake, traffic=traffic)
         with contextlib.ExitStack() as undo:
             undo.callback(self._clear_gradients)
             for module_fqn, module in find_pieces(self.model).items():

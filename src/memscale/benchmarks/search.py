@@ -71,22 +71,30 @@ def random_blocks(chance: random.Random, num_blocks: int, num_kinds: int) -> lis
 
 
 def _trace(blocks: Sequence[Block], how: str) -> StepTrace:
-    def segment(phase: Any, name: str, peak: int, net: int, moved: float) -> Segment:
-        return Segment(phase, name, peak * _MB, net * _MB, 0, 0, int(moved * _MB))
+    def segment(
+        phase: Any, name: str, peak: int, net: int, moved: float, *, sent: int = 0, fetched: int = 0
+    ) -> Segment:
+        work = {"flops": 0, "matmul_bytes": 0, "other_bytes": int(moved * _MB)}
+        traffic = {"sent_bytes": sent * _MB, "fetched_bytes": fetched * _MB}
+        return Segment(phase, name, peak * _MB, net * _MB, **work, **traffic)
 
     named = [(f"b.{index}", block) for index, block in enumerate(blocks)]
     segments = [segment("forward", "", 1, 1, 1)]
     for name, block in named:
         visit = block.parameters if how == "stream" else 0
         kept = block.kept[how]
-        segments.append(segment("forward", name, kept + block.temporaries + visit, kept, block.time))
+        sent = block.kept["keep"] - kept if how == "offload" else 0
+        peak = kept + block.temporaries + visit
+        segments.append(segment("forward", name, peak, kept, block.time, sent=sent, fetched=visit))
         segments.append(segment("forward", "", 0, 0, 0))
     segments += [segment("forward", "", 50, 30, 50), segment("backward", "", 60, -30, 50)]
     for name, block in reversed(named):
         visit, kept = (block.parameters if how == "stream" else 0), block.kept[how]
         gradients = 0 if how == "stream" else block.parameters
         peak = max(0, block.kept["keep"] - kept) + block.temporaries + block.parameters + visit
-        segments.append(segment("backward", name, peak, gradients - kept, block.time * (2 + _RECOMPUTED[how])))
+        fetched = block.kept["keep"] - kept if how == "offload" else visit
+        moved = block.time * (2 + _RECOMPUTED[how])
+        segments.append(segment("backward", name, peak, gradients - kept, moved, sent=visit, fetched=fetched))
         segments.append(segment("backward", "", 0, 0, 0))
     return StepTrace((*segments, segment("backward", "", 1, 0, 1)))
 

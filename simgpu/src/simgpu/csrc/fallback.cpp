@@ -26,7 +26,9 @@ struct OperatorFacts {
   int weight_argument = -1;     // of a convolution
   int generator_argument = -1;
   int host_argument = -1;       // may be a CPU tensor that is no scalar
+  bool overwrites = false;      // what it writes to it does not read (zero_, fill_)
   std::vector<bool> writes;     // per argument
+  std::vector<bool> is_out;     // per argument: out=, which is written and not read
   std::vector<int> returns_argument;  // per result: the written argument that it is, or -1
 };
 
@@ -54,6 +56,11 @@ bool is_lookup(const std::string& name) {
   return names.count(name) > 0;
 }
 
+bool overwrites(const std::string& name) {
+  static const std::unordered_set<std::string> names = {"aten::zero_", "aten::fill_", "aten::_foreach_zero_"};
+  return names.count(name) > 0;
+}
+
 int argument_returned_as(const c10::FunctionSchema& schema, const c10::Argument& result) {
   if (!result.alias_info() || !result.alias_info()->isWrite()) return -1;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
@@ -76,6 +83,7 @@ OperatorFacts read_facts(const c10::OperatorHandle& op) {
       facts.generator_argument = static_cast<int>(facts.writes.size());
     }
     facts.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+    facts.is_out.push_back(facts.writes.back() && argument.kwarg_only());
   }
   facts.is_view = !schema.returns().empty();
   facts.host_waits = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
@@ -89,6 +97,7 @@ OperatorFacts read_facts(const c10::OperatorHandle& op) {
   facts.host_argument = host_argument_of(name);
   facts.is_matmul = is_matmul(name);
   facts.is_lookup = is_lookup(name);
+  facts.overwrites = overwrites(name);
   if (name == "aten::convolution") facts.weight_argument = 1;
   if (name == "aten::convolution_backward") facts.weight_argument = 2;
   return facts;
@@ -187,8 +196,10 @@ class BoxedCall {
     if (t.defined() && !on_device(t)) return host_operand(t, write, index);
     Tensor host = write ? call_.write(t) : call_.read(t);
     if (!t.defined()) return host;
-    bytes_ += static_cast<double>(t.numel() * t.itemsize());
-    previous_operand_ = std::exchange(last_operand_, host);
+    // What is changed in place is read and written.
+    const bool both = write && !facts_.is_out[index] && !facts_.overwrites;
+    bytes_ += (both ? 2.0 : 1.0) * static_cast<double>(t.numel() * t.itemsize());
+    if (!facts_.is_out[index]) previous_operand_ = std::exchange(last_operand_, host);
     if (write) written_.emplace_back(t, host);
     if (static_cast<int>(index) == facts_.weight_argument) weight_ = host;
     if (index == 0) grad_out_elements_ = static_cast<double>(t.numel());

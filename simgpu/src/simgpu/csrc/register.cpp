@@ -59,7 +59,8 @@ void register_own_kernels(torch::Library& m) {
 }
 
 // A composite kernel of an operator would win over the catch-all fallback below and break the operator up into
-// several (native_layer_norm); so every operator that has a CPU kernel is routed to it by name.
+// several (native_layer_norm); so every operator that has a CPU kernel is routed to it by name. So are those over lists of
+// tensors, which a card does in one launch and the CPU one by one.
 void route_to_cpu_kernels(torch::Library& m) {
   auto& dispatcher = c10::Dispatcher::singleton();
   const std::string prefix = "aten::";
@@ -69,7 +70,8 @@ void route_to_cpu_kernels(torch::Library& m) {
     const std::string full = name.name.substr(prefix.size()) + overload;
     if (own_kernels().count(full)) continue;
     auto op = dispatcher.findSchema(name);
-    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    const bool over_lists = full.rfind("_foreach_", 0) == 0;
+    if (!op || !(over_lists || op->hasKernelForDispatchKey(c10::DispatchKey::CPU))) continue;
     m.impl(full.c_str(), CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }

@@ -333,17 +333,23 @@ class Streamer:
     def send_home(self, gradient: torch.Tensor, passage: Passage) -> torch.Tensor:
         """The gradient in host memory; complete when the passage's landing has been waited for."""
         if gradient.device == passage.host or not self._overlaps_for(gradient) or gradient.nbytes > LANDING_BYTES:
-            return gradient.to(passage.host)
+            return self._send_now(gradient, passage)
         if not _is_dense(gradient):
             gradient = gradient.contiguous()
         flight = self._flight()
         ticket = flight.send(gradient)
         if ticket is None:
-            return gradient.to(passage.host)
+            return self._send_now(gradient, passage)
         home = ticket.layout.rebuild(ticket.layout.empty(passage.host))
         passage.landing = Landing(ticket, home)
         flight.expect(ticket, passage.landing)
         return home
+
+    def _send_now(self, gradient: torch.Tensor, passage: Passage) -> torch.Tensor:
+        if gradient.device == passage.host and not self.store.keeps_bytes:  # a rehearsal on fake host tensors
+            self.transfers.stats.num_sends += 1
+            self.transfers.stats.bytes_sent += gradient.nbytes if gradient.layout is torch.strided else 0
+        return gradient.to(passage.host)
 
     def make_room_for_landings(self) -> None:
         """Take the pinned memory for gradients now, so that its size does not depend on how threads run."""

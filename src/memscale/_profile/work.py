@@ -1,0 +1,127 @@
+"""What one operator costs a device: arithmetic, and bytes read and written. A roofline needs no more.
+
+What is changed in place is read and written; `out=`, and what is only overwritten, is written; a lookup reads the rows
+that it gives. Causal attention is half the arithmetic. Views are free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memscale import _torch_private
+
+_FREE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_has_compatible_shallow_copy_type",
+        "_unsafe_view",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+    )
+)
+"""Operators that read and write nothing, beside views."""
+_LOOKUPS = frozenset(("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_unsafe_index"))
+_OVERWRITING = frozenset(("aten::zero_", "aten::fill_", "aten::copy_", "aten::_foreach_zero_"))
+_COPIES = frozenset(("aten::_to_copy", "aten::copy_"))
+
+
+@dataclasses.dataclass(slots=True)
+class Work:
+    """What was computed since it was zero."""
+
+    num_launches: int = 0
+    flops: int = 0
+    matmul_bytes: int = 0
+    other_bytes: int = 0
+    num_sends: int = 0
+    """Copies to the host, or to another device."""
+    sent_bytes: int = 0
+    num_fetches: int = 0
+    """Copies from there."""
+    fetched_bytes: int = 0
+
+    def add(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, device_type: str) -> None:
+        """Count an operator, if it is the device's."""
+        facts = _facts_of(func)
+        if facts.is_free:
+            return
+        given = _tensors((args, kwargs))
+        made = [tensor for tensor in _tensors(result) if not any(tensor is one for one in given)]
+        places = {_torch_private.device_type_of(tensor) for tensor in (*given, *made)}
+        if device_type not in places:
+            return
+        if facts.is_copy and len(places) > 1:
+            self._add_crossing(made[0] if made else args[0], device_type)
+            return
+        self.num_launches += 1
+        num_bytes = sum(_num_bytes(tensor) for tensor in made)
+        if facts.is_lookup:
+            num_bytes *= 2
+        else:
+            twice = _tensors([args[index] for index in facts.changed if index < len(args)])
+            num_bytes += sum(_num_bytes(tensor) for tensor in (*given, *twice))
+        formula = _torch_private.flop_formula(func)
+        if formula is None:
+            self.other_bytes += num_bytes
+        else:
+            self.flops += facts.arithmetic(int(formula(*args, **kwargs, out_val=result)), args, kwargs)
+            self.matmul_bytes += num_bytes
+
+    def _add_crossing(self, target: torch.Tensor, device_type: str) -> None:
+        if _torch_private.device_type_of(target) == device_type:
+            self.num_fetches += 1
+            self.fetched_bytes += _num_bytes(target)
+        else:
+            self.num_sends += 1
+            self.sent_bytes += _num_bytes(target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Facts:
+    """What an operator's schema tells."""
+
+    is_free: bool
+    is_lookup: bool
+    is_copy: bool
+    changed: tuple[int, ...]
+    """Arguments that are read and written."""
+    causal: int | None
+    """The argument that says whether attention is causal."""
+
+    def arithmetic(self, flops: int, args: Any, kwargs: dict[str, Any]) -> int:
+        given = args[self.causal] if self.causal is not None and self.causal < len(args) else kwargs.get("is_causal")
+        return flops // 2 if given is True else flops
+
+
+@functools.cache
+def _facts_of(func: Any) -> _Facts:
+    schema = func._schema
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    changed = [i for i in written if not schema.arguments[i].kwarg_only and schema.name not in _OVERWRITING]
+    causal = [i for i, argument in enumerate(schema.arguments) if argument.name == "is_causal"]
+    return _Facts(
+        is_free=func.is_view or schema.name in _FREE or func.namespace in ("prim", "profiler"),
+        is_lookup=schema.name in _LOOKUPS,
+        is_copy=schema.name in _COPIES,
+        changed=tuple(changed),
+        causal=causal[0] if causal else None,
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else 0
