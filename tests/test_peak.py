@@ -138,7 +138,7 @@ def test_a_clock_with_one_host_thread_waits_for_gradients_to_land() -> None:
 @pytest.mark.parametrize(("fetched", "expected"), [(0, 402 - 300 + 500), (50, 402 - 300 + 2 * 500)])
 def test_what_is_still_there_in_backward_leaves_all_the_time(fetched: int, expected: float) -> None:
     """50 MB take the link 500 ms. Fetched, they leave beside the 100 ms of forward and come back beside the 200 of
-    backward; still there, they have both. See NOTE [lingering sends]."""
+    backward; still there, they have both. See NOTE [side by side]."""
     trace = trace_of(ONE, "plain")
     traffic = {"forward": {"sent_bytes": 50 * MB}, "backward": {"fetched_bytes": fetched * MB}}
     segments = [dataclasses.replace(s, **traffic[s.phase]) if s.module_fqn else s for s in trace.segments]

@@ -21,6 +21,7 @@ from memscale._config import Config, OptimizationMode
 from memscale._decide import budget_bytes, decide
 from memscale._errors import MemScaleError, ProfileError
 from memscale._hardware import Hardware
+from memscale._optimizer_costs import OptimizerCosts
 from memscale._peak import CostModel
 from memscale._pipeline import Study
 from memscale._plan import Plan
@@ -109,8 +110,9 @@ class _Search:
         self.hardware = hardware
         self.limit = limit or MAX_SIZE
         self.on_progress = on_progress
+        costs = OptimizerCosts(model, optimizer, hardware, config)  # the same at every size
         self.study_at: Callable[[int], Study] = functools.cache(
-            lambda size: Study(model, inputs_at(size), config, optimizer, hardware)
+            lambda size: Study(model, inputs_at(size), config, optimizer, hardware, costs=costs)
         )
         self.anchors = anchors
 
@@ -120,14 +122,15 @@ class _Search:
         self._look_into_everything(config)
         budget = budget_bytes(self.hardware, config)
         best = _none() if at_least is None or not at_least.size else at_least
-        excess, upper, is_found = 0, self.limit, False
+        share, upper, is_found = 1.0, self.limit, False
         for _ in range(_MAX_ROUNDS):
-            size, plan = self._solve(config, budget - excess, upper)
+            size, plan = self._solve(config, int(budget * share), upper)
             if plan is None or size <= best.size or (is_found and size < best.size * _WORTH_ANOTHER):
                 break
             self.on_progress(f"{name}: rehearsing at {size}")
             confirmed = self._confirmed(size, plan, config)
-            excess = confirmed.predicted_peak_bytes - plan.predicted_peak_bytes
+            # What was drawn from small sizes is wrong by a share of the size.
+            share = plan.predicted_peak_bytes / max(1, confirmed.predicted_peak_bytes)
             if confirmed.fits:
                 best, is_found = _fitting(size, confirmed, is_limited=size == self.limit), True
             else:

@@ -77,7 +77,7 @@ def disk_bytes_per_s(directory: pathlib.Path) -> float:
 def _key(device_name: str) -> str:
     import torch
 
-    return f"{platform.node()} {device_name} torch {torch.__version__} {torch.get_num_threads()} threads"
+    return f"{platform.node()} {device_name} torch {torch.version.__version__} {torch.get_num_threads()} threads"
 
 
 # ---- remembering

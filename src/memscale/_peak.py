@@ -102,29 +102,37 @@ class CostModel:
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
         runs = self._grouped(trace)
-        later = self._sent_later(runs) if self.overlaps else {}
-        merged = [self._merge(tuple(run), halves, later.get(index, 0)) for index, (_, run) in enumerate(runs)]
+        spread = self._spread(runs) if self.overlaps else {}
+        nothing = Moved()
+        merged = [self._merge(tuple(run), halves, spread.get(index, nothing)) for index, (_, run) in enumerate(runs)]
         return [owner for owner, _ in runs], merged
 
-    def _sent_later(self, runs: list[tuple[str, list[Segment]]]) -> dict[int, int]:
-        """By run: how many bytes more, or less, leave in it than are sent there.
+    def _spread(self, runs: list[tuple[str, list[Segment]]]) -> dict[int, Moved]:
+        """By run: what crosses the link in it more, or less, than begins there.
 
-        NOTE [lingering sends]: a source is kept until its copy is made, up to the window of transfers. What backward
-        finds still there is not fetched, and nobody waits for its copy before the end of the step: it leaves beside
-        the forward and the backward of its block.
+        NOTE [side by side]: what blocks send leaves while others compute, and what they need comes back while others
+        do, as far as windows allow. So it is spread over all of them. A source is kept until its copy is made, up to
+        the window: what backward finds still there is not fetched, and its copy is waited for only at the end of the
+        step. It leaves beside what comes back; the rest of it, beside the forward and the backward of its block.
         """
         places: dict[str, list[int]] = {}
         for index, (owner, _) in enumerate(runs):
             places.setdefault(owner, []).append(index)
-        later: dict[int, int] = {}
-        for first, second in (found for owner, found in places.items() if owner and len(found) == 2):
-            forward, backward = runs[first][1], runs[second][1]
-            kept_bytes = sum(s.sent_bytes for s in forward) - sum(s.fetched_bytes for s in backward)
-            share_ms = self._busy_ms(forward), self._busy_ms(backward)
-            if kept_bytes > 0 and sum(share_ms) > 0:
-                later[second] = int(kept_bytes * share_ms[1] / sum(share_ms))
-                later[first] = -later[second]
-        return later
+        pairs = [(found[0], found[1]) for owner, found in places.items() if owner and len(found) == 2]
+        sent = {first: sum(segment.sent_bytes for segment in runs[first][1]) for first, _ in pairs}
+        fetched = {second: sum(segment.fetched_bytes for segment in runs[second][1]) for _, second in pairs}
+        all_sent, all_fetched = sum(sent.values()), sum(fetched.values())
+        lingering = max(0, all_sent - all_fetched)
+        spread = {}
+        for first, second in pairs if all_sent else ():
+            share = sent[first] / all_sent
+            busy_ms = self._busy_ms(runs[first][1]), self._busy_ms(runs[second][1])
+            early = busy_ms[0] / max(sum(busy_ms), 1e-12)
+            beside = share * max(0, lingering - all_fetched)
+            leaves = share * (all_sent - lingering) + beside * early
+            spread[first] = Moved(out_bytes=leaves - sent[first])
+            spread[second] = Moved(out_bytes=beside * (1 - early), in_bytes=share * all_fetched - fetched[second])
+        return spread
 
     def _busy_ms(self, segments: list[Segment]) -> float:
         """Without transfers."""
@@ -165,23 +173,23 @@ class CostModel:
     def _owner(self, segment: Segment) -> str:
         return segment.module_fqn if segment.module_fqn in self.blocks else ""
 
-    def _merge(self, segments: tuple[Segment, ...], halves: bool, later_bytes: int) -> Stretch:
+    def _merge(self, segments: tuple[Segment, ...], halves: bool, more: Moved) -> Stretch:
         trace = StepTrace(segments)
-        ms = self.run_ms(segments, halves=halves, later_bytes=later_bytes)
+        ms = self.run_ms(segments, halves=halves, more=more)
         return Stretch(trace.peak_bytes, trace.end_bytes, ms)
 
-    def run_ms(self, segments: Iterable[Segment], *, halves: bool = False, later_bytes: int = 0) -> float:
-        """Adjacent segments of one owner. `halves`: products are in 16 bits; `later_bytes`: see `_sent_later`.
+    def run_ms(self, segments: Iterable[Segment], *, halves: bool = False, more: Moved | None = None) -> float:
+        """Adjacent segments of one owner. `halves`: products are in 16 bits; `more`: crosses the link, too.
 
         NOTE [pace]: the host launches, the device computes, and each direction of the link copies, side by side; the
         slowest of them sets the pace. Transfers that wait come on top of it, and from memory that is not pinned.
         """
-        segments = tuple(segments)
+        segments, more = tuple(segments), more or Moved()
         compute_ms = sum((self.compute_ms(segment, halves=halves) for segment in segments), 0.0)
         moved = Moved(
             num_copies=sum(segment.num_sends + segment.num_fetches for segment in segments),
-            out_bytes=sum(segment.sent_bytes for segment in segments) + later_bytes,
-            in_bytes=sum(segment.fetched_bytes for segment in segments),
+            out_bytes=sum(segment.sent_bytes for segment in segments) + more.out_bytes,
+            in_bytes=sum(segment.fetched_bytes for segment in segments) + more.in_bytes,
             landing_bytes=sum(segment.sent_bytes for segment in segments if segment.phase == "backward"),
         )
         return float(self._paced_ms(compute_ms, sum(segment.num_launches for segment in segments), moved))

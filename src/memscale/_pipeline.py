@@ -109,6 +109,7 @@ class Study:
         before_real: Callable[[], None] | None = None,
         replacement: Optimizer | None = None,
         holds_gradients: bool = False,
+        costs: OptimizerCosts | None = None,
     ) -> None:
         refuse_unprofilable(model)
         self.model = model
@@ -118,7 +119,7 @@ class Study:
         settings = ProfileSettings(
             config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps, holds_gradients
         )
-        self.costs = OptimizerCosts(model, optimizer, hardware, config, replacement)
+        self.costs = costs or OptimizerCosts(model, optimizer, hardware, config, replacement)
         device = torch.device(hardware.device_type)
         self.rehearsal, plain = open_rehearsal(model, inputs, device, settings, before_real)
         self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)

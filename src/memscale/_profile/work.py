@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memscale import _torch_private
+from memscale import _repeats, _torch_private
 
 _FREE = frozenset(
     f"aten::{name}"
@@ -61,10 +61,11 @@ class Work:
         places = {_torch_private.device_type_of(tensor) for tensor in (*given, *made)}
         if device_type not in places:
             return
+        times = _repeats.count()
         if facts.is_copy and len(places) > 1:
-            self._add_crossing(made[0] if made else args[0], device_type)
+            self._add_crossing(made[0] if made else args[0], device_type, times)
             return
-        self.num_launches += 1
+        self.num_launches += times
         num_bytes = sum(_num_bytes(tensor) for tensor in made)
         if facts.is_lookup:
             num_bytes *= 2
@@ -73,18 +74,18 @@ class Work:
             num_bytes += sum(_num_bytes(tensor) for tensor in (*given, *twice))
         formula = _torch_private.flop_formula(func)
         if formula is None:
-            self.other_bytes += num_bytes
+            self.other_bytes += times * num_bytes
         else:
-            self.flops += facts.arithmetic(int(formula(*args, **kwargs, out_val=result)), args, kwargs)
-            self.matmul_bytes += num_bytes
+            self.flops += times * facts.arithmetic(int(formula(*args, **kwargs, out_val=result)), args, kwargs)
+            self.matmul_bytes += times * num_bytes
 
-    def _add_crossing(self, target: torch.Tensor, device_type: str) -> None:
+    def _add_crossing(self, target: torch.Tensor, device_type: str, times: int) -> None:
         if _torch_private.device_type_of(target) == device_type:
-            self.num_fetches += 1
-            self.fetched_bytes += _num_bytes(target)
+            self.num_fetches += times
+            self.fetched_bytes += times * _num_bytes(target)
         else:
-            self.num_sends += 1
-            self.sent_bytes += _num_bytes(target)
+            self.num_sends += times
+            self.sent_bytes += times * _num_bytes(target)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -98,11 +98,13 @@ def _show(name: str, value: Any) -> str:
     if value is None:
         return "none"
     if name.endswith("_per_s"):
-        return f"{value / 1e9:.1f} GB/s (nominal)"
+        return f"{value / 1e9:.1f} GB/s"
     if name.endswith("_bytes"):
         return f"{value / 1e9:.2f} GB"
     if name.endswith("_flops"):
-        return f"{value / 1e12:.2f} TFLOP/s (nominal)"
+        return f"{value / 1e12:.2f} TFLOP/s"
+    if name.endswith("_s"):
+        return f"{value * 1e6:.1f} microseconds"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from memscale import _torch_private
+from memscale import _repeats, _torch_private
 from memscale.techniques.tiling.lazy import LazyLogits
 from memscale.techniques.tiling.recipe import Block, Projection, is_plain, linear, threes
 
@@ -107,7 +107,7 @@ class Sweep:
         losses = torch.zeros_like(self.row_max)
         with torch.autocast(self.block.device.type, enabled=False), self._cast_weights(tensors) as cast:
             gradients = None if needs is None else self._accumulators(tensors, needs)
-            for tile in self.rows.tiles(self.request.tile_rows):
+            for tile in self._tiles():
                 computed = _Tile(self, cast, tile, with_gradients=gradients is not None)
                 losses[tile] = computed.loss()
                 if gradients is not None:
@@ -119,12 +119,16 @@ class Sweep:
         """Gradients for an upstream gradient a row (in the order of `rows`), or one for all."""
         with torch.autocast(self.block.device.type, enabled=False), self._cast_weights(tensors) as cast:
             gradients = self._accumulators(tensors, needs)
-            for tile in self.rows.tiles(self.request.tile_rows):
+            for tile in self._tiles():
                 computed = _Tile(self, cast, tile, with_gradients=True)
                 computed.to_exponentials()
                 computed.add_gradients(gradients, upstream if upstream.dim() == 0 else upstream[tile])
                 del computed
         return gradients
+
+    def _tiles(self) -> Iterator[slice]:
+        tiles = list(self.rows.tiles(self.request.tile_rows))
+        return _repeats.in_turn(tiles, is_rehearsal=_torch_private.is_fake(self.row_max))
 
     @contextlib.contextmanager
     def _cast_weights(self, tensors: Any) -> Iterator[list[Any]]:
