@@ -482,7 +482,7 @@ class CostModel:
 
     def step_ms(self, run: Run, compute_ms: Any, streamed_bytes: Any) -> Any:
         """Forward and backward, with what tiles and the optimizer's step add."""
-        launch_ms = _LAUNCH_MS if self.counts_calls else 0.0  # a GPU's are in the traces
+        launch_ms = 0.0 if self.hardware.launch_s else _LAUNCH_MS  # where launches cost time, the traces count them
         if run.head_rows:
             assert self.profile.head is not None
             num_tiles = -(-max(self.head_rows) * 2 // run.head_rows)
