@@ -199,7 +199,9 @@ class CostModel:
         hardware = self.hardware
         flops_per_s = (hardware.half_flops if halves else hardware.fp32_flops) * hardware.matmul_efficiency
         matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
-        calls_ms = _calls.calls_ms(segment.num_launches) if self.counts_calls else 0.0
+        calls_ms = 0.0
+        if self.counts_calls:
+            calls_ms = _calls.segment_ms(segment.phase, segment.num_launches, segment.num_random)
         return (matmul_s + segment.other_bytes / hardware.memory_bytes_per_s) * 1e3 + calls_ms
 
     def _paced_ms(self, compute_ms: Any, num_launches: Any, moved: Moved) -> Any:

@@ -59,6 +59,8 @@ class Segment:
     """Bytes read and written by all others; views are free."""
     num_launches: int = 0
     """Operators that do work; each costs the processor some time, however small it is."""
+    num_random: int = 0
+    """Numbers drawn. On a CPU each takes as long as fifty additions."""
     num_sends: int = 0
     """Transfers to the next tier that begin here."""
     sent_bytes: int = 0

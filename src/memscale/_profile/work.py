@@ -44,6 +44,7 @@ class Work:
     flops: int = 0
     matmul_bytes: int = 0
     other_bytes: int = 0
+    num_random: int = 0
     num_sends: int = 0
     """Copies to the host, or to another device."""
     sent_bytes: int = 0
@@ -66,6 +67,8 @@ class Work:
             self._add_crossing(made[0] if made else args[0], device_type, times)
             return
         self.num_launches += times
+        if facts.draws:
+            self.num_random += times * max((tensor.numel() for tensor in (made or given)), default=0)
         num_bytes = sum(_num_bytes(tensor) for tensor in made)
         if facts.is_lookup:
             num_bytes *= 2
@@ -95,6 +98,7 @@ class _Facts:
     is_free: bool
     is_lookup: bool
     is_copy: bool
+    draws: bool
     changed: tuple[int, ...]
     """Arguments that are read and written."""
     causal: int | None
@@ -115,6 +119,7 @@ def _facts_of(func: Any) -> _Facts:
         is_free=func.is_view or schema.name in _FREE or func.namespace in ("prim", "profiler"),
         is_lookup=schema.name in _LOOKUPS,
         is_copy=schema.name in _COPIES,
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
         changed=tuple(changed),
         causal=causal[0] if causal else None,
     )
