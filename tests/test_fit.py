@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config, DoesNotFitError, OptimizationMode
+from memscale import Config, DoesNotFitError, Hardware, OptimizationMode, zoo
 from memscale._choice import Choice
 from memscale._fit import Fit, fit
 from memscale._peak import CostModel
 from memscale._pipeline import Study, make_plan
 from memscale._policy import choose_strategy
-from memscale._profile.inputs import Inputs
+from memscale._profile.inputs import Inputs, derive_inputs
 from tests.profiles import hardware_of
 
 HARDWARE = hardware_of()
@@ -53,6 +53,24 @@ def test_the_largest_fits_and_a_tenth_more_does_not() -> None:
         assert Study(encoder(), batch_of(entry.size), config, "adamw", HARDWARE).plan(strategy).fits
         more = entry.size + max(1, entry.size // 10)
         assert not Study(encoder(), batch_of(more), config, "adamw", HARDWARE).plan(strategy).fits
+
+
+@pytest.mark.slow
+def test_a_window_that_holds_a_tiny_batch_does_not_mislead() -> None:
+    """At a batch of 2 whatever is offloaded fits into the transfer window; drawn from there, no answer held."""
+    model = zoo.build("bert-mini")
+    modes = (OptimizationMode.BALANCED, OptimizationMode.AGGRESSIVE)
+
+    def inputs_of(size: int) -> Inputs:
+        inputs = derive_inputs(model, size, 128)
+        assert inputs is not None
+        return inputs
+
+    hardware = Hardware.from_name("RTX 3070")
+    found = fit(model, inputs_of, config=Config(memory_budget_gb=2.0), hardware=hardware, modes=modes)
+    assert found.plain.size == 33
+    assert found.by_mode[OptimizationMode.BALANCED].size > 33
+    assert found.by_mode[OptimizationMode.AGGRESSIVE].size > 700  # it was 538
 
 
 def test_nothing_fits_where_parameters_do_not() -> None:

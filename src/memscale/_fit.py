@@ -1,8 +1,8 @@
 """`fit`: the largest batch, or the longest sequence, that fits a device in each mode. By prediction alone.
 
-A step is profiled at two sizes with all that the modes allow. Between and beyond them profiles are drawn
-(`_scaling`), so any size can be decided in no time. What comes out is rehearsed at its very size, and the search goes
-on from there if the rehearsal says otherwise.
+A step is profiled at two sizes with all that the modes allow: for a batch, what fits plain training, and twice that.
+Between and beyond them profiles are drawn (`_scaling`), so any size can be decided in no time. What comes out is
+rehearsed at its very size, and the search goes on from there if the rehearsal says otherwise.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _MAX_ROUNDS = 4
 """Rehearsals of one answer."""
 _WORTH_ANOTHER = 1.02
 """An answer that was rehearsed and fits is not improved by less than this."""
+_WORTH_LOOKING = 0.95
+"""Where a drawn peak is less than this share of the rehearsed one, steps of about that size are profiled."""
 _PLAIN = {
     "enable_checkpointing": False,
     "enable_offloading": False,
@@ -88,7 +90,14 @@ def fit(
     hardware = hardware or Hardware.detect(config.device, config.offload_dir)
     search = _Search(model, inputs_at, config, optimizer, hardware, _anchors(vary, limit), limit, on_progress)
     plain = search.largest(config.replace(**_PLAIN), "plain")
-    by_mode = {mode: search.largest(config.replace(mode=mode), mode.value, plain) for mode in modes}
+    if vary == "batch" and plain.size > search.anchors[0]:
+        search.anchors = (
+            plain.size,
+            2 * plain.size,
+        )  # tiny batches fit into transfer windows: nothing is drawn from them
+    by_mode, best = {}, plain
+    for mode in (mode for mode in OptimizationMode if mode in modes):  # each may do all that the one before may
+        best = by_mode[mode] = search.largest(config.replace(mode=mode), mode.value, best)
     return Fit(vary, budget_bytes(hardware, config), hardware.device_name, plain, by_mode)
 
 
@@ -118,11 +127,11 @@ class _Search:
 
     def largest(self, config: Config, name: str, at_least: Fitting | None = None) -> Fitting:
         """The largest size whose plan fits, rehearsed at that size."""
-        self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
-        self._look_into_everything(config)
+        self._look_into_everything(config, name)
         budget = budget_bytes(self.hardware, config)
         best = _none() if at_least is None or not at_least.size else at_least
         share, upper, is_found = 1.0, self.limit, False
+        anchors = self.anchors
         for _ in range(_MAX_ROUNDS):
             size, plan = self._solve(config, int(budget * share), upper)
             if plan is None or size <= best.size or (is_found and size < best.size * _WORTH_ANOTHER):
@@ -135,9 +144,14 @@ class _Search:
                 best, is_found = _fitting(size, confirmed, is_limited=size == self.limit), True
             else:
                 upper = min(size - 1, int(size / _WORTH_ANOTHER))
+                if share < _WORTH_LOOKING and self.anchors == anchors and size > 2:
+                    self.anchors, share = (size // 2, size), 1.0
+                    self._look_into_everything(config, name)
+        self.anchors = anchors
         return best
 
-    def _look_into_everything(self, config: Config) -> None:
+    def _look_into_everything(self, config: Config, name: str) -> None:
+        self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
         for size in self.anchors:
             self.study_at(size).look_into_everything(config)
         small, large = (self.study_at(size).profile for size in self.anchors)

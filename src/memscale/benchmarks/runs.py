@@ -281,7 +281,9 @@ def _apart(order: dict[str, Any]) -> list[dict[str, Any]] | str:
     if run.returncode == 0:
         answer: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
         return answer
-    return (run.stderr.strip().splitlines() or [f"killed (exit code {run.returncode})"])[-1][:300]
+    if run.returncode < 0:
+        return f"killed by signal {-run.returncode}: too large for this machine?"
+    return (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1][:300]
 
 
 def _obey(text: str) -> None:
