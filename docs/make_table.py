@@ -25,13 +25,13 @@ SHOWN = ("plain", "balanced", "aggressive exact", "aggressive")
 
 def readme_table(measured: list[Result], predicted: list[Result]) -> str:
     lines = [
-        "| GB at the peak of a step | published: plain | published: optimised | plain | BALANCED "
+        "| GB at the peak of a step, time | published: plain | published: optimised | plain | BALANCED "
         "| AGGRESSIVE, exact parts | AGGRESSIVE |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for subject in table.SUBJECTS:
         real, fake = table.by_variant(measured, subject), table.by_variant(predicted, subject)
-        cells = [_cell(real.get(variant), fake.get(variant)) for variant in SHOWN]
+        cells = [_cell(real.get(variant), fake.get(variant), real.get("plain")) for variant in SHOWN]
         lines.append(f"| {_title(subject)} | {_published(subject)} | {' | '.join(cells)} |")
     return "\n".join([START, *lines, END])
 
@@ -44,9 +44,10 @@ def _published(subject: Subject) -> str:
     return f"{table.published_plain(subject)} | {subject.published_optimised_gb:.2f}"
 
 
-def _cell(real: Result | None, fake: Result | None) -> str:
+def _cell(real: Result | None, fake: Result | None, plain: Result | None) -> str:
     if real is not None and real.measured_bytes:
-        return f"**{real.measured_bytes / 1e9:.3f}**"
+        ratio = table.time_ratio(real, plain) if real.variant != "plain" else "-"
+        return f"**{real.measured_bytes / 1e9:.3f}**" + (f", {ratio}" if ratio != "-" else "")
     needed = real if real is not None and real.predicted_bytes else fake
     if needed is None:
         return ""
