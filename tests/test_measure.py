@@ -6,6 +6,8 @@ import dataclasses
 import json
 import logging
 import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,7 +47,16 @@ def test_measured_once(cache: pathlib.Path) -> None:
     written = cache.read_text()
     assert device_figures(torch.device("cpu"), "card") == first
     assert cache.read_text() == written
-    assert [path.name for path in cache.parent.iterdir()] == [FILE_NAME]
+    assert sorted(path.name for path in cache.parent.iterdir()) == [FILE_NAME, "hardware.lock"]
+
+
+def test_processes_that_begin_at_once_have_the_same_figures(cache: pathlib.Path) -> None:
+    code = (
+        "import torch\nfrom memscale._measure import device_figures\nprint(device_figures(torch.device('cpu'), 'card'))"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert len({run.communicate()[0] for run in runs}) == 1
+    assert [run.returncode for run in runs] == [0, 0, 0]
 
 
 def test_what_is_remembered_is_what_plans_rest_on(cache: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ empty; where nothing can be written, every process measures for itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -19,8 +20,13 @@ import pathlib
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import torch
@@ -85,17 +91,33 @@ def _key(device_name: str) -> str:
 
 def _recall(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     path = cache_dir() / FILE_NAME
-    known = _read(path).get(key)
-    if isinstance(known, dict) and _is_sound(known):
-        return known
-    start = time.perf_counter()
-    measured = measure()
-    logger.debug("measured %s in %.2f s: %s", key, time.perf_counter() - start, measured)
-    try:
-        _write(path, {**_read(path), key: measured})
-    except OSError as error:
-        logger.debug("what was measured cannot be kept in %s: %s", path, error)
-    return measured
+    with _alone(path):
+        known = _read(path).get(key)
+        if isinstance(known, dict) and _is_sound(known):
+            return known
+        start = time.perf_counter()
+        measured = measure()
+        logger.debug("measured %s in %.2f s: %s", key, time.perf_counter() - start, measured)
+        try:
+            _write(path, {**_read(path), key: measured})
+        except OSError as error:
+            logger.debug("what was measured cannot be kept in %s: %s", path, error)
+        return measured
+
+
+@contextlib.contextmanager
+def _alone(path: pathlib.Path) -> Iterator[None]:
+    """Of processes that begin at once one measures, and the others wait for its figures."""
+    with contextlib.ExitStack() as undo:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = undo.enter_context(path.with_suffix(".lock").open("w"))
+        except OSError as error:
+            logger.debug("%s cannot be locked: %s", path, error)
+        else:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _is_sound(entry: dict[str, Any]) -> bool:
