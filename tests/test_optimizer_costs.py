@@ -220,7 +220,7 @@ def test_what_bitsandbytes_was_told_of_single_parameters_counts() -> None:
     assert wide - plain == 2 * 3 * 512 * 512 - 2 * 4 * 512 * 512 // 256
 
 
-def test_devices_that_bitsandbytes_has_kernels_for() -> None:
+def test_devices_that_bitsandbytes_has_kernels_for(simgpu_device: Any) -> None:
     for device_type in ("cpu", "simgpu"):
         has_kernel = _torch_private.has_own_kernel("bitsandbytes::quantize_blockwise", device_type)
         assert (table_bytes(device_type) == 1024) == has_kernel
