@@ -88,6 +88,14 @@ def test_a_plain_run_out_of_memory_shows_what_it_would_need() -> None:
     assert "96.8%" in lines[2]
 
 
+def test_the_predicted_table_meets_its_bars() -> None:
+    """As it is checked in. In full, AGGRESSIVE goes below its exact part on every row."""
+    results = table.read_results(pathlib.Path(__file__).parents[2] / "docs" / "results" / "table_fake.json")
+    for subject in table.SUBJECTS:
+        row = {name: found.predicted_bytes for name, found in table.by_variant(results, subject).items()}
+        assert row["aggressive"] < row["aggressive exact"] <= subject.bar_gb * 1e9
+
+
 def test_results_are_kept_and_found_again(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "results.json"
     store = table.Store(path)
