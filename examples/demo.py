@@ -23,6 +23,9 @@ import time
 from collections.abc import Sequence
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault(
+    "MEMSCALE_MEASURE", "0"
+)  # nominal throughput: the same plan, and the same bytes, on every machine
 
 import torch
 from rich.console import Console

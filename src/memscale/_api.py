@@ -261,8 +261,8 @@ def _attach(
     try:
         executor.adopt()
         _introduce(executor, config, hardware)
-        replacement = None if baseline is None or baseline is optimizer else optimizer
         baseline = optimizer if baseline is None else baseline
+        replacement = None if baseline is optimizer else optimizer
         known = "adamw" if baseline is None else baseline
         planner = _Planner(executor, config, known, hardware, reporter, replacement, holds_gradients)
         if inputs is None and derive:

@@ -521,19 +521,24 @@ def test_sparse_tensors_are_refused_with_a_reason():
         torch.eye(3, device="simgpu").to_sparse()
 
 
+def product_of_wide(bias, left, right):
+    return torch.addmm(bias.float(), left.float(), right.float()).to(bias.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_halves_are_summed_in_32_bits_and_rounded_once(dtype):
     """As on a card; the CPU's own products of halves are not all the same, and can take a hundred times as long."""
-    bias, left, right = torch.randn(50).to(dtype), torch.randn(40, 700).to(dtype), torch.randn(700, 50).to(dtype)
-    wide = torch.addmm(bias.float(), left.float(), right.float()).to(dtype)
+    bias, left, right = torch.randn(256).to(dtype), torch.randn(256, 700).to(dtype), torch.randn(700, 256).to(dtype)
+    assert not torch.equal(torch.addmm(bias, left, right), product_of_wide(bias, left, right))  # else nothing is shown
+    wide = product_of_wide(bias, left, right)
     on_device = [t.to("simgpu").requires_grad_() for t in (bias, left, right)]
     before = A.memory_allocated()
     product = torch.addmm(*on_device)
-    assert A.memory_allocated() - before == 40 * 50 * 2 + 96  # nothing in 32 bits on the device; blocks are of 512
+    assert A.memory_allocated() - before == 256 * 256 * 2  # nothing in 32 bits on the device
     assert product.dtype == dtype
     assert torch.equal(product.cpu(), wide)
     product.backward(torch.ones_like(product))
-    ones = torch.ones(40, 50)
+    ones = torch.ones(256, 256)
     assert torch.equal(on_device[1].grad.cpu(), (ones @ right.float().T).to(dtype))
     with pytest.raises(RuntimeError, match="same dtype"):
         torch.mm(on_device[1], on_device[2].float())
