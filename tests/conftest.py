@@ -64,6 +64,7 @@ def _no_module_keeps_tensors() -> Iterator[None]:
 
 
 def _live_bytes() -> int:
+    assert not gc.get_freeze_count(), "what is frozen would not be counted, and come into sight in another file"
     gc.collect()
     with measure("cpu") as living:
         pass

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Leak checks collect garbage several times a test; what was imported need not be walked through each time."""
+    """Leak checks collect garbage several times a test; what was imported need not be walked through each time.
+
+    For one file only: tensors among what is frozen are not seen by `measure()`, and come back into sight at the end.
+    """
     gc.collect()
     gc.freeze()
     yield
