@@ -215,8 +215,9 @@ def _is_as_before(leaf: Any, attributes: dict[str, Any]) -> bool:
 
 
 def _digest(output: Any) -> list[int]:
-    """A fingerprint of every bit of the output's tensors, without keeping them."""
-    return [_bits(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    """A fingerprint of every bit of the output's tensors, without keeping them. To look at lazy ones is to build them."""
+    leaves = tree_leaves(output)
+    return [_bits(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and not getattr(leaf, "is_lazy", False)]
 
 
 def _bits(tensor: torch.Tensor) -> int:

@@ -20,6 +20,7 @@ from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.offload import streaming
 from memscale.techniques.offload.lending import Lender
 from memscale.techniques.tiling import attach_head, sweep
+from memscale.techniques.tiling.lazy import LazyLogits
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
@@ -135,6 +136,20 @@ def test_a_tiled_head_in_16_bits_trains_as_one_that_stays(
     executor = executor_of(model, [*lossy, *whole_model(model)], asynchronous)
     train(model, TIED).assert_same(expected)
     assert all(p.dtype == torch.float32 for p in model.parameters())
+    executor.detach()
+    reference.detach()
+
+
+def test_verification_does_not_build_what_a_tiled_head_leaves_lazy(monkeypatch: pytest.MonkeyPatch):
+    resident, model = pair(TiledGpt)
+    tile = TileHead("head", rows=TILE_ROWS)
+    reference = executor_of(resident, [tile])
+    expected = train(resident, TIED)
+    built: list[LazyLogits] = []
+    monkeypatch.setattr(LazyLogits, "on_build", built.append)
+    executor = executor_of(model, [tile, *whole_model(model)], verify=True)
+    train(model, TIED).assert_same(expected)
+    assert not built
     executor.detach()
     reference.detach()
 

@@ -53,7 +53,7 @@ class LazyLogits(torch.Tensor):
     on_build: ClassVar[Callable[[LazyLogits], None] | None] = None
     """Told whenever logits are built, for those who want to know."""
     is_lazy = True
-    """For whoever must not look; see `memscale._profile.rehearsal`."""
+    """For whoever must not look: a rehearsal, and a fingerprint."""
     block: Block
     geometry: torch.Tensor
     vocabulary_dim: int
