@@ -215,7 +215,7 @@ def _is_as_before(leaf: Any, attributes: dict[str, Any]) -> bool:
 
 
 def _digest(output: Any) -> list[int]:
-    """A fingerprint of every bit of the output's tensors, without keeping them. To look at lazy ones is to build them."""
+    """A fingerprint of every bit of the output's tensors, without keeping them. A lazy one is not looked at."""
     leaves = tree_leaves(output)
     return [_bits(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and not getattr(leaf, "is_lazy", False)]
 
