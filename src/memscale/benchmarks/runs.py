@@ -59,6 +59,8 @@ class Subject:
     """The device on which its plain run is tried, where more than this machine has would be needed."""
     host_gb: float | None = None
     """What it may use of the host; the rest goes to disk. None: what there is."""
+    host_gb_at_budget: float | None = None
+    """The same within the published peak, where the simulated device takes more of the memory that both share."""
 
     @property
     def shape(self) -> str:
@@ -67,6 +69,9 @@ class Subject:
     @property
     def variants(self) -> tuple[str, ...]:
         return VARIANTS if self.published_optimised_gb is not None else VARIANTS[:-1]
+
+    def host_gb_of(self, variant: str) -> float | None:
+        return self.host_gb_at_budget or self.host_gb if variant == "budget" else self.host_gb
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ def measure(subject: Subject, variant: str) -> Result:
         directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="memscale-bench-"))
         torch.manual_seed(0)
         model, inputs = _real_model(subject)
-        common = {"device": "simgpu", "offload_dir": directory, "max_cpu_offload_gb": subject.host_gb}
+        common = {"device": "simgpu", "offload_dir": directory, "max_cpu_offload_gb": subject.host_gb_of(variant)}
         if variant == "plain":
             if subject.cap_gb is not None:
                 simgpu.set_cap(int(subject.cap_gb * GB))

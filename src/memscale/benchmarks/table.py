@@ -41,7 +41,7 @@ SUBJECTS = (
     Subject("BERT-Large", "bert-large", 16, 128, 7.60, 2.02, 0.66),
     Subject("GPT-2 Medium", "gpt2-medium", 4, 512, 10.87, 2.61, 0.84),
     Subject("GPT-2 Large", "gpt2-large", 2, 512, 14.87, 4.68, 0.94),
-    Subject("GPT-2 XL", "gpt2-xl", 1, 512, None, 9.25, 1.05, cap_gb=10.0, host_gb=13.0),
+    Subject("GPT-2 XL", "gpt2-xl", 1, 512, None, 9.25, 1.05, cap_gb=10.0, host_gb=13.0, host_gb_at_budget=10.0),
 )
 QUICK = (SUBJECTS[0], Subject("GPT-2 small", "gpt2", 1, 256))
 
