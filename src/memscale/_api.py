@@ -20,7 +20,8 @@ from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide import half_type
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute import Executor, executor_of
-from memscale._hardware import Hardware, nearest_existing
+from memscale._hardware import Hardware
+from memscale._host import nearest_existing
 from memscale._patching import OwnHook
 from memscale._pipeline import device_of, execution_settings, make_plan
 from memscale._plan import Plan, StreamParameters

@@ -8,21 +8,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import pathlib
 import platform
-import re
-import shutil
 from typing import TYPE_CHECKING, Any
 
 from memscale import _measure
+from memscale._cards import KNOWN_CARDS, find_card
 from memscale._errors import ConfigError
+from memscale._host import cpu_flags, cpu_name, disk_free, host_memory, nearest_existing, resident_bytes
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("memscale")
-
-GIB = 1024**3
 
 _CPU_FLOPS_PER_CORE = 3.0e10
 """Nominal fp32 throughput of one core. Only ratios of predicted times rest on it."""
@@ -36,63 +33,6 @@ _HOST_BYTES_PER_S = 1.2e10
 _PAGEABLE_BYTES_PER_S = 8e9
 """Between host memory that is not pinned and a GPU."""
 _UNKNOWN_GPU_FLOPS, _UNKNOWN_GPU_BYTES_PER_S, _UNKNOWN_LINK_BYTES_PER_S = 2.0e13, 6.0e11, 1.2e10
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Card:
-    """A known GPU: the vendor's published figures for dense math."""
-
-    name: str
-    total_bytes: int
-    memory_bytes_per_s: float
-    fp32_flops: float
-    half_flops: float
-    """Dense 16-bit tensor-core throughput with 32-bit accumulation."""
-    link_bytes_per_s: float
-    """Host link, one direction, what a pinned copy reaches of the nominal rate (about 80 %)."""
-    architecture: str
-    bf16: bool = True
-    unified: bool = False
-
-
-def _card(
-    name: str,
-    gib: float,
-    gb_per_s: float,
-    tflops: float,
-    half: float,
-    link: float,
-    arch: str,
-    bf16: bool = True,
-) -> Card:
-    return Card(name, int(gib * GIB), gb_per_s * 1e9, tflops * 1e12, half * 1e12, link * 1e9, arch, bf16)
-
-
-KNOWN_CARDS: tuple[Card, ...] = (
-    _card("GTX 1080 Ti", 11, 484, 11.3, 11.3, 12, "sm_61", bf16=False),
-    _card("RTX 2060", 6, 336, 6.5, 25.8, 12, "sm_75", bf16=False),
-    _card("RTX 2080 Ti", 11, 616, 13.4, 53.8, 12, "sm_75", bf16=False),
-    _card("RTX 3060", 12, 360, 12.7, 25.5, 24, "sm_86"),
-    _card("RTX 3070", 8, 448, 20.3, 40.6, 24, "sm_86"),
-    _card("RTX 3080", 10, 760, 29.8, 59.5, 24, "sm_86"),
-    _card("RTX 3090", 24, 936, 35.6, 71.0, 24, "sm_86"),
-    _card("RTX 4060", 8, 272, 15.1, 30.2, 12, "sm_89"),
-    _card("RTX 4070", 12, 504, 29.1, 58.3, 24, "sm_89"),
-    _card("RTX 4080", 16, 717, 48.7, 97.5, 24, "sm_89"),
-    _card("RTX 4090", 24, 1008, 82.6, 165.2, 24, "sm_89"),
-    _card("RTX 5080", 16, 960, 56.3, 112.6, 48, "sm_120"),
-    _card("RTX 5090", 32, 1792, 104.8, 209.5, 48, "sm_120"),
-    _card("RTX A4000", 16, 448, 19.2, 76.7, 24, "sm_86"),
-    _card("RTX A6000", 48, 768, 38.7, 154.8, 24, "sm_86"),
-    _card("T4", 16, 320, 8.1, 65.0, 12, "sm_75", bf16=False),
-    _card("V100", 16, 900, 15.7, 125.0, 12, "sm_70", bf16=False),
-    _card("L4", 24, 300, 30.3, 121.0, 24, "sm_89"),
-    _card("L40S", 48, 864, 91.6, 362.0, 24, "sm_89"),
-    _card("A10G", 24, 600, 31.2, 125.0, 24, "sm_86"),
-    _card("A100", 40, 1555, 19.5, 312.0, 24, "sm_80"),
-    _card("A100 80GB", 80, 2039, 19.5, 312.0, 24, "sm_80"),
-    _card("H100", 80, 3350, 66.9, 989.0, 48, "sm_90"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,7 +85,7 @@ class Hardware:
 
         chosen = _choose_device(device)
         host_total, host_available = host_memory()
-        disk = None if offload_dir is None else _disk_free(offload_dir)
+        disk = None if offload_dir is None else disk_free(offload_dir)
         if chosen.type == "cpu":
             hardware = _measured(_cpu_hardware(host_total, host_available, disk), chosen)
             return hardware if offload_dir is None else _with_disk_measured(hardware, offload_dir)
@@ -195,95 +135,6 @@ class Hardware:
         )
 
 
-def find_card(name: str, *, loosely: bool = False) -> Card | None:
-    """The table's card of this name: `"rtx 3090"`, `"NVIDIA GeForce RTX 3090"`.
-
-    Loosely, a card whose words are all in the name will do ("NVIDIA A100-SXM4-80GB"): good enough for the
-    throughput of a card that is present, whose memory was read from the card itself.
-    """
-    wanted = _words(name)
-    if loosely:
-        matches = [card for card in KNOWN_CARDS if _words(card.name) <= wanted]
-    else:
-        joined = "".join(sorted(wanted))
-        matches = [card for card in KNOWN_CARDS if "".join(sorted(_words(card.name))) == joined]
-    return max(matches, key=lambda card: len(card.name), default=None)
-
-
-def _words(name: str) -> set[str]:
-    """ "RTX3090" and "NVIDIA GeForce RTX 3090" both mean {"rtx", "3090"}."""
-    spaced = re.sub(r"(?<=[a-z]{2})(?=\d)", " ", re.sub(r"[^a-z0-9]+", " ", name.lower()))
-    return set(spaced.split()) - {"nvidia", "geforce", "tesla", "gpu"}
-
-
-def host_memory() -> tuple[int, int]:
-    """Total and available bytes of host RAM, the control group's limit included."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
-    limit = _cgroup_limit()
-    if limit is not None and limit[0] < total:
-        total, available = limit[0], min(available, max(0, limit[0] - limit[1]))
-    return total, available
-
-
-def _cgroup_limit(
-    root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), own: pathlib.Path = pathlib.Path("/proc/self/cgroup")
-) -> tuple[int, int] | None:
-    """Limit and use of this process's memory control group (v2, then v1); None where there is none."""
-    v2, v1 = _cgroup_paths(own)
-    for directories, limit_name, use_name in (
-        (_with_parents(root, v2), "memory.max", "memory.current"),
-        (_with_parents(root / "memory", v1), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        limits = [
-            (limit, _read_int(directory / use_name) or 0)
-            for directory in directories
-            if (limit := _read_int(directory / limit_name)) is not None
-        ]
-        if limits:
-            return min(limits, key=lambda pair: pair[0] - pair[1])
-    return None
-
-
-def _cgroup_paths(own: pathlib.Path) -> tuple[str, str]:
-    """The process's group in the unified hierarchy, and in that of the v1 memory controller."""
-    v2 = v1 = ""
-    lines = own.read_text().splitlines() if own.is_file() else []
-    for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        if number == "0":
-            v2 = path
-        elif "memory" in controllers.split(","):
-            v1 = path
-    return v2, v1
-
-
-def _with_parents(root: pathlib.Path, path: str) -> list[pathlib.Path]:
-    """A group and every group above it: the tightest of them binds."""
-    parts = [part for part in path.split("/") if part and part != ".."]
-    return [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
-
-
-def _read_int(path: pathlib.Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() and int(text) < 2**60 else None  # "max", or v1's huge number: no limit
-
-
-def _disk_free(offload_dir: str) -> int:
-    """Free bytes where `offload_dir` is, or will be."""
-    return shutil.disk_usage(nearest_existing(offload_dir)).free
-
-
-def nearest_existing(path: str) -> pathlib.Path:
-    """The path itself, or the directory in which it would be made."""
-    absolute = pathlib.Path(path).absolute()
-    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
-
-
 def _choose_device(device: str | torch.device | None) -> torch.device:
     import torch
 
@@ -298,14 +149,14 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
 
 def _cpu_hardware(host_total: int, host_available: int, disk: int | None) -> Hardware:
     cores = os.cpu_count() or 1
-    flags = _cpu_flags()
+    flags = cpu_flags()
     fast = bool(flags & {"amx_bf16", "avx512_bf16"})
     return Hardware(
         device_type="cpu",
-        device_name=_cpu_name(),
+        device_name=cpu_name(),
         device_count=1,
         total_bytes=host_total,
-        free_bytes=min(host_total, host_available + _resident_bytes()),
+        free_bytes=min(host_total, host_available + resident_bytes()),
         architecture=platform.machine(),
         supports_bf16=True,
         supports_fp16="avx512_fp16" in flags,
@@ -319,28 +170,6 @@ def _cpu_hardware(host_total: int, host_available: int, disk: int | None) -> Har
         memory_bytes_per_s=_CPU_BYTES_PER_S,
         link_bytes_per_s=_CPU_DISK_BYTES_PER_S,
     )
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def _cpu_flags() -> set[str]:
-    return set(_cpuinfo("flags").split())
-
-
-def _cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or "CPU"
-
-
-def _cpuinfo(key: str) -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":", 1)[0].strip() == key), "")
 
 
 def _accelerator_hardware(

@@ -16,7 +16,7 @@ import ctypes
 import threading
 from typing import Any
 
-from memscale._hardware import host_memory
+from memscale._host import host_memory
 from memscale._patching import undo_with
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from memscale import Config, OptimizationMode, zoo
-from memscale._hardware import KNOWN_CARDS, Hardware
+from memscale._cards import KNOWN_CARDS
+from memscale._hardware import Hardware
 from memscale._pipeline import Study
 from memscale._profile import OptimizerCost, Profile, Segment, StepTrace
 from memscale._profile.inputs import Inputs, derive_inputs
