@@ -1,16 +1,14 @@
 """A stage on which a training step can be tried without a trace: on fake tensors, or for real.
 
-Both stages run forward, a loss and backward, cut into segments by hooks on the layers. The fake stage works on a
-copy of the model whose tensors have no memory. The real stage works on the model itself and puts back everything
-that a step changes: RNG, buffers, gradients, flags and attributes.
+Both stages run forward, a loss and backward, and record them segment by segment (segments.py). The fake stage works on
+a copy of the model whose tensors have no memory. The real stage works on the model itself and puts back everything that
+a step changes: RNG, buffers, gradients, flags and attributes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
@@ -22,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from memscale import _torch_private
 from memscale._host_rng import HostRng
 from memscale._memory import LiveBytes, rounding_of
-from memscale._profile import Phase, Segment, StepTrace
+from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
-from memscale._profile.work import Work
+from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 
 CLASSIFIER_WIDTH = 1000
 """An output this wide is taken for class scores when the model computes no loss of its own."""
@@ -37,141 +35,6 @@ class Detachable(Protocol):
 
 
 Attach = Callable[[nn.Module], Detachable]
-Traffic = Callable[[], tuple[int, int, int, int]]
-"""Transfers to the next tier so far and their bytes; those back, and theirs."""
-
-
-def _no_traffic() -> tuple[int, int, int, int]:
-    return 0, 0, 0, 0
-
-
-class SegmentRecorder(LiveBytes):
-    """Live bytes and costs, segment by segment."""
-
-    def __init__(
-        self, device_type: str, rounding_bytes: int, *, counts_fakes: bool, traffic: Traffic = _no_traffic
-    ) -> None:
-        super().__init__(device_type, rounding_bytes, counts_fakes=counts_fakes)
-        self._traffic_so_far = traffic
-        self.segments: list[Segment] = []
-        self.num_calls: dict[str, int] = {}
-        self._place: tuple[Phase, str, int] = ("forward", "", 0)
-        self._start_bytes = 0
-        self._work, self._traffic = Work(), (0, 0, 0, 0)
-        self._entered: set[int] = set()
-        self._highest_bytes = 0
-        self._highest_by_kind = dict(self.by_kind)
-        self._opened_by_kind = dict(self.by_kind)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Autograd asks every tensor where it is, many times: answered here that is twice as fast, and no traffic.
-        if _torch_private.is_device_question(func) and _torch_private.is_fake(args[0]):
-            return _torch_private.device_answer(args[0])
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._work.add(func, args, kwargs, result, self.device_type)
-        return result
-
-    def open(self) -> None:
-        """Forget what came before the step."""
-        self.segments, self.num_calls, self._entered = [], {}, set()
-        self._place, self._start_bytes = ("forward", "", 0), self.total_bytes
-        self._work, self._traffic = Work(), self._traffic_so_far()
-        self.reset_peak()
-        self._highest_bytes, self._highest_by_kind = 0, dict(self.by_kind)
-        self._opened_by_kind = dict(self.by_kind)
-
-    def close(self) -> StepTrace:
-        self._cut()
-        at_peak = {kind: self._highest_by_kind[kind] - self._opened_by_kind[kind] for kind in self.by_kind}
-        return StepTrace(
-            tuple(self.segments),
-            gradients_at_peak=at_peak["gradients"],
-            activations_at_peak=at_peak["activations"],
-        )
-
-    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
-        if (phase, module_fqn, call) != self._place:
-            self._cut()
-            self._place = (phase, module_fqn, call)
-
-    def _cut(self) -> None:
-        phase, module_fqn, _ = self._place
-        traffic = self._traffic_so_far()
-        work, moved = self._work, [now - before for now, before in zip(traffic, self._traffic, strict=True)]
-        work.num_sends, work.sent_bytes = work.num_sends + moved[0], work.sent_bytes + moved[1]
-        work.num_fetches, work.fetched_bytes = work.num_fetches + moved[2], work.fetched_bytes + moved[3]
-        if self.peak_bytes > self._highest_bytes:
-            self._highest_bytes, self._highest_by_kind = self.peak_bytes, self.peak_by_kind
-        self.segments.append(
-            Segment(
-                phase=phase,
-                module_fqn=module_fqn,
-                peak_bytes=max(0, self.peak_bytes - self._start_bytes),
-                net_bytes=self.total_bytes - self._start_bytes,
-                **dataclasses.asdict(work),
-            )
-        )
-        self._start_bytes, self._work, self._traffic = self.total_bytes, Work(), traffic
-        self.reset_peak()
-
-    # ---- hooks that tell where the step is
-
-    def watch_gradients(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._see_gradient)
-                undo.callback(handle.remove)
-
-    def _see_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self.see(parameter.grad, "gradients")
-
-    def watch(self, module_fqn: str, module: nn.Module, undo: contextlib.ExitStack) -> None:
-        enter = functools.partial(self._enter_forward, module_fqn)
-        leave = functools.partial(self._leave_forward, module_fqn)
-        undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        undo.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
-
-    def _enter_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.num_calls[module_fqn] = self.num_calls.get(module_fqn, 0) + 1
-        self.move_to("forward", module_fqn, self.num_calls[module_fqn])
-
-    def _leave_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self.num_calls[module_fqn]
-        key = len(self.segments)
-        # A hook on lazy logits would make them build themselves: whoever hooks them wants their gradient.
-        for tensor in (each for each in _with_gradient(output) if not getattr(each, "is_lazy", False)):
-            tensor.register_hook(functools.partial(self._enter_backward, module_fqn, call, key))
-        for tensor in _with_gradient((args, kwargs)):
-            tensor.register_hook(functools.partial(self._leave_backward, module_fqn, call))
-        self.move_to("forward", "", 0)
-
-    def _enter_backward(self, module_fqn: str, call: int, key: int, gradient: torch.Tensor) -> None:
-        """The first gradient of an output has arrived: the layer's backward begins, once."""
-        if key not in self._entered:
-            self._entered.add(key)
-            self.move_to("backward", module_fqn, call)
-
-    def _leave_backward(self, module_fqn: str, call: int, gradient: torch.Tensor) -> None:
-        """An input's gradient is complete. Inputs shared with other layers complete later: then it is not our turn."""
-        if self._place == ("backward", module_fqn, call):
-            self.move_to("backward", "", 0)
-
-
-def _with_gradient(tree: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors_in(tree) if tensor.requires_grad]
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Also those in dataclasses, which PyTorch's trees take for leaves."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
 
 
 class Rehearsal:
@@ -204,7 +67,7 @@ class Rehearsal:
             attached = attach(self.model) if attach is not None else None
             if attached is not None:
                 undo.callback(attached.detach)
-            traffic: Traffic = getattr(attached, "traffic", _no_traffic)  # what is attached may move nothing
+            traffic: Traffic = getattr(attached, "traffic", no_traffic)  # what is attached may move nothing
             traces = [self._record(traffic) for _ in range(num_steps)]
         return max(traces, key=lambda trace: trace.peak_bytes)
 
@@ -315,7 +178,7 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss if loss.dim() == 0 else loss.mean()
-    tensors = _with_gradient(output)
+    tensors = with_gradient(output)
     if not tensors:
         raise RuntimeError("the model's output does not depend on any trainable parameter")
     del output

@@ -1,0 +1,164 @@
+"""A step cut into segments: what each layer's forward and backward hold, allocate, compute and move.
+
+    recorder = SegmentRecorder(device_type, rounding_bytes, counts_fakes=True)
+    recorder.watch(module_fqn, module, undo)        # hooks that tell where the step is
+    recorder.open()
+    with recorder:                                  # sees every operator
+        ...                                         # forward and backward
+    trace = recorder.close()
+
+Where a step runs, and what is put back after it, is the stage's affair (rehearsal.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from memscale import _torch_private
+from memscale._memory import LiveBytes
+from memscale._profile import Phase, Segment, StepTrace
+from memscale._profile.work import Work
+
+Traffic = Callable[[], tuple[int, int, int, int]]
+"""Transfers to the next tier so far and their bytes; those back, and theirs."""
+
+
+def no_traffic() -> tuple[int, int, int, int]:
+    return 0, 0, 0, 0
+
+
+class SegmentRecorder(LiveBytes):
+    """Live bytes and costs, segment by segment."""
+
+    def __init__(
+        self, device_type: str, rounding_bytes: int, *, counts_fakes: bool, traffic: Traffic = no_traffic
+    ) -> None:
+        super().__init__(device_type, rounding_bytes, counts_fakes=counts_fakes)
+        self._traffic_so_far = traffic
+        self.segments: list[Segment] = []
+        self.num_calls: dict[str, int] = {}
+        self._place: tuple[Phase, str, int] = ("forward", "", 0)
+        self._start_bytes = 0
+        self._work, self._traffic = Work(), (0, 0, 0, 0)
+        self._entered: set[int] = set()
+        self._highest_bytes = 0
+        self._highest_by_kind = dict(self.by_kind)
+        self._opened_by_kind = dict(self.by_kind)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Autograd asks every tensor where it is, many times: answered here that is twice as fast, and no traffic.
+        if _torch_private.is_device_question(func) and _torch_private.is_fake(args[0]):
+            return _torch_private.device_answer(args[0])
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._work.add(func, args, kwargs, result, self.device_type)
+        return result
+
+    def open(self) -> None:
+        """Forget what came before the step."""
+        self.segments, self.num_calls, self._entered = [], {}, set()
+        self._place, self._start_bytes = ("forward", "", 0), self.total_bytes
+        self._work, self._traffic = Work(), self._traffic_so_far()
+        self.reset_peak()
+        self._highest_bytes, self._highest_by_kind = 0, dict(self.by_kind)
+        self._opened_by_kind = dict(self.by_kind)
+
+    def close(self) -> StepTrace:
+        self._cut()
+        at_peak = {kind: self._highest_by_kind[kind] - self._opened_by_kind[kind] for kind in self.by_kind}
+        return StepTrace(
+            tuple(self.segments),
+            gradients_at_peak=at_peak["gradients"],
+            activations_at_peak=at_peak["activations"],
+        )
+
+    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
+        if (phase, module_fqn, call) != self._place:
+            self._cut()
+            self._place = (phase, module_fqn, call)
+
+    def _cut(self) -> None:
+        phase, module_fqn, _ = self._place
+        traffic = self._traffic_so_far()
+        work, moved = self._work, [now - before for now, before in zip(traffic, self._traffic, strict=True)]
+        work.num_sends, work.sent_bytes = work.num_sends + moved[0], work.sent_bytes + moved[1]
+        work.num_fetches, work.fetched_bytes = work.num_fetches + moved[2], work.fetched_bytes + moved[3]
+        if self.peak_bytes > self._highest_bytes:
+            self._highest_bytes, self._highest_by_kind = self.peak_bytes, self.peak_by_kind
+        self.segments.append(
+            Segment(
+                phase=phase,
+                module_fqn=module_fqn,
+                peak_bytes=max(0, self.peak_bytes - self._start_bytes),
+                net_bytes=self.total_bytes - self._start_bytes,
+                **dataclasses.asdict(work),
+            )
+        )
+        self._start_bytes, self._work, self._traffic = self.total_bytes, Work(), traffic
+        self.reset_peak()
+
+    # ---- hooks that tell where the step is
+
+    def watch_gradients(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._see_gradient)
+                undo.callback(handle.remove)
+
+    def _see_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.see(parameter.grad, "gradients")
+
+    def watch(self, module_fqn: str, module: nn.Module, undo: contextlib.ExitStack) -> None:
+        enter = functools.partial(self._enter_forward, module_fqn)
+        leave = functools.partial(self._leave_forward, module_fqn)
+        undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        undo.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+
+    def _enter_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.num_calls[module_fqn] = self.num_calls.get(module_fqn, 0) + 1
+        self.move_to("forward", module_fqn, self.num_calls[module_fqn])
+
+    def _leave_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self.num_calls[module_fqn]
+        key = len(self.segments)
+        # A hook on lazy logits would make them build themselves: whoever hooks them wants their gradient.
+        for tensor in (each for each in with_gradient(output) if not getattr(each, "is_lazy", False)):
+            tensor.register_hook(functools.partial(self._enter_backward, module_fqn, call, key))
+        for tensor in with_gradient((args, kwargs)):
+            tensor.register_hook(functools.partial(self._leave_backward, module_fqn, call))
+        self.move_to("forward", "", 0)
+
+    def _enter_backward(self, module_fqn: str, call: int, key: int, gradient: torch.Tensor) -> None:
+        """The first gradient of an output has arrived: the layer's backward begins, once."""
+        if key not in self._entered:
+            self._entered.add(key)
+            self.move_to("backward", module_fqn, call)
+
+    def _leave_backward(self, module_fqn: str, call: int, gradient: torch.Tensor) -> None:
+        """An input's gradient is complete. Inputs shared with other layers complete later: then it is not our turn."""
+        if self._place == ("backward", module_fqn, call):
+            self.move_to("backward", "", 0)
+
+
+def with_gradient(tree: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in _tensors_in(tree) if tensor.requires_grad]
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Also those in dataclasses, which PyTorch's trees take for leaves."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
