@@ -11,12 +11,14 @@ import torch
 
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
 from memscale.benchmarks import full_stack
+from memscale.benchmarks.full_stack import loss, peaks, setups
+from memscale.benchmarks.full_stack import state as state_module
 
 
 def test_peaks_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any, simgpu_device: Any):
-    monkeypatch.setattr(full_stack, "BATCHES", {"bert-tiny": (4, 32)})
-    monkeypatch.setattr(full_stack, "PUBLISHED_GB", {"bert-tiny": 0.1})
-    assert full_stack.main(["peaks", "--json", str(tmp_path / "peaks.json")]) == 0
+    monkeypatch.setitem(setups.BATCHES, "bert-tiny", (4, 32))
+    monkeypatch.setitem(peaks.PUBLISHED_GB, "bert-tiny", 0.1)
+    assert full_stack.main(["peaks", "--model", "bert-tiny", "--json", str(tmp_path / "peaks.json")]) == 0
     (peak,) = json.loads((tmp_path / "peaks.json").read_text())
     assert 0 < peak["measured_bytes"] < peak["baseline_bytes"]
     assert peak["predicted_bytes"] == pytest.approx(peak["measured_bytes"], rel=0.02)
@@ -29,7 +31,7 @@ def test_peaks_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_peak_above_the_published_one_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    peak = full_stack.Peak("bert-base", "16 x 128", 4, 2, 10**9, 8, 2, (), (), 0.0)
+    peak = peaks.Peak("bert-base", "16 x 128", 4, 2, 10**9, 8, 2, (), (), 0.0)
     monkeypatch.setattr(full_stack, "measure_peak", lambda name: dataclasses.replace(peak, model=name))
     assert full_stack.main(["peaks", "--model", "bert-base"]) == 1
     assert full_stack.main(["peaks", "--model", "gpt2-medium"]) == 0
@@ -41,7 +43,7 @@ def test_curves(tmp_path: Any, capsys: Any) -> None:
         full_stack.main(["loss", "--steps", "2", "--svg", str(tmp_path / "a.svg"), "--json", str(tmp_path / "a")]) == 0
     )
     runs = {run["name"]: run for run in json.loads((tmp_path / "a").read_text())}
-    assert list(runs) == list(full_stack.RUNS)
+    assert list(runs) == list(loss.RUNS)
     assert len({run["losses"][0] for run in runs.values()}) > 1  # bf16 is another number
     wide = runs["AdamW"]["state_bytes"]
     assert all(wide >= 3.5 * run["state_bytes"] for name, run in runs.items() if name != "AdamW")
@@ -50,11 +52,12 @@ def test_curves(tmp_path: Any, capsys: Any) -> None:
 
 
 def test_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> None:
-    monkeypatch.setattr(full_stack, "BATCHES", {"bert-tiny": (4, 32)})
-    assert full_stack.main(["state", "--json", str(tmp_path / "state.json")]) == 1, "its embeddings are most of it"
+    monkeypatch.setitem(setups.BATCHES, "bert-tiny", (4, 32))
+    status = full_stack.main(["state", "--model", "bert-tiny", "--json", str(tmp_path / "state.json")])
+    assert status == 1, "its embeddings are most of it"
     states = json.loads((tmp_path / "state.json").read_text())
-    assert [state["way"] for state in states] == list(full_stack.WAYS)
-    model, _ = full_stack._fresh_model("bert-tiny")
+    assert [state["way"] for state in states] == list(state_module.WAYS)
+    model, _ = setups.fresh_model("bert-tiny")
     num_elements, num_tensors = (sum(size(p) for p in model.parameters()) for size in (torch.numel, lambda p: 1))
     for state in states:
         assert state["wide_bytes"] == 8 * num_elements + 4 * num_tensors
@@ -66,11 +69,11 @@ def test_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> N
 
 
 def test_bars() -> None:
-    first = full_stack.Run("AdamW", 0.0, (2.0,), 400, 1.0)
-    near = full_stack.Run("AdamW8bit", 0.01, (2.01,), 100, 1.0)
-    assert full_stack.meets_bars([first, near])
-    assert not full_stack.meets_bars([first, dataclasses.replace(near, losses=(2.03,))])
-    assert not full_stack.meets_bars([first, dataclasses.replace(near, state_bytes=120)])
+    first = loss.Run("AdamW", 0.0, (2.0,), 400, 1.0)
+    near = loss.Run("AdamW8bit", 0.01, (2.01,), 100, 1.0)
+    assert loss.meets_bars([first, near])
+    assert not loss.meets_bars([first, dataclasses.replace(near, losses=(2.03,))])
+    assert not loss.meets_bars([first, dataclasses.replace(near, state_bytes=120)])
 
 
 @pytest.mark.parametrize("argv", [[], ["loss", "--steps", "0"], ["peaks", "--model", "bort"]])
