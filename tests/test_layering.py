@@ -63,7 +63,7 @@ ALLOWED = {
         "_search",
         "_writing",
     },
-    "_writing": {"_choice", "_config", "_front", "_peak", "_plan", "_profile", "_search", "_units"},
+    "_writing": {"_choice", "_config", "_front", "_hardware", "_peak", "_plan", "_profile", "_search", "_units"},
 }
 """Whom each of the pure modules may import, at most."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         apply_all_optimizations as apply_all_optimizations,
     )
     from memscale._api import detach as detach
+    from memscale._api import execute as execute
     from memscale._api import optimize as optimize
     from memscale._api import wrap as wrap
     from memscale._config import AsyncOffloadConfig as AsyncOffloadConfig
@@ -50,6 +51,7 @@ _HOME_OF = {
     "wrap": "_api",
     "optimize": "_api",
     "detach": "_api",
+    "execute": "_api",
     "apply_all_optimizations": "_api",
     "estimate": "_estimate",
     "Estimate": "_estimate",

@@ -20,6 +20,7 @@ from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide import half_type
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute import Executor, executor_of
+from memscale._execute import execute as execute_plan
 from memscale._hardware import Hardware
 from memscale._host import nearest_existing
 from memscale._patching import OwnHook
@@ -27,6 +28,7 @@ from memscale._pipeline import device_of, execution_settings, make_plan
 from memscale._plan import Plan, StreamParameters
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
+from memscale._saved import device_for, refuse_plan, with_conditions
 from memscale.report import console, stack
 from memscale.techniques.optimizer8bit import is_8bit, moments_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
@@ -77,6 +79,31 @@ def optimize(
         yield executor
     finally:
         executor.detach()
+
+
+def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimizer: Optimizer | None = None) -> Executor:
+    """Attach a plan that was made before, here or on another machine; nothing is profiled or decided again.
+
+        memscale.execute(model, memscale.Plan.load("plan.json"))
+
+    What is done, and how tensors travel, is the plan's. The config says where: `device` (None: where the plan
+    computes), `max_cpu_offload_gb`, `offload_dir`, the budget that this device has; and `verify_correctness`.
+    `PlanError` when the plan was made for another model or kind of device, `DoesNotFitError` when it peaks above what
+    there is here.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"execute takes a memscale.Plan (Plan.load reads a file), not {type(plan).__name__}")
+    known = _checked_optimizer(optimizer)
+    config = with_conditions(_checked_config(config), plan)
+    device = device_for(plan, _model_of(model), config)
+    hardware = Hardware.detect(device, config.offload_dir)
+    refuse_plan(plan, hardware, config)
+    _refuse_unusable(_model_of(model), config)
+    earlier = executor_of(_model_of(model))
+    if earlier is not None:
+        logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
+        earlier.detach()
+    return execute_plan(_model_of(model), plan, execution_settings(config, device, hardware), known)
 
 
 def detach(model: nn.Module) -> None:

@@ -388,7 +388,9 @@ def _is_around_blocks(action: Action) -> bool:
     return not isinstance(action, TileHead | TileAttention | TileMlp)
 
 
-def execute(model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None) -> Executor:
+def execute(
+    model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None, optimizer: Optimizer | None = None
+) -> Executor:
     """Attach a plan to a model of the kind that it was made for."""
     for layer in plan.rows:
         found = type(find_module(model, layer.module_fqn)).__name__
@@ -397,7 +399,7 @@ def execute(model: nn.Module, plan: Plan, settings: ExecutionSettings | None = N
                 f"the plan was made for another model: {layer.module_fqn!r} is a {found} here, "
                 f"a {layer.class_name} there"
             )
-    executor = Executor(model, settings)
+    executor = Executor(model, settings, optimizer)
     executor.apply(plan)
     executor.adopt()
     return executor

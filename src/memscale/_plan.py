@@ -167,6 +167,22 @@ class FrontPoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a plan's numbers rest on beside the model: how tensors travel, and how fast the hardware was taken to be."""
+
+    async_offload: bool
+    prefetch_depth: int
+    prefetch_bytes: int
+    window_bytes: int
+    min_tensor_bytes: int
+    speeds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Fields of `Hardware` that times were reckoned with, measured or from the card table."""
+
+    def __str__(self) -> str:
+        return ", ".join(_show_speed(name, value) for name, value in sorted(self.speeds.items()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """What will be done, what it will peak at, what it will cost, and why."""
 
@@ -203,6 +219,8 @@ class Plan:
     """What the front does not show, and why."""
     strategy: Reason | None = None
     """Why a policy chose this mode; None: the user did."""
+    conditions: Conditions | None = None
+    """None in a plan that was not written by `decide`, or that an earlier version saved."""
 
     @property
     def reduction(self) -> float:
@@ -242,6 +260,7 @@ class Plan:
             f"{self.predicted_slowdown:.2f}x the time, {'fits' if self.fits else 'does not fit'}",
             f"  rule:      {self.summary}",
             *([f"  strategy:  {self.strategy}"] if self.strategy is not None else []),
+            *([f"  times by:  {self.conditions}"] if self.conditions is not None and self.conditions.speeds else []),
         ]
 
     def _run_lines(self) -> list[str]:
@@ -332,6 +351,17 @@ def _row_cells(row: LayerRow) -> tuple[str, ...]:
         " + ".join(row.techniques) or "keep",
         str(row.reason),
     )
+
+
+def _show_speed(name: str, value: float) -> str:
+    """ "link_bytes_per_s": 2.4e10 reads as "link 24.0 GB/s"."""
+    if name.endswith("_bytes_per_s"):
+        return f"{name.removesuffix('_bytes_per_s').replace('_', ' ')} {value / 1e9:.4g} GB/s"
+    if name.endswith("_flops"):
+        return f"{name.removesuffix('_flops')} {value / 1e9:.4g} GFLOP/s"
+    if name.endswith("_s"):
+        return f"{name.removesuffix('_s').replace('_', ' ')} {value * 1e6:.4g} us"
+    return f"{name.replace('_', ' ')} {value:.4g}"
 
 
 def _show(name: str, value: int | float | str) -> str:

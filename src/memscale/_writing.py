@@ -9,12 +9,14 @@ from typing import Any, Literal
 from typing_extensions import assert_never
 
 from memscale._choice import Choice, Outcome, Run, Treatment
-from memscale._config import Config
+from memscale._config import AsyncOffloadConfig, Config
 from memscale._front import NAME_OF, slowdown
+from memscale._hardware import Hardware
 from memscale._peak import CostModel
 from memscale._plan import (
     Action,
     Checkpoint,
+    Conditions,
     DecisionSource,
     FrontPoint,
     LayerRow,
@@ -34,6 +36,17 @@ from memscale._units import show_bytes
 
 OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
 """State is brought to the device in pieces that belong to parameters of this many bytes."""
+
+_SPEEDS = (
+    "fp32_flops",
+    "half_flops",
+    "matmul_efficiency",
+    "memory_bytes_per_s",
+    "host_bytes_per_s",
+    "link_bytes_per_s",
+    "blocking_link_bytes_per_s",
+    "launch_s",
+)
 
 
 def write_plan(
@@ -70,6 +83,20 @@ def write_plan(
         movable_bytes=outcome.movable_bytes,
         front=front,
         front_note=front_note,
+        conditions=_conditions(model.hardware, config),
+    )
+
+
+def _conditions(hardware: Hardware, config: Config) -> Conditions:
+    transfers = config.async_config or AsyncOffloadConfig()
+    speeds = {name: getattr(hardware, name) for name in _SPEEDS}
+    return Conditions(
+        async_offload=config.async_offload,
+        prefetch_depth=transfers.prefetch_depth,
+        prefetch_bytes=transfers.prefetch_bytes,
+        window_bytes=transfers.window_bytes,
+        min_tensor_bytes=transfers.min_tensor_bytes,
+        speeds={name: float(value) for name, value in speeds.items() if value},
     )
 
 
