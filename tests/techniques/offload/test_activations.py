@@ -24,7 +24,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
 from memscale.techniques import checkpointing
-from memscale.techniques.offload import activations, transfers
+from memscale.techniques.offload import activations, waits
 from memscale.techniques.offload.activations import Offloader
 from memscale.techniques.offload.disk import DiskStore
 from memscale.techniques.offload.host import HostStore
@@ -541,7 +541,7 @@ WAITS = (
 
 @pytest.mark.parametrize("why", [None, *WAITS])
 def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
-    real = transfers.order
+    real = waits.order
 
     def order(waiter: Any, event: torch.Event, reason: str) -> None:
         if reason != why:
@@ -550,7 +550,7 @@ def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     model = Gpt(4, dropout=0.0).to(DEVICE)
     theirs = train(copy.deepcopy(model), GPT, steps=3)
-    monkeypatch.setattr(transfers, "order", order)
+    monkeypatch.setattr(waits, "order", order)
     with offloaded(model, window_bytes=0):
         run = train(model, GPT, steps=3)
     ACCELERATOR.synchronize()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from memscale._errors import OffloadError, PartialStepError, StoreFullError, StoreIOError
-from memscale.techniques.offload import transfers as transfers_module
+from memscale.techniques.offload import waits
 from memscale.techniques.offload.buckets import peak_state_bytes, rounded, split_into_buckets
 from memscale.techniques.offload.host import HostStore
 from memscale.techniques.offload.optimizer import adopt, adopt_optimizer
@@ -126,11 +126,9 @@ def is_caught(monkeypatch: pytest.MonkeyPatch, why: str, directory: pathlib.Path
         expected = run_watched(transfers, bucket_bytes=bucket_bytes)
     torch.accelerator.synchronize()
     assert simgpu.take_reports() == []
-    original = transfers_module.order
+    original = waits.order
     with monkeypatch.context() as patch, opened("simgpu host async", directory) as transfers:
-        patch.setattr(
-            transfers_module, "order", lambda who, event, name: None if name == why else original(who, event, name)
-        )
+        patch.setattr(waits, "order", lambda who, event, name: None if name == why else original(who, event, name))
         result = run_watched(transfers, bucket_bytes=bucket_bytes)
     torch.accelerator.synchronize()
     return bool(simgpu.take_reports()) or not same(result, expected)

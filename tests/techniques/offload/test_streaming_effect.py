@@ -16,7 +16,7 @@ from memscale._errors import MemScaleError, StoreFullError
 from memscale._execute import ExecutionSettings, Executor
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
-from memscale.techniques.offload import homes, streamer, streaming, transfers
+from memscale.techniques.offload import homes, streaming, waits
 from memscale.techniques.offload.host import HostStore
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
@@ -240,14 +240,13 @@ def _run_with_tight_bounds() -> tuple[Run, int]:
 @pytest.mark.parametrize("why", [None, *WAITS])
 def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
     theirs = train(_build().to(DEVICE), GPT, steps=2, accumulation=1)
-    real = transfers.order
+    real = waits.order
 
     def order(waiter: Any, event: torch.Event, reason: str) -> None:
         if reason != why:
             real(waiter, event, reason)
 
-    for module in (transfers, streamer):
-        monkeypatch.setattr(module, "order", order)
+    monkeypatch.setattr(waits, "order", order)
     run, num_races = _run_with_tight_bounds()
     is_same = run.losses == theirs.losses and all(map(same, run.gradients, theirs.gradients))
     assert (is_same and num_races == 0) == (why is None), f"{why}: same {is_same}, {num_races} races"

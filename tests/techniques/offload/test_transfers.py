@@ -14,6 +14,7 @@ import torch
 
 from memscale import _torch_private
 from memscale._errors import OffloadError, StoreFullError, StoreIOError
+from memscale.techniques.offload import in_flight, io_threads, waits
 from memscale.techniques.offload import transfers as transfers_module
 from memscale.techniques.offload.disk import CHUNK_BYTES, DiskStore
 from memscale.techniques.offload.stores import ShapeStore
@@ -378,13 +379,13 @@ def test_every_wait_is_needed(why, tmp_path, monkeypatch):
     """With the wait: no race, the right numbers. Without it: a race or a wrong number."""
     expected, reports = run_scenario(why, tmp_path)
     assert reports == []
-    original = transfers_module.order
+    original = waits.order
 
     def forget(waiter: Any, event: Any, name: str) -> None:
         if name != why:
             original(waiter, event, name)
 
-    monkeypatch.setattr(transfers_module, "order", forget)
+    monkeypatch.setattr(waits, "order", forget)
     result, reports = run_scenario(why, tmp_path)
     assert reports or not same(result, expected)
 
@@ -426,9 +427,10 @@ def test_debug_turns_an_overtaken_transfer_into_an_error(tmp_path):
 
 
 def test_no_wait_is_forgotten_here():
-    """Every named wait of the module has its scenario (but those after a failed copy, which the faults cover)."""
+    """Every named wait of transfers has its scenario (but those after a failed copy, which the faults cover)."""
     import inspect
     import re
 
-    names = set(re.findall(r'order\([^"]*"([a-z ]+)"\)', inspect.getsource(transfers_module)))
+    sources = map(inspect.getsource, (transfers_module, in_flight, io_threads))
+    names = {name for source in sources for name in re.findall(r'order\([^"]*"([a-z ]+)"\)', source)}
     assert names - {"reuse after failed copy"} == set(SCENARIOS)

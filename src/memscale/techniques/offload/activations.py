@@ -41,7 +41,8 @@ from memscale._errors import PlanError
 from memscale._patching import ForwardOverride
 from memscale._plan import OffloadActivations
 from memscale.techniques.offload.stores import Layout, Ticket, can_store
-from memscale.techniques.offload.transfers import Arrival, Transfers, TransferStats
+from memscale.techniques.offload.transfers import Arrival, Transfers
+from memscale.techniques.offload.waits import TransferStats
 
 MIN_TENSOR_BYTES = 1024 * 1024
 PREFETCH_BYTES = 64 * 1024 * 1024

@@ -28,9 +28,11 @@ import torch
 from memscale import _torch_private
 from memscale._errors import StoreFullError
 from memscale._units import round_up
+from memscale.techniques.offload import waits
 from memscale.techniques.offload.homes import CPU, Homes, unviewed
 from memscale.techniques.offload.stores import PART_BYTES, Layout, StoreCounters, Ticket
-from memscale.techniques.offload.transfers import Arrival, Transfers, TransferStats, order
+from memscale.techniques.offload.transfers import Arrival, Transfers
+from memscale.techniques.offload.waits import TransferStats
 
 logger = logging.getLogger("memscale")
 
@@ -79,7 +81,7 @@ class Visit:
     def leave_homes(self) -> None:
         """The host waits until the homes have been read. See NOTE [homes are written to only after they were read]."""
         for event in self.events[-1:]:  # one stream, in order
-            order(None, event, "host after weights")
+            waits.order(None, event, "host after weights")
         self.events = []
 
     def __del__(self) -> None:
@@ -102,7 +104,7 @@ class Landing:
             if ticket is None or home is None or ticket.store.closed:
                 return  # closed: the pass failed and was taken off before its gradients landed; nobody waits for them
             if ticket.written is not None:
-                order(None, ticket.written, "host after gradient")
+                waits.order(None, ticket.written, "host after gradient")
             if ticket.store.keeps_bytes:
                 ticket.store.read(ticket, [ticket.layout.flatten(home)])
             ticket.store.free(ticket)

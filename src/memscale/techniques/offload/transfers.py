@@ -12,90 +12,38 @@ Four ways, one interface: an accelerator with a host store (side streams and eve
 (a side stream to pinned staging memory, threads from there), the CPU with a disk store (threads), and any of them with
 `asynchronous=False` (no stream, no thread, every call blocks). Use one `Transfers` for a store.
 
-NOTE [stream order]: the current stream is read live, before a side stream is entered. Every wait goes through `order`,
-with its name, so that tests can leave out each of them.
+NOTE [stream order]: the current stream is read live, before a side stream is entered. Every wait goes through
+`waits.order`, with its name, so that tests can leave out each of them.
  1. Out: packing happens on the compute stream; the out stream waits for it, copies, and records `ticket.written`.
  2. In: memory is allocated on the compute stream; the in stream waits for it (its former owner may still be running)
     and for `ticket.written`, copies, and records the arrival's event; compute waits for that before it reads.
- 3. A source on its way out is kept alive in a window of `window_bytes`. When that overflows, the stream that sent the
-    oldest one waits for its copy, and only then is the memory dropped: the allocator hands it out again in stream
-    order, without `record_stream`, and the peak does not depend on timing. On the CPU the calling thread waits.
+ 3. A source on its way out is kept alive in a window of `window_bytes` (in_flight.py). When that overflows, the stream
+    that sent the oldest one waits for its copy, and only then is the memory dropped: the allocator hands it out again
+    in stream order, without `record_stream`, and the peak does not depend on timing. On the CPU the calling thread
+    waits.
  4. Host memory is written to only after the last copy out of it. See NOTE [memory returns after its event].
  5. An arrival that dies unread makes the stream that allocated it wait, for the same reason as 3.
 """
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import contextlib
-import dataclasses
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from memscale._errors import OffloadError, StoreFullError
+from memscale.techniques.offload import waits
 from memscale.techniques.offload.disk import CHUNK_BYTES
 from memscale.techniques.offload.host import HostStore, lay_over
+from memscale.techniques.offload.in_flight import Window
+from memscale.techniques.offload.io_threads import IoThreads, Job
 from memscale.techniques.offload.stores import Fence, Layout, Store, Ticket
 
 WINDOW_BYTES = 64 * 1024 * 1024
 STAGING_BYTES = 256 * 1024 * 1024
-
-Job = concurrent.futures.Future[None]
-
-
-def order(waiter: torch.Stream | None, event: torch.Event, why: str) -> None:
-    """What `waiter` (a stream, or this thread if None) does next happens after the event. See NOTE [stream order]."""
-    if waiter is None:
-        event.synchronize()
-    else:
-        waiter.wait_event(event)
-
-
-@dataclasses.dataclass(slots=True)
-class TransferStats:
-    """What moved, and what it cost."""
-
-    num_sends: int = 0
-    num_fetches: int = 0
-    bytes_sent: int = 0
-    bytes_fetched: int = 0
-    num_hits: int = 0
-    """Arrivals that were there when they were waited for."""
-    host_waited_s: float = 0.0
-    """Time in which the calling thread was blocked. Waits between streams block no thread and are not in it."""
-
-    @property
-    def hit_rate(self) -> float:
-        return self.num_hits / self.num_fetches if self.num_fetches else 0.0
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Sent:
-    """A source that stays as it is until its copy has been made."""
-
-    source: torch.Tensor | None
-    num_bytes: int
-    stream: torch.Stream | None
-    """Who allocated the source and may reuse its memory."""
-    event: torch.Event | None
-    job: Job | None
-
-    def release(self) -> None:
-        if self.event is not None:
-            order(self.stream, self.event, "reuse after sent")
-        if self.job is not None:
-            concurrent.futures.wait([self.job])
-        self.source = None  # the ticket still knows us
-
-    def __del__(self) -> None:
-        if self.source is not None and self.event is not None:  # dropped with a model that nobody detached
-            order(self.stream, self.event, "reuse after sent")
 
 
 class Transfers:
@@ -119,21 +67,17 @@ class Transfers:
         self.window_bytes = window_bytes
         self.debug = debug and store.keeps_bytes
         """Compare what comes back with what was sent: a wait that is missing shows as an error, not as a number."""
-        self.stats = TransferStats()
+        self.stats = waits.TransferStats()
         on_accelerator = self.device.type != "cpu" and store.keeps_bytes
         self.staging = HostStore(staging_bytes, pinned=on_accelerator)
-        self._in_flight: collections.deque[_Sent] = collections.deque()
-        self._in_flight_bytes = 0
-        self._write_jobs: collections.deque[Job] = collections.deque()
-        self._read_jobs: set[Job] = set()
+        self._window = Window(self.stats)
         self._lock = threading.RLock()
         self._orders = itertools.count()
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         if asynchronous and on_accelerator:
             self._out_stream = torch.Stream(device=self.device)
             self._in_stream = torch.Stream(device=self.device) if num_streams > 1 else self._out_stream
-        if asynchronous and any(leaf.keeps_bytes and not leaf.in_memory for leaf in store.leaves()):
-            self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="memscale-io")
+        has_disk = any(leaf.keeps_bytes and not leaf.in_memory for leaf in store.leaves())
+        self._threads = IoThreads(num_threads if asynchronous and has_disk else 0, self.stats)
 
     # ------------------------------------------------------------------------------------------------------ out
 
@@ -156,7 +100,7 @@ class Transfers:
                 raise
             self.stats.num_sends += 1
             self.stats.bytes_sent += target.num_bytes
-            self._trim(self.window_bytes)
+            self._window.trim(self.window_bytes)
             return target
 
     def _start_send(self, ticket: Ticket, source: torch.Tensor) -> None:
@@ -165,34 +109,33 @@ class Transfers:
         if not ticket.num_bytes:
             return
         if not store.keeps_bytes:
-            self._keep(ticket, source, None, None, None)
+            self._window.keep(ticket, source)
         elif not self.asynchronous or (store.in_memory and not on_accelerator):
             self._send_now(ticket, source)
         elif store.in_memory:
             ticket.written = self._copy_out(source, ticket)
-            self._keep(ticket, source, self._compute(source), ticket.written, None)
+            self._window.keep(ticket, source, self._compute(source), ticket.written)
             store.counters.bytes_in += ticket.num_bytes
         elif on_accelerator:
             self._send_staged(ticket, source)
         else:
-            job = self._submit(ticket, None, _write, ticket, source)
-            self._note_write(ticket, job)
-            self._keep(ticket, source, None, None, job)
+            job = self._threads.submit_write(ticket, _write, ticket, source)
+            self._window.keep(ticket, source, job=job)
 
     def _copy_out(self, source: torch.Tensor, spot: Ticket) -> torch.Event:
         """From the device into the spot's host memory, on the out stream."""
         compute, out = self._compute(source), self._out_stream
-        order(out, compute.record_event(), "out after compute")
+        waits.order(out, compute.record_event(), "out after compute")
         if spot.read is not None:
-            order(out, spot.read.event, "out after read")
+            waits.order(out, spot.read.event, "out after read")
         if spot.store.freed_read is not None:
-            order(out, spot.store.freed_read.event, "out after freed")
+            waits.order(out, spot.store.freed_read.event, "out after freed")
         try:
             with out:
                 for memory, part in lay_over(spot.store.memory_of(spot), source):
                     memory.copy_(part, non_blocking=True)
         except BaseException:
-            order(compute, out.record_event(), "reuse after failed copy")
+            waits.order(compute, out.record_event(), "reuse after failed copy")
             raise
         return out.record_event()
 
@@ -202,12 +145,12 @@ class Transfers:
             self._send_now(ticket, source)
             return
         event = self._copy_out(source, staged)
-        self._keep(ticket, source, self._compute(source), event, None)
-        self._note_write(ticket, self._submit(ticket, None, self._write_staged, ticket, staged, event))
+        self._window.keep(ticket, source, self._compute(source), event)
+        self._threads.submit_write(ticket, self._write_staged, ticket, staged, event)
 
     def _write_staged(self, ticket: Ticket, staged: Ticket, event: torch.Event) -> None:
         try:
-            order(None, event, "thread after sent")
+            waits.order(None, event, "thread after sent")
             ticket.store.write(ticket, self.staging.memory_of(staged))
         except BaseException:
             ticket.rescued = torch.cat(self.staging.memory_of(staged))
@@ -217,46 +160,21 @@ class Transfers:
 
     def _send_now(self, ticket: Ticket, source: torch.Tensor) -> None:
         """Block; to disk a chunk at a time, so that a large tensor needs no host copy of its own size."""
-        start = time.perf_counter()
-        concurrent.futures.wait(ticket.jobs)
-        ticket.written, ticket.write_job = None, None
-        in_memory = ticket.store.in_memory
-        ticket.store.write(ticket, [source] if in_memory else (chunk.cpu() for chunk in source.split(CHUNK_BYTES)))
-        self.stats.host_waited_s += time.perf_counter() - start
-
-    def _keep(
-        self,
-        ticket: Ticket,
-        source: torch.Tensor,
-        stream: torch.Stream | None,
-        event: torch.Event | None,
-        job: Job | None,
-    ) -> None:
-        ticket.sent = _Sent(source, ticket.num_bytes, stream, event, job)
-        self._in_flight.append(ticket.sent)
-        self._in_flight_bytes += ticket.num_bytes
-
-    def _trim(self, limit_bytes: int) -> None:
-        """Let go of the oldest sources until what is in flight fits the limit."""
-        while self._in_flight_bytes > limit_bytes:
-            self._let_go(self._in_flight[0])
-
-    def _let_go(self, sent: _Sent) -> None:
-        self._blocking(sent.release)
-        self._in_flight.remove(sent)
-        self._in_flight_bytes -= sent.num_bytes
+        with self.stats.blocking():
+            concurrent.futures.wait(ticket.jobs)
+            ticket.written, ticket.write_job = None, None
+            in_memory = ticket.store.in_memory
+            ticket.store.write(ticket, [source] if in_memory else (chunk.cpu() for chunk in source.split(CHUNK_BYTES)))
 
     def wait_sent(self, ticket: Ticket) -> None:
         """From here on its source may be written to: the stream that sent it (or this thread) waits for the copy."""
         with self._lock:
-            if ticket.sent in self._in_flight:
-                self._let_go(ticket.sent)
-            ticket.sent = None
+            self._window.release(ticket)
 
     def release_sources(self) -> None:
         """Let go of every source: as `wait_sent`, for all of them."""
         with self._lock:
-            self._trim(0)
+            self._window.trim(0)
 
     # ------------------------------------------------------------------------------------------------------- in
 
@@ -289,20 +207,20 @@ class Transfers:
                 store.counters.bytes_out += ticket.num_bytes
             else:
                 arrival.staged = staged
-                arrival.job = self._submit_read(ticket, self._read_staged, ticket, staged)
+                arrival.job = self._threads.submit_read(ticket, self._read_staged, ticket, staged)
                 staged.jobs.append(arrival.job)
         elif store.in_memory:
             self._fetch_now(ticket, target)
         else:
-            arrival.job = self._submit_read(ticket, store.read, ticket, [target])
+            arrival.job = self._threads.submit_read(ticket, store.read, ticket, [target])
 
     def _copy_in(self, spot: Ticket, arrival: Arrival) -> None:
         """From the spot's host memory to the device, on the in stream."""
         stream = self._in_stream
         assert arrival.allocated is not None
-        order(stream, arrival.allocated, "in after compute")
+        waits.order(stream, arrival.allocated, "in after compute")
         if spot.written is not None:
-            order(stream, spot.written, "in after written")
+            waits.order(stream, spot.written, "in after written")
         try:
             with stream:
                 for memory, part in lay_over(spot.store.memory_of(spot), arrival.line.view(torch.uint8)):
@@ -313,7 +231,7 @@ class Transfers:
 
     def _read_staged(self, ticket: Ticket, staged: Ticket) -> None:
         if self.staging.freed_read is not None:
-            order(None, self.staging.freed_read.event, "thread after freed")
+            waits.order(None, self.staging.freed_read.event, "thread after freed")
         ticket.store.read(ticket, self.staging.memory_of(staged))
 
     def finish_staged(self, arrival: Arrival) -> None:
@@ -327,11 +245,10 @@ class Transfers:
                 self.staging.free(staged)
 
     def _fetch_now(self, ticket: Ticket, target: torch.Tensor) -> None:
-        start = time.perf_counter()
-        ticket.wait_written()
-        concurrent.futures.wait(ticket.jobs)
-        ticket.store.read(ticket, [target] if ticket.store.in_memory else _host_parts(target))
-        self.stats.host_waited_s += time.perf_counter() - start
+        with self.stats.blocking():
+            ticket.wait_written()
+            concurrent.futures.wait(ticket.jobs)
+            ticket.store.read(ticket, [target] if ticket.store.in_memory else _host_parts(target))
 
     # ------------------------------------------------------------------------------------------------ the rest
 
@@ -343,32 +260,29 @@ class Transfers:
     def free(self, ticket: Ticket) -> None:
         """The tensor is no longer needed, nor is the error if writing it failed."""
         ticket.store.free(ticket)
-        with self._lock, contextlib.suppress(ValueError):
-            self._write_jobs.remove(ticket.write_job)  # type: ignore[arg-type]
+        with self._lock:
+            self._threads.forget_write(ticket)
 
     def settle(self) -> None:
         """All that was sent is in the store, no source is held, no thread is busy. Raises what a write raised."""
         with self._lock:
-            self._trim(0)
-            jobs, self._write_jobs = [*self._write_jobs], collections.deque()
-            self._blocking(concurrent.futures.wait, [*jobs, *self._read_jobs])
+            self._window.trim(0)
+            writes = self._threads.finish()
             self.store.sweep()
-        for job in jobs:
+        for job in writes:
             job.result()
 
     def close(self) -> None:
         """Let go of everything. Errors of threads are not raised any more: what they concern is given up."""
         with self._lock:
-            self._trim(0)
-            if self._threads is not None:
-                self._threads.shutdown(wait=True)
-            self._write_jobs.clear()
+            self._window.trim(0)
+            self._threads.close()
             self.staging.close()
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes of sources that are kept until they have been copied. At most `window_bytes` after every call."""
-        return self._in_flight_bytes
+        return self._window.num_bytes
 
     def _compute(self, tensor: torch.Tensor) -> torch.Stream:
         return torch.accelerator.current_stream(tensor.device)
@@ -380,35 +294,8 @@ class Transfers:
             try:
                 return self.staging.reserve(layout)
             except StoreFullError:
-                pending = next((job for job in self._write_jobs if not job.done()), None)
-                if pending is None:
+                if not self._threads.wait_for_a_write():
                     return None
-                self._blocking(concurrent.futures.wait, [pending])
-
-    def _submit(self, ticket: Ticket, needed: Job | None, function: Callable[..., None], *args: Any) -> Job:
-        """Run in a thread, after the earlier jobs on the same spot. First in, first out: they cannot wait for us."""
-        assert self._threads is not None
-        ticket.jobs = [job for job in ticket.jobs if not job.done()]
-        job = self._threads.submit(_run_after, [*ticket.jobs], needed, function, *args)
-        ticket.jobs.append(job)
-        return job
-
-    def _submit_read(self, ticket: Ticket, function: Callable[..., None], *args: Any) -> Job:
-        job = self._submit(ticket, ticket.write_job, function, *args)
-        self._read_jobs.add(job)
-        job.add_done_callback(self._read_jobs.discard)
-        return job
-
-    def _note_write(self, ticket: Ticket, job: Job) -> None:
-        ticket.write_job = job
-        while self._write_jobs and self._write_jobs[0].done() and self._write_jobs[0].exception() is None:
-            self._write_jobs.popleft()
-        self._write_jobs.append(job)
-
-    def _blocking(self, function: Callable[..., Any], *args: Any) -> None:
-        start = time.perf_counter()
-        function(*args)
-        self.stats.host_waited_s += time.perf_counter() - start
 
 
 def _digest(line: torch.Tensor) -> torch.Tensor:
@@ -423,13 +310,6 @@ def _write(ticket: Ticket, source: torch.Tensor) -> None:
     except BaseException:
         ticket.rescued = source
         raise
-
-
-def _run_after(earlier: list[Job], needed: Job | None, function: Callable[..., None], *args: Any) -> None:
-    concurrent.futures.wait(earlier)
-    if needed is not None:
-        needed.result()  # what was never written must not be read
-    function(*args)
 
 
 def _host_parts(target: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -466,12 +346,13 @@ class Arrival:
         if not self._waited:
             self._transfers.stats.num_hits += self.is_here()
         if self.job is not None:
-            self._transfers._blocking(concurrent.futures.wait, [self.job])
+            with self._transfers.stats.blocking():
+                concurrent.futures.wait([self.job])
             self._check_read()
         if self.staged is not None:
             self._transfers.finish_staged(self)
         if self.event is not None:
-            order(torch.accelerator.current_stream(self.line.device), self.event, "compute after arrival")
+            waits.order(torch.accelerator.current_stream(self.line.device), self.event, "compute after arrival")
         self._waited = True
         self._check_digest()
         return self.ticket.layout.rebuild(self.line)
@@ -495,4 +376,4 @@ class Arrival:
 
     def __del__(self) -> None:
         if not self._waited and self.event is not None:
-            order(self.stream, self.event, "reuse after unread arrival")
+            waits.order(self.stream, self.event, "reuse after unread arrival")
