@@ -201,3 +201,26 @@ def wide_net(num_layers: int = 8, width: int = 128) -> nn.Module:
 def give_gradients(net: nn.Module) -> None:
     for index, p in enumerate(net.parameters()):
         p.grad = torch.full_like(p, 0.01 * (index + 1))
+
+
+class Lion(O.Optimizer):
+    """Makes its state anew in every step instead of changing it in place."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["m"] = torch.zeros_like(p)
+                    p.add_((state["m"] * 0.9 + p.grad * 0.1).sign_(), alpha=-group["lr"])
+                    state["m"] = state["m"] * 0.99 + p.grad * 0.01
+        return loss
