@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.techniques.offload.tiers import WAYS, opened
+from tests.techniques.offload.tiers import opened
 
 KIB = 1 << 10
-ACCELERATOR_WAYS = tuple(way for way in WAYS if way.startswith("simgpu"))
 
 
 @pytest.fixture(autouse=True)

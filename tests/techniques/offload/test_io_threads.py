@@ -9,10 +9,7 @@ import torch
 
 from memscale._errors import StoreIOError
 from memscale.techniques.offload.disk import DiskStore
-from tests.techniques.offload.tiers import WAYS, device_of, opened
-
-KIB = 1 << 10
-ACCELERATOR_WAYS = tuple(way for way in WAYS if way.startswith("simgpu"))
+from tests.techniques.offload.tiers import device_of, opened
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,7 @@ import torch
 from memscale.techniques.offload import in_flight, io_threads, waits
 from memscale.techniques.offload import transfers as transfers_module
 from memscale.techniques.offload.transfers import Transfers
-from tests.techniques.offload.tiers import WAYS, opened, same
-
-KIB = 1 << 10
-ACCELERATOR_WAYS = tuple(way for way in WAYS if way.startswith("simgpu"))
+from tests.techniques.offload.tiers import opened, same
 
 
 @pytest.fixture(autouse=True)
