@@ -20,7 +20,8 @@ _TRAIN = """
 import gc, json, sys, threading
 import psutil, torch
 import memscale
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import Executor
+from memscale._settings import ExecutionSettings
 from memscale._plan import Checkpoint, OffloadOptimizer
 from memscale._profile.layers import find_blocks
 from memscale.benchmarks.models import Mlp

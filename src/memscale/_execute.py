@@ -7,17 +7,16 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import assert_never
 
-from memscale import _torch_private
-from memscale._config import AsyncOffloadConfig
 from memscale._errors import PlanError
 from memscale._malloc import is_short, return_freed_memory
+from memscale._offloading import Offloading
 from memscale._patching import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean, set_attribute
 from memscale._plan import (
     Action,
@@ -27,34 +26,17 @@ from memscale._plan import (
     OffloadOptimizer,
     Plan,
     QuantizeOptimizer,
-    Reason,
     StreamParameters,
     TileAttention,
     TileHead,
     TileMlp,
 )
 from memscale._recompute import RecomputedForward
-from memscale.techniques import checkpointing, optimizer8bit, precision, tiling
-from memscale.techniques.offload import activations, followers, optimizer, streaming, tiers
-from memscale.techniques.offload.transfers import Transfers
+from memscale._settings import ExecutionSettings, is_fake
+from memscale.techniques import checkpointing, precision, tiling
+from memscale.techniques.offload import followers
 
 logger = logging.getLogger("memscale")
-
-_StateAction: TypeAlias = OffloadOptimizer | QuantizeOptimizer
-"""What is done about optimizer state."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExecutionSettings:
-    """How a plan is carried out on this machine; a plan itself says only what."""
-
-    device: torch.device | None = None
-    """Where the model computes; None: where its parameters are."""
-    verify: bool = False
-    asynchronous: bool = False
-    async_config: AsyncOffloadConfig = dataclasses.field(default_factory=AsyncOffloadConfig)
-    host_budget_bytes: int | None = None
-    offload_dir: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,8 +68,7 @@ class Executor:
         self._techniques = contextlib.ExitStack()
         self._undo = contextlib.ExitStack()
         self._recomputed: list[RecomputedForward] = []
-        self._transfers: dict[str, Any] = {}
-        self._parked: _ParkedState | None = None
+        self._offloading = Offloading(self._model, self.settings, self._optimizer)
         self._precision: precision.Precision | None = None
         self._loss_scale: precision.LossScale | None = None
         """Outlives the plan: a later one goes on with it."""
@@ -140,17 +121,17 @@ class Executor:
         """
         actions = tuple(actions)
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as undo:
-            if self._parked is None:
-                failing.callback(self._unpark)
+            if self._offloading.parked is None:
+                failing.callback(self._offloading.give_back)
             undo.callback(self._recomputed.clear)
-            undo.callback(self._transfers.clear)
+            undo.callback(self._offloading.users.clear)
             undo.callback(self._forget_precision)
-            if actions and self._device().type == "cpu" and not self._is_fake() and is_short(peak_bytes):
+            if actions and self._device_type() == "cpu" and not is_fake(self.model) and is_short(peak_bytes):
                 return_freed_memory(self.model, undo)
             self._place(actions, undo)
             for action in sorted(actions, key=_is_around_blocks):
                 self._attach_one(action, undo)
-            self._attach_offloading(actions, undo, waiting_bytes)
+            self._offloading.attach(actions, undo, waiting_bytes)
             if any(isinstance(action, Checkpoint | StreamParameters) for action in actions):
                 _switch_off_caches(self.model, undo)
             self._techniques = undo.pop_all()
@@ -170,13 +151,13 @@ class Executor:
             case MixedPrecision():
                 self._attach_precision(action, undo)
             case OffloadActivations() | OffloadOptimizer() | StreamParameters() | QuantizeOptimizer():
-                pass  # together, in _attach_offloading: they share tiers and prefetch one another's neighbours
+                pass  # together, in _offloading.py: they share tiers and prefetch one another's neighbours
             case _:
                 assert_never(action)
 
     def _attach_precision(self, action: MixedPrecision, undo: contextlib.ExitStack) -> None:
         scale = self._loss_scale
-        self._precision = precision.attach(action, self.model, self._device().type, undo, scale=scale)
+        self._precision = precision.attach(action, self.model, self._device_type(), undo, scale=scale)
         if self._precision is not None and self._precision.scale is not None:
             self._loss_scale = self._precision.scale
 
@@ -187,129 +168,11 @@ class Executor:
         """Put the model where it computes. Streamed layers are placed by what streams them."""
         device = self.settings.device
         streams = any(isinstance(action, StreamParameters) for action in actions)
-        if device is not None and not streams and not self._is_fake():
+        if device is not None and not streams and not is_fake(self.model):
             place(self.model, device, undo)
 
-    def _attach_offloading(
-        self, actions: Sequence[Action], undo: contextlib.ExitStack, waiting_bytes: int | None
-    ) -> None:
-        streamed = [action for action in actions if isinstance(action, StreamParameters)]
-        sent_away = [action for action in actions if isinstance(action, OffloadActivations)]
-        if streamed:
-            self._attach_streaming(streamed, undo)
-        # A rehearsal runs no optimizer step.
-        kinds = OffloadOptimizer | QuantizeOptimizer
-        optimizers = [] if self._is_fake() else [action for action in actions if isinstance(action, kinds)]
-        if self._parked is not None and not self._parked.goes_on_with(optimizers):
-            self._unpark()  # now that parameters are where this plan wants them
-        budget = self._tier_budget(streamed)
-        if self._parked is not None:
-            self._parked.resume(budget)
-        elif optimizers:
-            self._park(optimizers, budget, waiting_bytes)
-        transfers = self._parked.transfers if self._parked is not None else None
-        if transfers is None and sent_away:
-            transfers = self._open_tier(budget, undo)
-        if transfers is not None:
-            transfers.require_room(waiting_bytes or 0)
-        if self._parked is not None:
-            self._transfers["optimizer"] = self._parked.adoption
-        if sent_away:
-            assert transfers is not None
-            self._attach_activations(sent_away, transfers, undo)
-
-    def _park(self, actions: Sequence[_StateAction], budget: int | None, waiting_bytes: int | None) -> None:
-        """Adopt the optimizer. Its state outlives the plan: a later one that treats it alike goes on with it."""
-        with contextlib.ExitStack() as undo:
-            moves_state = any(isinstance(action, OffloadOptimizer) for action in actions)
-            transfers = self._open_tier(budget, undo) if moves_state else None
-            adoption = self._attach_optimizer(actions, transfers, self._host_has_room(budget, waiting_bytes), undo)
-            self._parked = _ParkedState(_without_reasons(actions), transfers, adoption, undo.pop_all())
-
-    def _unpark(self) -> None:
-        parked, self._parked = self._parked, None
-        if parked is not None:
-            parked.undo.close()
-
-    def _attach_streaming(self, actions: Sequence[StreamParameters], undo: contextlib.ExitStack) -> None:
-        settings = self.settings
-        streamer = streaming.attach(
-            actions,
-            self.model,
-            self._device(),
-            undo,
-            asynchronous=settings.asynchronous,
-            prefetch_depth=settings.async_config.prefetch_depth,
-            host_budget_bytes=settings.host_budget_bytes,
-            gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
-            verify=settings.verify,
-        )
-        self._transfers["streaming"] = streamer
-
-    def _attach_activations(
-        self, actions: Sequence[OffloadActivations], transfers: Transfers, undo: contextlib.ExitStack
-    ) -> None:
-        self._transfers["activations"] = activations.attach(
-            actions,
-            self.model,
-            self._device(),
-            undo,
-            transfers=transfers,
-            min_tensor_bytes=self.settings.async_config.min_tensor_bytes,
-            prefetch_bytes=self.settings.async_config.prefetch_bytes,
-        )
-
-    def _attach_optimizer(
-        self,
-        actions: Sequence[_StateAction],
-        transfers: Transfers | None,
-        host_has_room: bool,
-        undo: contextlib.ExitStack,
-    ) -> optimizer.Adoption:
-        """One adoption for both: what waits in 8 bits is what travels."""
-        quantized = [action for action in actions if isinstance(action, QuantizeOptimizer)]
-        packer = optimizer8bit.EightBit(quantized[0], self.model, undo) if quantized else None
-        bucket_bytes = min(action.bucket_bytes for action in actions)
-        store = transfers.store if transfers is not None else None
-        known = self._optimizer() if self._optimizer is not None else None
-        if known is None:
-            return optimizer.adopt(self.model, store, transfers, bucket_bytes, undo, packer, host_has_room)
-        return optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room)
-
-    def _host_has_room(self, budget: int | None, waiting_bytes: int | None) -> bool:
-        """Whether all that waits is known to fit in host memory, so that nothing in it needs to leave for the disk."""
-        if waiting_bytes is None or self._device().type == "cpu":
-            return False
-        return budget is None or waiting_bytes <= budget
-
-    def _tier_budget(self, streamed: Sequence[StreamParameters]) -> int | None:
-        """What streaming leaves of the host budget."""
-        budget = self.settings.host_budget_bytes
-        if budget is None:
-            return None
-        modules = [find_module(self.model, action.module_fqn) for action in streamed]
-        homes = {id(p): p.nbytes * (1 + p.requires_grad) for module in modules for p in module.parameters()}
-        return max(0, budget - sum(homes.values()))
-
-    def _open_tier(self, budget: int | None, undo: contextlib.ExitStack) -> Transfers:
-        """One tier for activations and optimizer state."""
-        return tiers.open_tier(
-            self._device(),
-            undo,
-            is_fake=self._is_fake(),
-            asynchronous=self.settings.asynchronous,
-            async_config=self.settings.async_config,
-            host_budget_bytes=budget,
-            offload_dir=self.settings.offload_dir,
-        )
-
-    def _device(self) -> torch.device:
-        if self.settings.device is not None:
-            return self.settings.device
-        return next((p.device for p in self.model.parameters() if p.device.type != "cpu"), torch.device("cpu"))
-
-    def _is_fake(self) -> bool:
-        return any(_torch_private.is_fake(parameter) for parameter in self.model.parameters())
+    def _device_type(self) -> str:
+        return self.settings.device_of(self.model).type
 
     def on_detach(self, callback: Any, *args: Any) -> None:
         self._undo.callback(callback, *args)
@@ -320,7 +183,8 @@ class Executor:
             self.detached = True
             with contextlib.ExitStack() as last_first:
                 last_first.callback(self._undo.close)
-                last_first.callback(self._unpark)  # when parameters are back: their state goes where they are
+                # When parameters are back: their state goes where they are.
+                last_first.callback(self._offloading.give_back)
                 last_first.callback(self._techniques.close)
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,15 +200,7 @@ class Executor:
 
     def traffic(self) -> tuple[int, int, int, int]:
         """Transfers to the next tier so far and their bytes; those back, and theirs. Without the optimizer's."""
-        stats = [
-            self._transfers[name].stats.transfers for name in ("streaming", "activations") if name in self._transfers
-        ]
-        return (
-            sum(one.num_sends for one in stats),
-            sum(one.bytes_sent for one in stats),
-            sum(one.num_fetches for one in stats),
-            sum(one.bytes_fetched for one in stats),
-        )
+        return self._offloading.traffic()
 
     def stats(self) -> Stats:
         scale = self._precision.scale if self._precision is not None else None
@@ -354,33 +210,10 @@ class Executor:
             device_type=device_type,
             peak_bytes=torch.accelerator.max_memory_allocated() if on_device else None,
             num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
-            transfers={name: user.stats for name, user in self._transfers.items()},
+            transfers={name: user.stats for name, user in self._offloading.users.items()},
             loss_scale=scale.value if scale is not None else None,
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ParkedState:
-    """Optimizer state that waits elsewhere, from one plan to the next."""
-
-    actions: tuple[_StateAction, ...]
-    transfers: Transfers | None
-    adoption: optimizer.Adoption
-    undo: contextlib.ExitStack
-
-    def goes_on_with(self, actions: Sequence[_StateAction]) -> bool:
-        return _without_reasons(actions) == self.actions
-
-    def resume(self, host_budget_bytes: int | None) -> None:
-        """Another plan is attached: parameters may have moved, and the host's budget with them."""
-        if self.transfers is not None:
-            tiers.set_host_budget(self.transfers.store, host_budget_bytes)
-        self.adoption.follow_devices()
-
-
-def _without_reasons(actions: Sequence[_StateAction]) -> tuple[_StateAction, ...]:
-    return tuple(dataclasses.replace(action, reason=Reason("")) for action in actions)
 
 
 def _is_around_blocks(action: Action) -> bool:

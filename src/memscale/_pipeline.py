@@ -19,7 +19,7 @@ from memscale._choice import INSIDE, REST, TILE_HEAD, Choice, Outcome, choice_of
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide import decide, full_budget, full_front, half_type, needs_optimizing
 from memscale._errors import DoesNotFitError
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import Executor
 from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts, has_next_tier
 from memscale._peak import CostModel
@@ -44,6 +44,7 @@ from memscale._profile.layers import find_blocks
 from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach, Rehearsal
 from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
+from memscale._settings import ExecutionSettings
 from memscale._units import round_up
 from memscale._writing import cut_inside, explain_misfit
 from memscale.techniques import tiling

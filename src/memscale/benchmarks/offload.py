@@ -36,9 +36,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memscale
 from memscale._config import AsyncOffloadConfig
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import Executor
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.layers import find_blocks
+from memscale._settings import ExecutionSettings
 from memscale.techniques.offload.streaming import rest_of
 
 SIZES = {

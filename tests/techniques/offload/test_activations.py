@@ -18,11 +18,12 @@ from torch import nn
 import simgpu
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import MemScaleError, PlanError, StoreFullError
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import Executor
 from memscale._plan import Checkpoint, OffloadActivations, StreamParameters
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
+from memscale._settings import ExecutionSettings
 from memscale.techniques import checkpointing
 from memscale.techniques.offload import activations, waits
 from memscale.techniques.offload.activations import Offloader

@@ -17,8 +17,9 @@ from torch import nn
 import memscale
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import StoreFullError
-from memscale._execute import ExecutionSettings, Executor, executor_of
+from memscale._execute import Executor, executor_of
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Reason, StreamParameters
+from memscale._settings import ExecutionSettings
 from memscale.techniques.offload import tiers
 from memscale.techniques.offload.buckets import Waiting
 from tests.parity import plan_of, seed
@@ -285,7 +286,7 @@ def test_state_in_host_memory_goes_to_disk_only_if_the_host_has_no_room(
     executor.attach([*STREAMED, state_away()], waiting_bytes=waiting_bytes)
     optimizer = make_optimizer(model)
     steps(model, optimizer, 0, 3)
-    transfers = executor._transfers["optimizer"].transfers
+    transfers = executor._offloading.users["optimizer"].transfers
     disk = transfers.store.leaves()[1]
     assert (disk.counters.held_bytes == 0) == has_room
     assert same(weights(model), wanted)

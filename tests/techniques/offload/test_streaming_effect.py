@@ -13,9 +13,10 @@ from torch import nn
 
 import simgpu
 from memscale._errors import MemScaleError, StoreFullError
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import Executor
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
+from memscale._settings import ExecutionSettings
 from memscale.techniques.offload import homes, streaming, waits
 from memscale.techniques.offload.host import HostStore
 from tests.models import SUITE, Case

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from memscale._config import AsyncOffloadConfig
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import Executor
 from memscale._plan import Action, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale._settings import ExecutionSettings
 from memscale.techniques.offload import streaming
 from memscale.techniques.offload.lending import Lender
 from memscale.techniques.tiling import attach_head, sweep

@@ -12,9 +12,10 @@ from torch import nn
 
 import simgpu
 from memscale._config import AsyncOffloadConfig
-from memscale._execute import ExecutionSettings, Executor
+from memscale._execute import Executor
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.layers import find_blocks
+from memscale._settings import ExecutionSettings
 from memscale.techniques.offload.streaming import rest_of
 from tests.models import SUITE, Case
 from tests.parity import seed
@@ -183,7 +184,7 @@ def test_five_hundred_steps_use_no_more_than_ten(tmp_path: pathlib.Path, no_race
             let_autograd_finish()
             torch.accelerator.synchronize()
             optimizer.zero_grad()
-            store = executor._parked.transfers.store
+            store = executor._offloading.parked.transfers.store
             held = [(leaf.counters.held_bytes, leaf.counters.allocated_bytes) for leaf in store.leaves()]
             levels.append((torch.accelerator.memory_allocated(), simgpu.pinned_stats().requested_bytes, *held))
     assert len(set(levels)) == 1, levels
