@@ -11,9 +11,10 @@ from memscale import Config, DoesNotFitError, Hardware, OptimizationMode, zoo
 from memscale._choice import Choice
 from memscale._fit import Fit, fit
 from memscale._peak import CostModel
-from memscale._pipeline import Study, make_plan
+from memscale._pipeline import make_plan
 from memscale._policy import choose_strategy
 from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._study import Study
 from tests.profiles import hardware_of
 
 HARDWARE = hardware_of()

@@ -11,10 +11,10 @@ from torch import nn
 from memscale import Config
 from memscale._choice import Choice, Run
 from memscale._peak import CostModel
-from memscale._pipeline import Study
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._scaling import at_size, can_scale
+from memscale._study import Study
 from tests.profiles import Block, full_profile, hardware_of, profile_of, with_tiled_head
 
 HARDWARE = hardware_of()

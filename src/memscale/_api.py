@@ -17,18 +17,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale._decide import half_type
+from memscale._decide import full_budget, half_type
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute import Executor, executor_of
 from memscale._execute import execute as execute_plan
 from memscale._hardware import Hardware
 from memscale._host import nearest_existing
 from memscale._patching import OwnHook
-from memscale._pipeline import device_of, execution_settings, make_plan
+from memscale._pipeline import device_of, make_plan
 from memscale._plan import Plan, StreamParameters
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._saved import device_for, refuse_plan, with_conditions
+from memscale._settings import ExecutionSettings
 from memscale.report import console, stack
 from memscale.techniques.optimizer8bit import is_8bit, moments_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
@@ -103,7 +104,7 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
     if earlier is not None:
         logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
         earlier.detach()
-    return execute_plan(_model_of(model), plan, execution_settings(config, device, hardware), known)
+    return execute_plan(_model_of(model), plan, _settings(config, device, hardware), known)
 
 
 def detach(model: nn.Module) -> None:
@@ -285,7 +286,7 @@ def _attach(
     _refuse_unusable(model, config)
     device = device_of(model, config)
     hardware = Hardware.detect(device, config.offload_dir)
-    executor = Executor(model, execution_settings(config, device, hardware), optimizer)
+    executor = Executor(model, _settings(config, device, hardware), optimizer)
     try:
         executor.adopt()
         _introduce(executor, config, hardware)
@@ -303,6 +304,10 @@ def _attach(
         executor.detach()
         raise
     return executor
+
+
+def _settings(config: Config, device: torch.device, hardware: Hardware) -> ExecutionSettings:
+    return ExecutionSettings.from_config(config, device, full_budget(hardware, config).host_bytes)
 
 
 def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:

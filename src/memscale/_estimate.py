@@ -16,12 +16,13 @@ from memscale._errors import MemScaleError
 from memscale._fit import smaller_that_fits
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
-from memscale._pipeline import Study, device_of
+from memscale._pipeline import device_of
 from memscale._plan import Plan
 from memscale._policy import choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.optimizers import OPTIMIZERS
+from memscale._study import Study
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

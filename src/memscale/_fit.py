@@ -23,12 +23,12 @@ from memscale._errors import MemScaleError, ProfileError
 from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts
 from memscale._peak import CostModel
-from memscale._pipeline import Study
 from memscale._plan import Plan
 from memscale._policy import choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._scaling import at_size, can_scale
+from memscale._study import Study
 
 logger = logging.getLogger("memscale")
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memscale import _torch_private
-from memscale._config import AsyncOffloadConfig
+from memscale._config import AsyncOffloadConfig, Config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +22,19 @@ class ExecutionSettings:
     async_config: AsyncOffloadConfig = dataclasses.field(default_factory=AsyncOffloadConfig)
     host_budget_bytes: int | None = None
     offload_dir: str | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: Config, device: torch.device, host_budget_bytes: int | None = None
+    ) -> ExecutionSettings:
+        return cls(
+            device=device,
+            verify=config.verify_correctness,
+            asynchronous=config.async_offload,
+            async_config=config.async_config or AsyncOffloadConfig(),
+            host_budget_bytes=host_budget_bytes,
+            offload_dir=config.offload_dir,
+        )
 
     def device_of(self, model: nn.Module) -> torch.device:
         """Where the model computes."""

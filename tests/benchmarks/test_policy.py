@@ -14,9 +14,9 @@ from memscale._choice import Choice
 from memscale._decide import decide
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
-from memscale._pipeline import Study
 from memscale._policy import learned
 from memscale._policy.strategies import STRATEGIES, WIDEST
+from memscale._study import Study
 from memscale.benchmarks import policy
 from memscale.benchmarks.policy import cases as case_module
 from memscale.benchmarks.policy import shapes

@@ -28,11 +28,11 @@ from memscale._choice import Choice
 from memscale._execute import executor_of
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
-from memscale._pipeline import Study
 from memscale._plan import Plan
 from memscale._policy import choose_strategy
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.rehearsal import loss_of
+from memscale._study import Study
 from memscale.report.shell import what_is_done
 from memscale.techniques.offload.disk import DiskStore
 

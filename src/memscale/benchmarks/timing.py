@@ -36,12 +36,14 @@ from torch.utils._pytree import tree_map_only
 import memscale
 from memscale import zoo
 from memscale._choice import Choice, choice_of
+from memscale._decide import full_budget
 from memscale._execute import Executor, executor_of
 from memscale._peak import CostModel
-from memscale._pipeline import Study, execution_settings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Plan, StreamParameters
 from memscale._policy import choose_strategy
 from memscale._profile.inputs import Inputs
+from memscale._settings import ExecutionSettings
+from memscale._study import Study
 from memscale._writing import OPTIMIZER_BUCKET_BYTES
 from memscale.benchmarks.models import Case, suite
 from memscale.report.shell import table, what_is_done
@@ -221,8 +223,8 @@ def _predicted(study: Study, actions: tuple[Action, ...], config: memscale.Confi
 def _virtual_ms_of(subject: Case, actions: tuple[Action, ...], config: memscale.Config) -> float:
     torch.manual_seed(0)
     model = subject.build().train()
-    device = torch.device("simgpu")
-    executor = Executor(model, execution_settings(config, device, memscale.Hardware.detect("simgpu")))
+    host_bytes = full_budget(memscale.Hardware.detect("simgpu"), config).host_bytes
+    executor = Executor(model, ExecutionSettings.from_config(config, torch.device("simgpu"), host_bytes))
     executor.attach(actions)
     try:
         return _virtual_step_ms(Runner(subject, model, "simgpu"))

@@ -1,4 +1,4 @@
-"""The stages together, on real models and fake tensors."""
+"""Studies of real models on fake tensors: what is tried, what is seen, and the plans that come of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memscale import Config, Hardware
 from memscale._choice import Choice
 from memscale._peak import CostModel
-from memscale._pipeline import Study
 from memscale._policy import choose_strategy
 from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._study import Study
 from tests.models import WIDTH, Chain, TwoLinears
 
 DEPTH, ROWS = 8, 1 << 16
