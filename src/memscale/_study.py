@@ -1,8 +1,10 @@
 """A study of one model's step: techniques are tried on a stage, plans are decided on what that shows, and rehearsed.
 
-study = Study(model, inputs, config, optimizer, hardware)
-plan = study.plan(strategy)         # profile -> decide -> rehearse; `plan.fits` says whether there is one
-study.profile                       # what was seen so far
+    study = Study(model, inputs, config, optimizer, hardware)
+    plan = study.plan(strategy)         # `plan.fits` says whether there is one
+    study.profile                       # what was seen so far
+
+This is where the stages meet: profile, decide, execute on the stage; only frozen data crosses between them.
 """
 
 from __future__ import annotations
