@@ -100,10 +100,7 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
     hardware = Hardware.detect(device, config.offload_dir)
     refuse_plan(plan, hardware, config)
     _refuse_unusable(_model_of(model), config)
-    earlier = executor_of(_model_of(model))
-    if earlier is not None:
-        logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
-        earlier.detach()
+    _detach_earlier(_model_of(model))
     return execute_plan(_model_of(model), plan, _settings(config, device, hardware), known)
 
 
@@ -279,10 +276,7 @@ def _attach(
     `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
     says that the loop adds up gradients over several batches.
     """
-    earlier = executor_of(model)
-    if earlier is not None:
-        logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
-        earlier.detach()
+    _detach_earlier(model)
     _refuse_unusable(model, config)
     device = device_of(model, config)
     hardware = Hardware.detect(device, config.offload_dir)
@@ -290,9 +284,7 @@ def _attach(
     try:
         executor.adopt()
         _introduce(executor, config, hardware)
-        baseline = optimizer if baseline is None else baseline
-        replacement = None if baseline is optimizer else optimizer
-        known = "adamw" if baseline is None else baseline
+        known, replacement = _roles(optimizer, baseline)
         planner = _Planner(executor, config, known, hardware, reporter, replacement, holds_gradients)
         if inputs is None and derive:
             inputs = derive_inputs(model)
@@ -308,6 +300,19 @@ def _attach(
 
 def _settings(config: Config, device: torch.device, hardware: Hardware) -> ExecutionSettings:
     return ExecutionSettings.from_config(config, device, full_budget(hardware, config).host_bytes)
+
+
+def _detach_earlier(model: nn.Module) -> None:
+    earlier = executor_of(model)
+    if earlier is not None:
+        logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
+        earlier.detach()
+
+
+def _roles(optimizer: Optimizer | None, baseline: Optimizer | None) -> tuple[str | Optimizer, Optimizer | None]:
+    """Who trains the unmodified model (AdamW, if nobody knows), and who steps in its place, if that is another."""
+    trained_by = optimizer if baseline is None else baseline
+    return "adamw" if trained_by is None else trained_by, None if trained_by is optimizer else optimizer
 
 
 def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:

@@ -28,7 +28,6 @@ class Card:
     """Host link, one direction, what a pinned copy reaches of the nominal rate (about 80 %)."""
     architecture: str
     bf16: bool = True
-    unified: bool = False
 
 
 def _card(

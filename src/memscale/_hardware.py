@@ -112,7 +112,7 @@ class Hardware:
             supports_bf16=card.bf16,
             supports_fp16=True,
             has_fast_16bit=card.half_flops > card.fp32_flops,
-            unified_memory=card.unified,
+            unified_memory=False,
             host_total_bytes=host_total,
             host_available_bytes=host_total,
             disk_free_bytes=None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memscale._hardware import Hardware
-    from memscale._plan import FrontPoint
+    from memscale._plan import FrontPoint, Plan
     from memscale._profile.inputs import Inputs
 
 EXIT_DOES_NOT_FIT = 1
@@ -172,15 +172,19 @@ def plan(
         _write("--pareto", pareto, draw(made, made.front))
     if output is not None:
         _write("--output", output, made.to_json())
+    _print_plan(made, as_json=as_json, explain=explain)
+    for path in (output, pareto):
+        if path is not None:
+            print(f"written to {path}", file=sys.stderr)
+
+
+def _print_plan(made: Plan, *, as_json: bool, explain: bool) -> None:
     if as_json:
         print(made.to_json(), end="")
     elif explain:
         print(made.explain())
     else:
         print("\n".join(shell.plan_lines(made)))
-    for path in (output, pareto):
-        if path is not None:
-            print(f"written to {path}", file=sys.stderr)
 
 
 @app.command()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from torch import nn
 
-from memscale._profile.layers import describe_layers, find_blocks, find_pieces, tied_parameters
+from memscale._profile.layers import describe_layers, find_blocks, find_pieces
 from tests.models import SUITE, Case, Chain, Dictionary, Parallel, Shared, TwoLinears, case
 
 EXPECTED = {
@@ -76,17 +73,3 @@ def test_no_blocks() -> None:
     for model in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Identity()):
         assert find_blocks(model) == {}
         assert sum(layer.param_bytes for layer in describe_layers(model)) == sum(p.nbytes for p in model.parameters())
-
-
-def test_tied_weights() -> None:
-    groups = tied_parameters(case("gpt2").build())
-    assert groups == (("transformer.wte.weight", "lm_head.weight"),)
-    assert len(tied_parameters(case("t5").build())[0]) == 4
-    assert tied_parameters(case("mlp").build()) == ()
-
-
-def test_parameters_that_are_views_of_one_storage_are_tied() -> None:
-    base: Any = torch.ones(10)
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(base[:5]), nn.Parameter(base[5:])
-    assert tied_parameters(model) == (("a", "b"),)

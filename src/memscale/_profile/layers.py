@@ -103,11 +103,3 @@ def fingerprint(module: nn.Module) -> str:
     for name, parameter in module.named_parameters():
         digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype}:{parameter.requires_grad}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def tied_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of parameter names that show the same storage."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(_torch_private.storage_key(parameter.untyped_storage()), []).append(name)
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
