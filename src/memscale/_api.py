@@ -1,4 +1,4 @@
-"""The public verbs. `_pipeline.make_plan` gives the plan, an `Executor` attaches it and takes it off again."""
+"""The public verbs. A `Planner` makes the plan, an `Executor` attaches it and takes it off again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from memscale._execute import Executor, executor_of
 from memscale._execute import execute as execute_plan
 from memscale._hardware import Hardware
 from memscale._host import nearest_existing
-from memscale._patching import OwnHook
-from memscale._pipeline import device_of, make_plan
-from memscale._plan import Plan, StreamParameters
+from memscale._pipeline import device_of
+from memscale._plan import Plan
+from memscale._planner import Planner
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._saved import device_for, refuse_plan, with_conditions
@@ -181,78 +181,6 @@ class _StackReport:
             console.show(stack.describe(plan, executor.outcomes))
 
 
-class _Planner(OwnHook):
-    """A forward pre-hook: plans at the first training forward, and again when a larger batch comes."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        config: Config,
-        optimizer: str | Optimizer,
-        hardware: Hardware,
-        reporter: _StackReport | None = None,
-        replacement: Optimizer | None = None,
-        holds_gradients: bool = False,
-    ) -> None:
-        self.executor = executor
-        self.config = config
-        self.hardware = hardware
-        self.reporter = reporter
-        self.optimizer = optimizer
-        self.replacement = replacement
-        self.holds_gradients = holds_gradients
-        self.planned_elements = 0
-        self._is_planning = False
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_planning or not (model.training and torch.is_grad_enabled()):
-            return  # a real rehearsal runs the model, and with it this hook
-        inputs = Inputs(args, kwargs)
-        if _num_elements(inputs) > self.planned_elements:
-            if self.executor.plan is not None:
-                logger.info("a larger batch than planned for: planning again")
-            self.plan(model, inputs, inside=True)
-
-    def plan(self, model: nn.Module, inputs: Inputs, *, inside: bool = False) -> None:
-        """`inside`: in the first moment of a forward, which is to follow the plan already."""
-        # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
-        self._is_planning = True
-        hardware = Hardware.detect(self._device(model), self.config.offload_dir)
-        try:
-            plan = make_plan(
-                model,
-                inputs,
-                self.config,
-                self.optimizer,
-                hardware,
-                self.executor.suspend,
-                replacement=self.replacement,
-                holds_gradients=self.holds_gradients,
-            )
-        finally:
-            self._is_planning = False
-        if inside:
-            self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
-        else:
-            self.executor.apply(plan)
-        self.planned_elements = _num_elements(inputs)
-        if self.config.enable_logging:
-            console.show_plan(plan)
-        if self.reporter is not None:
-            self.reporter(self.executor, plan, self.hardware)
-
-    def _device(self, model: nn.Module) -> torch.device:
-        """Where the model computes. Streamed parameters do not tell: between visits they are at home, on the host."""
-        plan, device = self.executor.plan, self.executor.settings.device
-        if plan is not None and device is not None and any(isinstance(a, StreamParameters) for a in plan.actions):
-            return device
-        return device_of(model, self.config)
-
-
-def _num_elements(inputs: Inputs) -> int:
-    return sum(tensor.numel() for tensor in inputs.tensors())
-
-
 def _attach_unplanned(
     model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None, holds_gradients: bool
 ) -> Executor:
@@ -285,7 +213,7 @@ def _attach(
         executor.adopt()
         _introduce(executor, config, hardware)
         known, replacement = _roles(optimizer, baseline)
-        planner = _Planner(executor, config, known, hardware, reporter, replacement, holds_gradients)
+        planner = Planner(executor, config, known, hardware, reporter, replacement, holds_gradients)
         if inputs is None and derive:
             inputs = derive_inputs(model)
         if inputs is not None:
