@@ -2,7 +2,7 @@
 
     model = memscale.wrap(model)      # and the training loop stays as it was
 
-    wrap / optimize                                      _api.py       the verbs; _pipeline.py: these stages in order
+    wrap / optimize                                      _api.py       the verbs; _pipeline.py, _study.py: these stages
        |
        v
     profile_model(model, sample)   -> Profile            _profile/     what each layer costs

@@ -37,8 +37,7 @@ import torch
 from torch import nn
 
 from memscale import _torch_private
-from memscale._errors import PlanError
-from memscale._patching import ForwardOverride
+from memscale._patching import ForwardOverride, find_module
 from memscale._plan import OffloadActivations
 from memscale.techniques.offload.stores import Layout, Ticket, can_store
 from memscale.techniques.offload.transfers import Arrival, Transfers
@@ -376,11 +375,6 @@ def attach(
     undo.callback(offloader.close)
     elsewhere = _Residents(model)
     for action in actions:
-        try:
-            module = model.get_submodule(action.module_fqn)
-        except AttributeError as error:
-            raise PlanError(
-                f"the plan offloads {action.module_fqn!r}, which {type(model).__name__} does not have"
-            ) from error
+        module = find_module(model, action.module_fqn)
         OffloadedForward(module, action.module_fqn, offloader, elsewhere).attach(undo)
     return offloader

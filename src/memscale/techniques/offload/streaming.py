@@ -26,7 +26,7 @@ from torch import nn
 
 from memscale import _torch_private
 from memscale._errors import PlanError
-from memscale._patching import OwnHook, keep_copies_clean
+from memscale._patching import OwnHook, find_module, keep_copies_clean
 from memscale._plan import StreamParameters
 from memscale._recompute import RecomputedForward, Region
 from memscale.techniques.offload import followers
@@ -297,12 +297,7 @@ def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn
     modules: dict[str, nn.Module] = {}
     inside: dict[nn.Module, str] = {}
     for action in actions:
-        try:
-            module = model.get_submodule(action.module_fqn)
-        except AttributeError as error:
-            raise PlanError(
-                f"the plan streams {action.module_fqn!r}, which {type(model).__name__} does not have"
-            ) from error
+        module = find_module(model, action.module_fqn)
         for part in module.modules():
             if part in inside:
                 raise PlanError(f"{action.module_fqn!r} and {inside[part]!r} share a module: stream one of them")
