@@ -130,8 +130,9 @@ def test_the_optimizer_is_known_to_the_executor() -> None:
     model = Mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     executor = memscale.execute(model, plan_of([]), QUIET, optimizer)
-    assert executor._optimizer is not None
-    assert executor._optimizer() is optimizer
+    known = executor._offloading._optimizer
+    assert known is not None
+    assert known() is optimizer
     executor.detach()
 
 

@@ -63,12 +63,12 @@ class Executor:
         self, model: nn.Module, settings: ExecutionSettings | None = None, optimizer: Optimizer | None = None
     ) -> None:
         self._model = weakref.ref(model)
-        self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
         self.settings = settings or ExecutionSettings()
         self._techniques = contextlib.ExitStack()
         self._undo = contextlib.ExitStack()
         self._recomputed: list[RecomputedForward] = []
-        self._offloading = Offloading(self._model, self.settings, self._optimizer)
+        known = weakref.ref(optimizer) if optimizer is not None else None
+        self._offloading = Offloading(self._model, self.settings, known)
         self._precision: precision.Precision | None = None
         self._loss_scale: precision.LossScale | None = None
         """Outlives the plan: a later one goes on with it."""
