@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,8 @@ def _bytes_of_others(model: nn.Module, optim: torch.optim.Optimizer, batch: Any)
     tensors = [
         *model.parameters(),
         *model.buffers(),
-        *torch.utils._pytree.tree_leaves((batch, list(optim.state.values()))),
+        *Inputs.from_sample(batch).tensors(),
+        *torch.utils._pytree.tree_leaves(list(optim.state.values())),
     ]
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
@@ -194,3 +196,58 @@ def test_activations_at_the_peak_fall(name: str) -> None:
     plain = measured(entry, entry.build())
     treated = measured(entry, memscale.wrap(entry.build(), FORCED, entry.batch(0)))
     assert treated.breakdown["activations"] < plain.breakdown["activations"]
+
+
+# ---- losses and batches of other kinds
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A batch as a record."""
+
+    x: torch.Tensor
+    wanted: dict[str, torch.Tensor]
+
+
+class Regression(nn.Module):
+    """Its loss is its output, and its batch a record."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(3))
+
+    def forward(self, batch: Pair) -> torch.Tensor:
+        x = batch.x
+        for block in self.blocks:
+            x = x + block(x)
+        return self.loss(torch.sigmoid(x), batch.wanted["y"])
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mse": F.mse_loss,
+    "mse of each": lambda x, y: F.mse_loss(x, y, reduction="none").mean(),
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "binary cross-entropy": F.binary_cross_entropy,
+    "soft margin": F.soft_margin_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_keep_the_memory_of_their_terms(name: str) -> None:
+    """The mean of squares lies in the memory of all the squares, as long as the loss lives."""
+    entry = Case(
+        name,
+        lambda: Regression(LOSSES[name]),
+        lambda n: {"batch": Pair(torch.rand(500, 32), {"y": torch.rand(500, 32)})},
+        lambda loss: loss,
+    )
+    model = entry.build()
+    plan = make_plan(model, Inputs.from_sample(entry.batch(0)), FORCED)
+    assert plan.profile_source == "static"
+    assert [spec.split(":")[0] for spec in plan.inputs] == ["batch.x", "batch.wanted.y"]
+    assert plan.baseline_peak_bytes == pytest.approx(measured(entry, model).peak_bytes, rel=0.002)
+    model = memscale.wrap(entry.build(), FORCED, entry.batch(0))
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    assert plan.predicted_peak_bytes == pytest.approx(measured(entry, model).peak_bytes, rel=0.002)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -96,3 +97,28 @@ def test_the_length_is_that_of_the_model() -> None:
     derived = derive_inputs(case("gpt2").build())
     assert derived is not None
     assert derived.kwargs["input_ids"].shape == (1, 64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    ids: torch.Tensor
+    more: dict[str, list[torch.Tensor]]
+    name: str = "a name"
+
+
+def test_records_are_looked_into_and_never_changed() -> None:
+    shared, other = torch.zeros(2, 3), torch.zeros(2, 5)
+    record = Record(shared, {"all": [other, shared]})
+    inputs = Inputs((record, 7), {"again": (record,)})
+    assert [spec.name for spec in inputs.specs()] == [
+        "0.ids", "0.more.all.0", "0.more.all.1", "again.0.ids", "again.0.more.all.0", "again.0.more.all.1",
+    ]  # fmt: skip
+    assert inputs.size(0) == 2
+    mapped = inputs.map_tensors(lambda tensor: tensor + 1)
+    copied = mapped.args[0]
+    assert copied is not record
+    assert record.ids is shared
+    assert torch.equal(copied.ids, torch.ones(2, 3))
+    assert copied.more["all"][1] is copied.ids
+    assert (copied.name, mapped.args[1]) == ("a name", 7)
+    assert Inputs((Record, None)).tensors() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 
 import pytest
 import torch
@@ -60,3 +61,11 @@ def test_bad_input_is_a_sentence(capsys):
         precision.main(["--steps", "0"])
     assert ending.value.code == 2
     assert "--steps must be at least 1" in capsys.readouterr().err
+
+
+def test_names_of_curves_end_inside_the_figure_and_its_ground_is_white():
+    text = precision.draw_curves(
+        {"a name that is rather long for a legend": [2.0, 1.0]}, defaultdict(lambda: "#123456")
+    )
+    assert 'x="628" y="28" font-size="13" text-anchor="end"' in text
+    assert '<rect width="640" height="320" fill="#ffffff"/>' in text

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
+from torch.utils._pytree import tree_leaves_with_path, tree_map
 
 from memscale._errors import MemScaleError
 from memscale._profile import TensorSpec
@@ -43,11 +45,11 @@ class Inputs:
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         """A tensor that is given twice (as inputs and as labels) stays one tensor."""
         mapped: dict[int, torch.Tensor] = {id(tensor): function(tensor) for tensor in self.tensors()}
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: mapped[id(tensor)], (self.args, self.kwargs))
+        args, kwargs = _map(lambda tensor: mapped[id(tensor)], (self.args, self.kwargs))
         return Inputs(args, kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        return [tensor for _, tensor in _named_tensors("", (self.args, self.kwargs))]
 
     def size(self, dimension: int) -> int | None:
         """What all tensors with that dimension agree on: 0 is the batch, 1 the length of integer sequences."""
@@ -68,12 +70,47 @@ class Inputs:
         return self.map_tensors(resize)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        found = []
-        for path, leaf in tree_leaves_with_path((self.args, self.kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
-                found.append(TensorSpec(name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")))
-        return tuple(found)
+        return tuple(
+            TensorSpec(name.partition(".")[2], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in _named_tensors("", (self.args, self.kwargs))
+        )
+
+
+def _named_tensors(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of nested containers and dataclasses, with their place as "0.ids"."""
+    for path, leaf in tree_leaves_with_path(tree):
+        name = ".".join([*([prefix] if prefix else []), *(str(_key_of(key)) for key in path)])
+        if isinstance(leaf, torch.Tensor):
+            yield name, leaf
+        elif _is_record(leaf):
+            yield from _named_tensors(name, {field: getattr(leaf, field) for field in _fields_of(leaf)})
+
+
+def _key_of(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "idx", key))
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    return tree_map(functools.partial(_map_leaf, function), tree)
+
+
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return function(leaf)
+    if not _is_record(leaf):
+        return leaf
+    record = copy.copy(leaf)
+    for field in _fields_of(leaf):
+        object.__setattr__(record, field, _map(function, getattr(leaf, field)))  # also where it is frozen
+    return record
+
+
+def _is_record(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _fields_of(record: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
 
 
 def derive_inputs(model: nn.Module, batch: int = 1, sequence_length: int | None = None) -> Inputs | None:

@@ -12,6 +12,8 @@ workspaces, which do not, are not emulated.
 What the CPU's own kernels save and fake tensors do not show: an LSTM of oneDNN keeps a workspace of a size that only
 oneDNN knows, and the fake one is empty. `CpuKernels` asks it, by running the layer once on real zeros.
 
+What some losses keep and fake tensors do not show: a mean that lies in the memory of all that it is the mean of.
+
 Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
 takes the batch for packed; real batches are, unless position ids are passed. It also skips an attention mask that
 hides nothing. The plan counts the mask: a later batch may be padded.
@@ -162,3 +164,27 @@ def sequences_unpacked() -> Iterator[None]:
         return
     with mock.patch.object(masking, "find_packed_sequence_indices", return_value=None):
         yield
+
+
+_aten = torch.ops.aten
+WIDE_LOSSES = frozenset(
+    (
+        _aten.mse_loss.default,
+        _aten.smooth_l1_loss.default,
+        _aten.binary_cross_entropy.default,
+        _aten.soft_margin_loss.default,
+    )
+)
+"""They write their terms into the result's memory and then make it a number, which keeps that memory."""
+
+
+def widen(loss: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Give a fake loss the memory that a real one keeps; whether it is more than it has."""
+    if not _torch_private.is_fake(loss):
+        return False
+    num_bytes = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * loss.element_size()
+    storage = loss.untyped_storage()
+    if num_bytes <= storage.nbytes():
+        return False
+    storage.resize_(num_bytes)
+    return True

@@ -112,7 +112,7 @@ def profile_model(
     books.see_all(list(rehearsal.model.parameters()), "parameters")
     books.see_all(list(rehearsal.model.buffers()), "other")
     buffer_bytes = books.by_kind["other"]
-    books.see_all((rehearsal.inputs.args, rehearsal.inputs.kwargs), "activations")
+    books.see_all(rehearsal.inputs.tensors(), "activations")
     layers = tuple(_with_calls(layer, rehearsal.num_calls) for layer in describe_layers(model))
     return Profile(
         device_type=rehearsal.target_type,

@@ -79,7 +79,7 @@ class Rehearsal:
                 recorder.watch(module_fqn, module, undo)
             recorder.watch_gradients(self.model, undo)
             recorder.see_all([list(self.model.parameters()), list(self.model.buffers())], "parameters")
-            recorder.see_all((self.inputs.args, self.inputs.kwargs), "other")
+            recorder.see_all(self.inputs.tensors(), "other")
             recorder.open()
             with recorder:
                 self._step(recorder)
@@ -181,6 +181,8 @@ def loss_of(output: Any) -> torch.Tensor:
     tensors = with_gradient(output)
     if not tensors:
         raise RuntimeError("the model's output does not depend on any trainable parameter")
+    if len(tensors) == 1 and tensors[0].dim() == 0:
+        return tensors[0]  # itself, not a number made of it: what its memory holds lives as long as the user's loss
     del output
     return torch.stack([_stand_in_loss(tensor) for tensor in tensors]).sum()
 

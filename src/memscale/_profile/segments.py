@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from memscale import _torch_private
 from memscale._memory import LiveBytes
 from memscale._profile import Phase, Segment, StepTrace
+from memscale._profile.kernels import WIDE_LOSSES, widen
 from memscale._profile.work import Work
 
 Traffic = Callable[[], tuple[int, int, int, int]]
@@ -61,6 +62,8 @@ class SegmentRecorder(LiveBytes):
             return _torch_private.device_answer(args[0])
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in WIDE_LOSSES and widen(result, args):
+            self.see(result)
         self._work.add(func, args, kwargs, result, self.device_type)
         return result
 

@@ -159,14 +159,17 @@ def draw_curves(curves: Mapping[str, Sequence[float]], colors: Mapping[str, str]
     low = min(min(losses) for losses in smooth.values())
     num_steps = max(len(losses) for losses in smooth.values())
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
+    parts.append(f'<rect width="{width}" height="{height}" fill="#ffffff"/>')  # dark pages show through
     for number, (name, losses) in enumerate(smooth.items()):
         points = " ".join(
             f"{left + (width - left - 12) * index / max(1, len(losses) - 1):.1f},"
             f"{12 + (height - bottom - 12) * (top - loss) / (top - low):.1f}"
             for index, loss in enumerate(losses)
         )
-        parts.append(f'<polyline fill="none" stroke="{colors[name]}" stroke-width="1.5" points="{points}"/>')
-        label = f'x="{width - 110}" y="{28 + 18 * number}" font-size="13"'
+        # With gaps, the wider the later: curves that are the same are all seen.
+        line = f'stroke="{colors[name]}" stroke-width="1.5" stroke-dasharray="6 {6 * number}"'
+        parts.append(f'<polyline fill="none" {line} points="{points}"/>')
+        label = f'x="{width - 12}" y="{28 + 18 * number}" font-size="13" text-anchor="end"'
         parts.append(f'<text {label} fill="{colors[name]}">{name}</text>')
     for loss, y in ((top, 16), (low, height - bottom)):
         parts.append(f'<text x="8" y="{y}" font-size="12">{loss:.2f}</text>')
