@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
+from memscale._errors import DoesNotFitError
 from memscale._execute import Executor
 from memscale._hardware import Hardware
 from memscale._patching import OwnHook
 from memscale._pipeline import device_of, make_plan
 from memscale._plan import Plan, StreamParameters
 from memscale._profile.inputs import Inputs
+from memscale._units import show_bytes
 from memscale.report import console
 
 logger = logging.getLogger("memscale")
@@ -26,7 +29,8 @@ Report = Callable[[Executor, Plan, Hardware], None]
 
 
 class Planner(OwnHook):
-    """A forward pre-hook: plans at the first training forward, and again when a larger batch comes."""
+    """A forward pre-hook: plans at the first training forward, and again when a larger batch comes, or one that is
+    added to gradients which are there already and for which the plan leaves no room."""
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class Planner(OwnHook):
         self.holds_gradients = holds_gradients
         self.planned_elements = 0
         self._is_planning = False
+        self._is_tight = False
+        """All gradients beside the planned peak would exceed the budget."""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_planning or not (model.training and torch.is_grad_enabled()):
@@ -56,6 +62,25 @@ class Planner(OwnHook):
             if self.executor.plan is not None:
                 logger.info("a larger batch than planned for: planning again")
             self.plan(model, inputs, inside=True)
+        elif self._is_tight and _held_bytes(model):
+            self._plan_for_held(model, inputs)
+
+    def _plan_for_held(self, model: nn.Module, inputs: Inputs) -> None:
+        """The loop adds up gradients over several batches, or keeps them during forward: the plan is to count them."""
+        earlier = self.executor.plan
+        self._is_tight, self.holds_gradients = False, True
+        logger.info("a forward began with gradients of an earlier batch: planning again, with them")
+        try:
+            self.plan(model, inputs, inside=True)
+        except DoesNotFitError as error:
+            self.holds_gradients = False
+            if self.executor.plan is None and earlier is not None:  # a real step was tried
+                self.executor.apply_inside(earlier, inputs.args, inputs.kwargs)
+            warnings.warn(
+                f"gradients of an earlier batch are held ({show_bytes(_held_bytes(model))}), which the plan does not "
+                f"count and for which none was found: the peak may be as much above it. {error}",
+                stacklevel=2,
+            )
 
     def plan(self, model: nn.Module, inputs: Inputs, *, inside: bool = False) -> None:
         """`inside`: in the first moment of a forward, which is to follow the plan already."""
@@ -80,6 +105,8 @@ class Planner(OwnHook):
         else:
             self.executor.apply(plan)
         self.planned_elements = _num_elements(inputs)
+        gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        self._is_tight = not self.holds_gradients and plan.predicted_peak_bytes + gradient_bytes > plan.budget_bytes
         if self.config.enable_logging:
             console.show_plan(plan)
         if self.reporter is not None:
@@ -91,6 +118,10 @@ class Planner(OwnHook):
         if plan is not None and device is not None and any(isinstance(a, StreamParameters) for a in plan.actions):
             return device
         return device_of(model, self.config)
+
+
+def _held_bytes(model: nn.Module) -> int:
+    return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
 def _num_elements(inputs: Inputs) -> int:
