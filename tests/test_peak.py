@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memscale._choice import Choice, Run, choice_of
+from memscale._choice import Choice, choice_of
 from memscale._peak import CostModel
 from memscale._plan import Checkpoint
 from memscale._profile import OptimizerCost, Segment, StepTrace
@@ -76,14 +76,6 @@ def test_traces_of_another_order_are_not_mixed() -> None:
     assert model.evaluate_whole("checkpoint").peak_bytes == model.peak_of(odd, Choice((("b", "checkpoint"),)))
 
 
-def test_matmuls_take_the_slower_of_math_and_memory() -> None:
-    model = model_of()
-    by_math = Segment("forward", "", 0, 0, flops=6 * 10**11, matmul_bytes=10, other_bytes=0)
-    by_memory = Segment("forward", "", 0, 0, flops=10, matmul_bytes=10**9, other_bytes=0)
-    assert model.run_ms([by_math]) == pytest.approx(1000)  # 60 % of nominal
-    assert model.run_ms([by_memory]) == pytest.approx(1000)
-
-
 def test_trace_sums() -> None:
     trace = StepTrace((Segment("forward", "", 5, 3, 0, 0, 0), Segment("backward", "", 4, -2, 0, 0, 0)))
     assert trace.peak_bytes == 7
@@ -93,46 +85,6 @@ def test_trace_sums() -> None:
 def test_the_choice_behind_actions() -> None:
     actions = (Checkpoint("a"), Checkpoint("b", keep=("matmul",)))
     assert choice_of(actions) == Choice((("a", "checkpoint"), ("b", "selective")))
-
-
-# ---- who sets the pace: see NOTE [pace]
-
-
-def moving(phase: str = "forward", **changes: int) -> Segment:
-    """100 ms of compute, 10 launches."""
-    return Segment(phase, "b", 0, 0, 0, 0, 100 * MB, num_launches=10, **changes)  # type: ignore[arg-type]
-
-
-def model_with(*, overlaps: bool, **changes: object) -> CostModel:
-    hardware = hardware_of(launch_s=1e-3, blocking_link_bytes_per_s=5e7, **changes)
-    return CostModel(profile_of(ONE), hardware, overlaps=overlaps)
-
-
-def test_the_host_sets_the_pace_of_small_operators() -> None:
-    model = model_with(overlaps=False)
-    assert model.run_ms([moving()]) == pytest.approx(100)
-    assert model.run_ms([dataclasses.replace(moving(), num_launches=300)]) == pytest.approx(300)
-
-
-def test_transfers_that_wait_come_on_top() -> None:
-    moved = moving(num_sends=2, sent_bytes=5 * MB, num_fetches=1, fetched_bytes=10 * MB)
-    assert model_with(overlaps=False).run_ms([moved]) == pytest.approx(100 + 3 + 100 + 200)
-
-
-def test_transfers_beside_compute_cost_what_it_does_not_hide() -> None:
-    model = model_with(overlaps=True)
-    assert model.run_ms([moving(num_sends=1, sent_bytes=9 * MB, num_fetches=1, fetched_bytes=8 * MB)]) == (
-        pytest.approx(100)
-    )
-    both = moving(num_sends=1, sent_bytes=30 * MB, num_fetches=1, fetched_bytes=20 * MB)
-    assert model.run_ms([both]) == pytest.approx(300)
-    assert model_with(overlaps=True, link_directions=1).run_ms([both]) == pytest.approx(500)
-
-
-def test_a_clock_with_one_host_thread_waits_for_gradients_to_land() -> None:
-    landing = moving("backward", num_sends=1, sent_bytes=5 * MB)
-    assert model_with(overlaps=True).run_ms([landing]) == pytest.approx(100)
-    assert model_with(overlaps=True, has_one_host_thread=True).run_ms([landing]) == pytest.approx(150)
 
 
 @pytest.mark.parametrize(("fetched", "expected"), [(0, 402 - 300 + 500), (50, 402 - 300 + 2 * 500)])
@@ -146,31 +98,3 @@ def test_what_is_still_there_in_backward_leaves_all_the_time(fetched: int, expec
     profile = dataclasses.replace(profile, variants={"offload": StepTrace(tuple(segments))})
     model = CostModel(profile, hardware_of(), overlaps=True)
     assert model.evaluate(Choice((("b", "offload"),))).step_ms == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("overlaps", "expected"),
-    [
-        (False, 402 + 70 + 6 + 2 * 1000),  # 50 MB each way from memory that is not pinned
-        (True, 402 + 70 + 500 + 300),  # stepped and sent; the first bucket of 30 MB is waited for
-    ],
-)
-def test_a_step_whose_state_waits_elsewhere(overlaps: bool, expected: float) -> None:
-    cost = OptimizerCost(
-        "adamw", 50 * MB, 0, 70 * MB, 0, num_launches=5, launched_bytes=70 * MB, num_buckets=3, bucket_launches=15
-    )
-    cost = dataclasses.replace(cost, first_bucket_bytes=30 * MB)
-    hardware = hardware_of(launch_s=1e-3, blocking_link_bytes_per_s=5e7)
-    model = CostModel(profile_of(ONE, optimizer=cost), hardware, overlaps=overlaps)
-    choice = Choice((), Run(offloads_optimizer=True))
-    assert model.evaluate(choice).step_ms == pytest.approx(expected)
-
-
-def test_the_hosts_share_of_the_step_is_counted_unless_the_clock_does_not() -> None:
-    profile = dataclasses.replace(profile_of(ONE, variants=("stream",)), rest_optimizer=OptimizerCost("adamw", 0, 0, 0))
-    choice = Choice((("b", "stream"),))
-    on_host, uncounted = (
-        CostModel(profile, hardware_of(host_bytes_per_s=rate)).evaluate(choice).step_ms for rate in (1e8, None)
-    )
-    share = 5 / 25  # of the trainable bytes
-    assert on_host - uncounted == pytest.approx(share * 100 * MB / 1e8 * 1e3)

@@ -1,8 +1,9 @@
-"""The peak model and the time model: what any plan would peak at and cost, from a profile alone. No torch.
+"""The cost model: what any plan would peak at and how long its step would take, from a profile alone. No torch.
 
 The step is a sequence of stretches. Each block's are taken from the trace of the way it is treated, everything else
 from the trace of the way the rest is run; live bytes run through them. The peak is the maximum over the end of
-forward, every backward position with its recompute, and the optimizer step.
+forward, every backward position with its recompute, and the optimizer step. How long a stretch takes: `_pace`; what the
+optimizer keeps and takes: `_optimizer_model`.
 
 Sizes of tiles are traced at both ends of their range. What lies between is taken from the chord: a peak is a maximum
 of straight lines in the size of a tile, so the chord is never below it.
@@ -13,64 +14,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memscale import _calls
 from memscale._choice import INSIDE, REST, TILE_HEAD, TREATMENTS, Choice, Outcome, Run, Treatment, doublings, tile_name
 from memscale._hardware import Hardware
+from memscale._optimizer_model import OptimizerModel
+from memscale._pace import Moved, Pace
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
-
-_TILED_HEAD_SLOWDOWN = 1.02
-"""What is bit-exact comes first."""
-_LAUNCHES_A_TILE = 16
-_LAUNCH_MS = 0.005
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stretch:
-    """Adjacent segments of one owner, as one."""
-
-    peak_bytes: int = 0
-    net_bytes: int = 0
-    ms: float = 0.0
-
-    def then(self, other: Stretch) -> Stretch:
-        peak = max(self.peak_bytes, self.net_bytes + other.peak_bytes)
-        return Stretch(peak, self.net_bytes + other.net_bytes, self.ms + other.ms)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Extras:
-    """What a treatment of a block changes besides its own stretches."""
-
-    static_bytes: int = 0
-    streamed_bytes: int = 0
-    """Trainable bytes whose optimizer state is on the host."""
-    host_bytes: int = 0
-    movable_bytes: int = 0
-    ms: float = 0.0
-
-    def plus(self, other: Extras) -> Extras:
-        return Extras(
-            self.static_bytes + other.static_bytes,
-            self.streamed_bytes + other.streamed_bytes,
-            self.host_bytes + other.host_bytes,
-            self.movable_bytes + other.movable_bytes,
-            self.ms + other.ms,
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
-    """What crosses the link. Numbers, or arrays of them."""
-
-    num_copies: Any = 0
-    out_bytes: Any = 0
-    in_bytes: Any = 0
-    landing_bytes: int = 0
-    """Of the bytes that leave those of gradients, which a thread of the host waits for."""
+from memscale._stretch import Extras, Stretch
 
 
 class CostModel:
@@ -79,10 +31,9 @@ class CostModel:
     def __init__(self, profile: Profile, hardware: Hardware, *, overlaps: bool = False) -> None:
         self.profile = profile
         self.hardware = hardware
-        self.overlaps = overlaps
-        self.counts_calls = hardware.device_type == "cpu"
+        self.pace = Pace(hardware, overlaps=overlaps)
+        self.optimizer = OptimizerModel(profile, self.pace)
         self.blocks: dict[str, Layer] = {layer.module_fqn: layer for layer in profile.layers if layer.is_block}
-        self._trainable_bytes = sum(layer.trainable_bytes for layer in self.blocks.values())
         self.owners = self._runs(profile.plain)[0]
         self._places: dict[str, list[int]] = {}
         for index, owner in enumerate(self.owners):
@@ -102,42 +53,10 @@ class CostModel:
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
         runs = self._grouped(trace)
-        spread = self._spread(runs) if self.overlaps else {}
+        spread = self.pace.spread(runs)
         nothing = Moved()
         merged = [self._merge(tuple(run), halves, spread.get(index, nothing)) for index, (_, run) in enumerate(runs)]
         return [owner for owner, _ in runs], merged
-
-    def _spread(self, runs: list[tuple[str, list[Segment]]]) -> dict[int, Moved]:
-        """By run: what crosses the link in it more, or less, than begins there.
-
-        NOTE [side by side]: what blocks send leaves while others compute, and what they need comes back while others
-        do, as far as windows allow. So it is spread over all of them. A source is kept until its copy is made, up to
-        the window: what backward finds still there is not fetched, and its copy is waited for only at the end of the
-        step. It leaves beside what comes back; the rest of it, beside the forward and the backward of its block.
-        """
-        places: dict[str, list[int]] = {}
-        for index, (owner, _) in enumerate(runs):
-            places.setdefault(owner, []).append(index)
-        pairs = [(found[0], found[1]) for owner, found in places.items() if owner and len(found) == 2]
-        sent = {first: sum(segment.sent_bytes for segment in runs[first][1]) for first, _ in pairs}
-        fetched = {second: sum(segment.fetched_bytes for segment in runs[second][1]) for _, second in pairs}
-        all_sent, all_fetched = sum(sent.values()), sum(fetched.values())
-        lingering = max(0, all_sent - all_fetched)
-        spread = {}
-        for first, second in pairs if all_sent else ():
-            share = sent[first] / all_sent
-            busy_ms = self._busy_ms(runs[first][1]), self._busy_ms(runs[second][1])
-            early = busy_ms[0] / max(sum(busy_ms), 1e-12)
-            beside = share * max(0, lingering - all_fetched)
-            leaves = share * (all_sent - lingering) + beside * early
-            spread[first] = Moved(out_bytes=leaves - sent[first])
-            spread[second] = Moved(out_bytes=beside * (1 - early), in_bytes=share * all_fetched - fetched[second])
-        return spread
-
-    def _busy_ms(self, segments: list[Segment]) -> float:
-        """Without transfers."""
-        num_launches = sum(segment.num_launches for segment in segments)
-        return float(self._paced_ms(sum(self.compute_ms(segment) for segment in segments), num_launches, Moved()))
 
     def _grouped(self, trace: StepTrace) -> list[tuple[str, list[Segment]]]:
         return [(owner, list(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
@@ -175,49 +94,8 @@ class CostModel:
 
     def _merge(self, segments: tuple[Segment, ...], halves: bool, more: Moved) -> Stretch:
         trace = StepTrace(segments)
-        ms = self.run_ms(segments, halves=halves, more=more)
+        ms = self.pace.run_ms(segments, halves=halves, more=more)
         return Stretch(trace.peak_bytes, trace.end_bytes, ms)
-
-    def run_ms(self, segments: Iterable[Segment], *, halves: bool = False, more: Moved | None = None) -> float:
-        """Adjacent segments of one owner. `halves`: products are in 16 bits; `more`: crosses the link, too.
-
-        NOTE [pace]: the host launches, the device computes, and each direction of the link copies, side by side; the
-        slowest of them sets the pace. Transfers that wait come on top of it, and from memory that is not pinned.
-        """
-        segments, more = tuple(segments), more or Moved()
-        compute_ms = sum((self.compute_ms(segment, halves=halves) for segment in segments), 0.0)
-        moved = Moved(
-            num_copies=sum(segment.num_sends + segment.num_fetches for segment in segments),
-            out_bytes=sum(segment.sent_bytes for segment in segments) + more.out_bytes,
-            in_bytes=sum(segment.fetched_bytes for segment in segments) + more.in_bytes,
-            landing_bytes=sum(segment.sent_bytes for segment in segments if segment.phase == "backward"),
-        )
-        return float(self._paced_ms(compute_ms, sum(segment.num_launches for segment in segments), moved))
-
-    def compute_ms(self, segment: Segment, *, halves: bool = False) -> float:
-        """By arithmetic and memory traffic."""
-        hardware = self.hardware
-        flops_per_s = (hardware.half_flops if halves else hardware.fp32_flops) * hardware.matmul_efficiency
-        matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
-        calls_ms = 0.0
-        if self.counts_calls:
-            calls_ms = _calls.segment_ms(segment.phase, segment.num_launches, segment.num_random)
-        return (matmul_s + segment.other_bytes / hardware.memory_bytes_per_s) * 1e3 + calls_ms
-
-    def _paced_ms(self, compute_ms: Any, num_launches: Any, moved: Moved) -> Any:
-        launch_ms = self.hardware.launch_s * 1e3
-        launches_ms, copies_ms = num_launches * launch_ms, moved.num_copies * launch_ms
-        in_ms, out_ms = self._link_ms(moved.in_bytes), self._link_ms(moved.out_bytes)
-        if not self.overlaps:
-            return _larger(compute_ms, launches_ms) + copies_ms + in_ms + out_ms
-        link_ms = _larger(in_ms, out_ms) if self.hardware.link_directions > 1 else in_ms + out_ms
-        landing_ms = self._link_ms(moved.landing_bytes) if self.hardware.has_one_host_thread else 0.0
-        return _larger(_larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
-
-    def _link_ms(self, num_bytes: Any) -> Any:
-        blocking = self.hardware.blocking_link_bytes_per_s
-        rate = self.hardware.link_bytes_per_s if self.overlaps or blocking is None else blocking
-        return num_bytes / rate * 1e3
 
     # ---- what can be done
 
@@ -295,7 +173,7 @@ class CostModel:
             low, high = max([s for s in traced if s <= size], default=traced[0]), traced[-1]
             ends = [self._stretches[tile_name(kind, end, treatment)] for end in (low, high)]
             position = _position(kind, low, high, size)
-            self._between[key] = [_chord(start, end, position) for start, end in zip(*ends, strict=True)]
+            self._between[key] = [start.towards(end, position) for start, end in zip(*ends, strict=True)]
         return self._between[key]
 
     def stretch(self, run: Run, treatment: Treatment | None, index: int) -> Stretch:
@@ -336,14 +214,14 @@ class CostModel:
             peak = max(peak, live + stretch.peak_bytes)
             live += stretch.net_bytes
             total_ms += stretch.ms
-        peak = max(peak, live + round(self.step_bytes(run, extras.streamed_bytes)))
+        peak = max(peak, live + round(self.optimizer.step_bytes(run, extras.streamed_bytes)))
         return self._outcome(run, extras, peak, total_ms)
 
     def evaluate_whole(self, treatment: Treatment) -> Outcome:
         """Every block treated so, by a trace that cannot be mixed with others."""
         choice = Choice(tuple((fqn, treatment) for fqn in self.blocks))
         trace, extras = self._whole[treatment], self._extras(choice)
-        total_ms = sum(self.run_ms(segments) for _, segments in self._grouped(trace))
+        total_ms = sum(self.pace.run_ms(segments) for _, segments in self._grouped(trace))
         return self._outcome(choice.run, extras, self.peak_of(trace, choice), total_ms)
 
     def peak_of(
@@ -360,8 +238,8 @@ class CostModel:
         extras, run = self._extras(choice), choice.run
         if streamed_bytes is not None:
             extras = dataclasses.replace(extras, static_bytes=-streamed_bytes)
-        state: int = round(self.resident_state_bytes(run, extras.streamed_bytes))
-        step: int = round(self.step_bytes(run, extras.streamed_bytes))
+        state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
+        step: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
         if optimizer is not None:
             state = optimizer.offloaded_state_bytes if run.offloads_optimizer else optimizer.state_bytes
             step = (optimizer.offloaded_step_bytes or 0) if run.offloads_optimizer else optimizer.step_bytes
@@ -369,7 +247,7 @@ class CostModel:
 
     def _outcome(self, run: Run, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
         step_ms = float(self.step_ms(run, compute_ms, extras.streamed_bytes))
-        at_home, anywhere = (round(away) for away in self.state_away(run, extras.streamed_bytes))
+        at_home, anywhere = (round(away) for away in self.optimizer.bytes_away(run, extras.streamed_bytes))
         return Outcome(peak_bytes, step_ms, extras.host_bytes + at_home, extras.movable_bytes + anywhere)
 
     def _extras(self, choice: Choice) -> Extras:
@@ -404,66 +282,7 @@ class CostModel:
             return max(0, self.saved_bytes(module_fqn, treatment) - self.saved_bytes(module_fqn, without))
         return 0
 
-    # ---- the optimizer, and what is there all the time. Numbers or arrays of them: `streamed_bytes` may be either.
-
-    def _falling(self, whole: int, rest: int | None, streamed_bytes: Any) -> Any:
-        """A cost that falls from `whole` to `rest` as blocks are streamed."""
-        if rest is None or not self._trainable_bytes:
-            return whole + 0 * streamed_bytes
-        return whole - (whole - rest) * (streamed_bytes / self._trainable_bytes)
-
-    def optimizer(self, run: Run) -> OptimizerCost:
-        eight_bit = self.profile.eight_bit_optimizer
-        # An optimizer that cannot be quantised keeps its state as it is.
-        return eight_bit if run.quantizes_optimizer and eight_bit is not None else self.profile.optimizer
-
-    def _rest_left(self, run: Run) -> float:
-        """The share of what is no block that is not streamed."""
-        total = sum(layer.trainable_bytes for layer in self.profile.layers if not layer.is_block)
-        return 1 - self.profile.rest_trainable_bytes / total if run.streams_rest and total else 1.0
-
-    def state_bytes(self, run: Run, streamed_bytes: Any) -> Any:
-        """Optimizer state of what is not streamed."""
-        whole, rest = self.optimizer(run).state_bytes, self.profile.rest_optimizer
-        if rest is None:
-            return whole + 0 * streamed_bytes
-        # State of embeddings is not quantised.
-        rest_bytes = min(whole, rest.state_bytes)
-        return self._falling(whole, rest_bytes, streamed_bytes) - rest_bytes * (1 - self._rest_left(run))
-
-    def state_away(self, run: Run, streamed_bytes: Any) -> tuple[Any, Any]:
-        """Optimizer state that is on the host because its parameters are; and state that may wait anywhere."""
-        whole = self.optimizer(run).state_bytes
-        nothing = 0 * streamed_bytes
-        if run.offloads_optimizer:
-            return nothing, whole + nothing
-        return whole - self.state_bytes(run, streamed_bytes), nothing
-
-    def step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
-        """What the optimizer's step needs on top."""
-        optimizer, rest = self.optimizer(run), self.profile.rest_optimizer
-        if run.offloads_optimizer:
-            return self._offloaded_step_bytes(run, streamed_bytes)
-        rest_bytes = None if rest is None else min(optimizer.step_bytes, rest.step_bytes)
-        step = self._falling(optimizer.step_bytes, rest_bytes, streamed_bytes)
-        return step - (rest_bytes or 0) * (1 - self._rest_left(run))
-
-    def _offloaded_step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
-        """The largest bucket's, which is there until the last block is streamed."""
-        whole, rest = self.optimizer(run).offloaded_step_bytes, self.profile.rest_optimizer
-        assert whole is not None
-        least = whole if rest is None else min(whole, rest.offloaded_step_bytes or 0)
-        if run.streams_rest and not self._rest_left(run):
-            least = 0
-        return least + (whole - least) * (streamed_bytes < self._trainable_bytes)
-
-    def resident_state_bytes(self, run: Run, streamed_bytes: Any) -> Any:
-        """Optimizer state that is on the device all the time."""
-        if not run.offloads_optimizer:
-            return self.state_bytes(run, streamed_bytes)
-        whole, rest = self.optimizer(run).offloaded_state_bytes, self.profile.rest_optimizer
-        rest_bytes = whole if rest is None else min(whole, rest.offloaded_state_bytes)
-        return self._falling(whole, rest_bytes, streamed_bytes) - rest_bytes * (1 - self._rest_left(run))
+    # ---- what is there all the time
 
     def most_waiting_bytes(self) -> int:
         """What would wait elsewhere if everything did that can."""
@@ -477,61 +296,25 @@ class CostModel:
         return profile.parameter_bytes + profile.buffer_bytes + profile.input_bytes
 
     def _static_bytes(self, run: Run, extras: Extras) -> int:
-        state: int = round(self.resident_state_bytes(run, extras.streamed_bytes))
+        state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
         return self.base_bytes() + extras.static_bytes + state
 
     # ---- time
 
     def step_ms(self, run: Run, compute_ms: Any, streamed_bytes: Any) -> Any:
-        """Forward and backward, with what tiles and the optimizer's step add."""
-        launch_ms = 0.0 if self.hardware.launch_s else _LAUNCH_MS  # where launches cost time, the traces count them
+        """Forward and backward, with what tiles and the optimizer's step add. Numbers or arrays of them."""
         if run.head_rows:
             assert self.profile.head is not None
             num_tiles = -(-max(self.head_rows) * 2 // run.head_rows)
-            compute_ms = compute_ms * _TILED_HEAD_SLOWDOWN + num_tiles * _LAUNCHES_A_TILE * launch_ms
+            compute_ms = self.pace.tiled_head_ms(compute_ms, num_tiles)
         if run.num_tiles:
-            compute_ms = compute_ms + run.num_tiles * len(self.profile.inside) * _LAUNCHES_A_TILE * launch_ms
-        return compute_ms + self._optimizer_ms(run, streamed_bytes)
-
-    def _optimizer_ms(self, run: Run, streamed_bytes: Any) -> Any:
-        optimizer, hardware = self.optimizer(run), self.hardware
-        total = sum(layer.trainable_bytes for layer in self.profile.layers)
-        streamed_bytes = streamed_bytes + self.profile.rest_trainable_bytes * run.streams_rest
-        away = streamed_bytes / max(1, total)
-        on_host_ms = 0.0 * away
-        if hardware.host_bytes_per_s is not None:
-            host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
-            on_host_ms = away * optimizer.moved_bytes / host_bytes_per_s * 1e3
-        moved_bytes = optimizer.moved_bytes if self.counts_calls else optimizer.launched_bytes or optimizer.moved_bytes
-        compute_ms = (1 - away) * moved_bytes / hardware.memory_bytes_per_s * 1e3
-        if self.counts_calls:
-            compute_ms = compute_ms + _calls.optimizer_ms(optimizer.num_tensors)
-        if not run.offloads_optimizer:
-            return self._paced_ms(compute_ms, (1 - away) * optimizer.num_launches, Moved()) + on_host_ms
-        return self._offloaded_step_ms(optimizer, 1 - away, compute_ms) + on_host_ms
-
-    def _offloaded_step_ms(self, optimizer: OptimizerCost, share: Any, compute_ms: Any) -> Any:
-        """Bucket by bucket.
-
-        Side by side, a bucket is stepped and leaves while the next arrives, which takes no longer; the first is waited
-        for. See NOTE [what a bucket costs] in techniques/offload/buckets.py.
-        """
-        num_buckets, bytes_each_way = share * optimizer.num_buckets, share * optimizer.state_bytes
-        num_launches, num_copies = share * optimizer.bucket_launches, 2 * num_buckets
-        if not self.overlaps:
-            return self._paced_ms(compute_ms, num_launches, Moved(num_copies, bytes_each_way, bytes_each_way))
-        stepped_ms = self._paced_ms(compute_ms, num_launches, Moved(num_copies))
-        link_ms = self._link_ms(bytes_each_way)
-        if self.hardware.link_directions < 2:
-            return stepped_ms + 2 * link_ms
-        return stepped_ms + link_ms + self._link_ms(share * optimizer.first_bucket_bytes)
+            compute_ms = compute_ms + self.pace.tiles_ms(run.num_tiles * len(self.profile.inside))
+        return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
 
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """What the machinery of a treatment takes, beside what is computed again."""
-        if not self.counts_calls:
-            return 0.0
         num_operators = sum(segment.num_launches for segment in self._segments(module_fqn, "keep", "forward"))
-        return _calls.treatment_ms(treatment, self.blocks[module_fqn].num_calls, num_operators)
+        return self.pace.hooks_ms(treatment, self.blocks[module_fqn].num_calls, num_operators)
 
     # ---- one block
 
@@ -549,11 +332,11 @@ class CostModel:
         return self._forward_net(module_fqn, "keep")
 
     def forward_ms(self, module_fqn: str) -> float:
-        return self.run_ms(self._segments(module_fqn, "keep", "forward"))
+        return self.pace.run_ms(self._segments(module_fqn, "keep", "forward"))
 
     def block_ms(self, module_fqn: str, treatment: Treatment) -> float:
         segments = self._segments(module_fqn, treatment, None)
-        return sum((self.run_ms([segment]) for segment in segments), 0.0)
+        return sum((self.pace.run_ms([segment]) for segment in segments), 0.0)
 
     def _forward_net(self, module_fqn: str, treatment: Treatment) -> int:
         return sum(segment.net_bytes for segment in self._segments(module_fqn, treatment, "forward"))
@@ -566,16 +349,8 @@ class CostModel:
         return [s for s in self._by_owner[treatment].get(module_fqn, ()) if phase in (None, s.phase)]
 
 
-def _larger(a: Any, b: Any) -> Any:
-    """Of numbers, or of arrays."""
-    return (a + b + abs(a - b)) / 2
-
-
 def _net_bytes(segments: Iterable[Segment]) -> int:
     return sum(segment.net_bytes for segment in segments)
-
-
-# ---- sizes of tiles
 
 
 def _prefix(precision: str, *, streams_rest: bool = False) -> str:
@@ -589,11 +364,3 @@ def _position(kind: str, low: int, high: int, size: int) -> float:
     if kind.endswith(INSIDE):
         return (1 / low - 1 / size) / (1 / low - 1 / high)
     return (size - low) / (high - low)
-
-
-def _chord(start: Stretch, end: Stretch, position: float) -> Stretch:
-    return Stretch(
-        start.peak_bytes + math.ceil((end.peak_bytes - start.peak_bytes) * position),
-        start.net_bytes + math.ceil((end.net_bytes - start.net_bytes) * position),
-        start.ms + (end.ms - start.ms) * position,
-    )

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from memscale._choice import Choice, Outcome, Run, Treatment
-from memscale._peak import CostModel, Stretch
+from memscale._peak import CostModel
+from memscale._stretch import Stretch
 
 MIN_FRONT = 64
 """Ways that are kept of a stretch of unequal blocks, at least."""
@@ -213,7 +214,7 @@ class _Searcher:
         middle = model.middle(run, self.order)
         streamed, rest = -columns[:, RESIDENT], model.rest_extras(run)
         live = model.base_bytes() + rest.static_bytes + columns[:, STATIC]
-        live = live + np.rint(model.resident_state_bytes(run, streamed)).astype(np.int64)
+        live = live + np.rint(model.optimizer.resident_bytes(run, streamed)).astype(np.int64)
         peak = live
         for high, net in (
             (start.peak_bytes, start.net_bytes),
@@ -221,11 +222,11 @@ class _Searcher:
             (middle.peak_bytes, middle.net_bytes),
             (columns[:, BACKWARD_PEAK], columns[:, BACKWARD_NET]),
             (end.peak_bytes, end.net_bytes),
-            (np.rint(model.step_bytes(run, streamed)).astype(np.int64), 0),
+            (np.rint(model.optimizer.step_bytes(run, streamed)).astype(np.int64), 0),
         ):
             peak, live = np.maximum(peak, live + high), live + net
         ms = model.step_ms(run, front.ms + (start.ms + middle.ms + end.ms + rest.ms), streamed)
-        at_home, anywhere = (np.rint(away).astype(np.int64) for away in model.state_away(run, streamed))
+        at_home, anywhere = (np.rint(away).astype(np.int64) for away in model.optimizer.bytes_away(run, streamed))
         host = columns[:, HOST] + rest.host_bytes + at_home
         return np.stack([peak, ms, host, columns[:, MOVABLE] + anywhere], axis=1)
 

@@ -117,7 +117,7 @@ def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Actio
         assert model.profile.head is not None
         yield dataclasses.replace(model.profile.head, rows=run.head_rows, reason=_head_reason(model, choice))
     if run.offloads_optimizer:
-        numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer(run).state_bytes}
+        numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer.cost(run).state_bytes}
         numbers |= _part_of_the_run(model, choice, offloads_optimizer=False)
         rule = "offload optimizer state: the device holds one bucket of it"
         yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, Reason(rule, numbers))
@@ -133,7 +133,7 @@ def _lossy_actions(model: CostModel, config: Config, choice: Choice) -> Iterator
     if run.quantizes_optimizer:
         numbers: dict[str, int | float | str] = {
             "state_bytes": model.profile.optimizer.state_bytes,
-            "in_8_bit_bytes": model.optimizer(run).state_bytes,
+            "in_8_bit_bytes": model.optimizer.cost(run).state_bytes,
             **_part_of_the_run(model, choice, quantizes_optimizer=False),
         }
         yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=_lossy_reason(config, "use_8bit_optimizer", numbers))

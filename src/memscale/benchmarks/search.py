@@ -139,7 +139,7 @@ def all_outcomes(model: CostModel, run: Run) -> tuple[Any, Any]:
         return sum(columns, np.zeros(len(ways)))
 
     streamed = total("streamed_bytes")
-    live = model.base_bytes() + total("static_bytes") + np.rint(model.resident_state_bytes(run, streamed))
+    live = model.base_bytes() + total("static_bytes") + np.rint(model.optimizer.resident_bytes(run, streamed))
     peak, ms = live, total("ms")
     for index, owner in enumerate(model.owners):
         column = ways[:, names.index(owner)] if owner else np.zeros(len(ways), np.int64)
@@ -147,7 +147,7 @@ def all_outcomes(model: CostModel, run: Run) -> tuple[Any, Any]:
         peak = np.maximum(peak, live + np.array([stretch.peak_bytes for stretch in each])[column])
         live = live + np.array([stretch.net_bytes for stretch in each])[column]
         ms = ms + np.array([stretch.ms for stretch in each])[column]
-    peak = np.maximum(peak, live + np.rint(model.step_bytes(run, streamed)))
+    peak = np.maximum(peak, live + np.rint(model.optimizer.step_bytes(run, streamed)))
     return peak, model.step_ms(run, ms, streamed)
 
 

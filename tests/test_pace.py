@@ -1,0 +1,54 @@
+"""Who sets the pace of a piece of a step, against numbers worked out by hand. See NOTE [pace]."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from memscale._pace import Pace
+from memscale._profile import Segment
+from tests.profiles import MB, hardware_of
+
+
+def moving(phase: str = "forward", **changes: int) -> Segment:
+    """100 ms of compute, 10 launches."""
+    return Segment(phase, "b", 0, 0, 0, 0, 100 * MB, num_launches=10, **changes)  # type: ignore[arg-type]
+
+
+def pace_of(*, overlaps: bool, **changes: object) -> Pace:
+    return Pace(hardware_of(launch_s=1e-3, blocking_link_bytes_per_s=5e7, **changes), overlaps=overlaps)
+
+
+def test_matmuls_take_the_slower_of_math_and_memory() -> None:
+    pace = Pace(hardware_of())
+    by_math = Segment("forward", "", 0, 0, flops=6 * 10**11, matmul_bytes=10, other_bytes=0)
+    by_memory = Segment("forward", "", 0, 0, flops=10, matmul_bytes=10**9, other_bytes=0)
+    assert pace.run_ms([by_math]) == pytest.approx(1000)  # 60 % of nominal
+    assert pace.run_ms([by_memory]) == pytest.approx(1000)
+
+
+def test_the_host_sets_the_pace_of_small_operators() -> None:
+    pace = pace_of(overlaps=False)
+    assert pace.run_ms([moving()]) == pytest.approx(100)
+    assert pace.run_ms([dataclasses.replace(moving(), num_launches=300)]) == pytest.approx(300)
+
+
+def test_transfers_that_wait_come_on_top() -> None:
+    moved = moving(num_sends=2, sent_bytes=5 * MB, num_fetches=1, fetched_bytes=10 * MB)
+    assert pace_of(overlaps=False).run_ms([moved]) == pytest.approx(100 + 3 + 100 + 200)
+
+
+def test_transfers_beside_compute_cost_what_it_does_not_hide() -> None:
+    pace = pace_of(overlaps=True)
+    hidden = moving(num_sends=1, sent_bytes=9 * MB, num_fetches=1, fetched_bytes=8 * MB)
+    assert pace.run_ms([hidden]) == pytest.approx(100)
+    both = moving(num_sends=1, sent_bytes=30 * MB, num_fetches=1, fetched_bytes=20 * MB)
+    assert pace.run_ms([both]) == pytest.approx(300)
+    assert pace_of(overlaps=True, link_directions=1).run_ms([both]) == pytest.approx(500)
+
+
+def test_a_clock_with_one_host_thread_waits_for_gradients_to_land() -> None:
+    landing = moving("backward", num_sends=1, sent_bytes=5 * MB)
+    assert pace_of(overlaps=True).run_ms([landing]) == pytest.approx(100)
+    assert pace_of(overlaps=True, has_one_host_thread=True).run_ms([landing]) == pytest.approx(150)
