@@ -13,6 +13,7 @@ from bitsandbytes.backends.cpu import ops  # noqa: F401  its kernels
 from torch import nn
 
 import memscale
+import simgpu
 from memscale import Config, _torch_private
 from memscale._execute import executor_of
 from memscale._hardware import Hardware
@@ -90,6 +91,32 @@ def test_offloading_the_state_of_a_small_model_would_gain_nothing(simgpu_device:
     plan, peaks = train(SMALL, config_of())
     assert OffloadOptimizer not in {type(action) for action in plan.actions}
     assert plan.predicted_peak_bytes == max(peaks)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("num_streamed", [0, 1, 4])
+def test_launches_are_counted_as_the_optimizer_makes_them(
+    num_streamed: int, options: dict[str, Any], simgpu_device: Any
+) -> None:
+    """Two groups: PyTorch steps one by one what is in a group with something on the host, and the other at once."""
+    model = Mlp(width=64, depth=4)
+    streamed = list(model.blocks[:num_streamed].parameters())
+    groups = [{"params": list(model.blocks.parameters())}, {"params": list(model.head.parameters())}]
+    optimizer = torch.optim.AdamW(groups, **options)
+    costs = OptimizerCosts(model, optimizer, Hardware.detect("simgpu"), Config(device="simgpu"))
+    predicted = costs.cost(without=frozenset(map(id, streamed)))
+    model.to("simgpu")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for parameter in streamed:
+        parameter.data, parameter.grad = parameter.data.cpu(), None
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = simgpu.counters().kernels
+    optimizer.step()
+    assert predicted.num_launches == simgpu.counters().kernels - before
+    if not options:
+        assert predicted.loop_launches == 8 * sum(p.device.type == "simgpu" for p in model.parameters())
 
 
 def test_what_is_streamed_is_left_out() -> None:

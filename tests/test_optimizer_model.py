@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from memscale._choice import Choice, Run
@@ -15,21 +16,52 @@ ONE = {"b": Block(keeps=100, keeps_selective=40, keeps_checkpointed=10, temporar
 
 
 @pytest.mark.parametrize(
-    ("overlaps", "expected"),
+    ("overlaps", "sizes", "expected"),
     [
-        (False, 402 + 70 + 6 + 2 * 1000),  # 50 MB each way from memory that is not pinned
-        (True, 402 + 70 + 500 + 300),  # stepped and sent; the first bucket of 30 MB is waited for
+        # 50 MB each way from memory that is not pinned
+        (False, (30, 10, 10), 70 + 6 + 2 * 1000),
+        # The first is waited for; then a bucket is stepped and leaves while the next arrives.
+        (True, (30, 10, 10), 300 + (42 + 300) + (14 + 100) + (14 + 100)),
+        (True, (10, 30, 10), 100 + 300 + (42 + 300) + (14 + 100)),
     ],
 )
-def test_a_step_whose_state_waits_elsewhere(overlaps: bool, expected: float) -> None:
-    cost = OptimizerCost(
-        "adamw", 50 * MB, 0, 70 * MB, 0, num_launches=5, launched_bytes=70 * MB, num_buckets=3, bucket_launches=15
-    )
-    cost = dataclasses.replace(cost, first_bucket_bytes=30 * MB)
+def test_a_step_whose_state_waits_elsewhere(overlaps: bool, sizes: tuple[int, ...], expected: float) -> None:
+    cost = OptimizerCost("adamw", 50 * MB, 0, 70 * MB, 0, num_launches=5, launched_bytes=70 * MB, bucket_launches=15)
+    cost = dataclasses.replace(cost, bucket_bytes=tuple(size * MB for size in sizes))
     hardware = hardware_of(launch_s=1e-3, blocking_link_bytes_per_s=5e7)
     model = CostModel(profile_of(ONE, optimizer=cost), hardware, overlaps=overlaps)
     choice = Choice((), Run(offloads_optimizer=True))
-    assert model.evaluate(choice).step_ms == pytest.approx(expected)
+    assert model.evaluate(choice).step_ms == pytest.approx(402 + expected)
+
+
+def split_model(**changes: int) -> CostModel:
+    """8 launches a parameter one by one: 10 of the block, 2 beside it."""
+    whole = OptimizerCost("adamw", 50 * MB, 12 * MB, 70 * MB, num_launches=8, launched_bytes=70 * MB, loop_launches=96)
+    rest = OptimizerCost("adamw", 40 * MB, 10 * MB, 56 * MB, num_launches=16, launched_bytes=56 * MB, loop_launches=16)
+    profile = profile_of(ONE, variants=("checkpoint", "stream"), optimizer=whole)
+    rest = dataclasses.replace(rest, **changes)
+    return CostModel(
+        dataclasses.replace(profile, rest_optimizer=rest), hardware_of(launch_s=0.01, host_bytes_per_s=None)
+    )
+
+
+def test_streaming_makes_the_optimizer_step_the_others_one_by_one() -> None:
+    optimizer = split_model().optimizer
+    assert optimizer.step_ms(Run(), 0) == pytest.approx(8 * 10)
+    assert optimizer.step_ms(Run(), 5 * MB) == pytest.approx(16 * 10)
+    half = optimizer.step_ms(Run(), np.array([0, 2.5 * MB, 5 * MB]))
+    assert half == pytest.approx([80, (96 + 16) / 2 * 10, 160])
+
+
+def test_buckets_are_stepped_at_once_whatever_is_streamed() -> None:
+    optimizer = split_model().optimizer
+    for run in (Run(offloads_optimizer=True), Run(quantizes_optimizer=True)):
+        assert optimizer.step_ms(run, 5 * MB) < optimizer.step_ms(run, 0)
+
+
+def test_one_by_one_may_need_more_memory_than_at_once() -> None:
+    optimizer = split_model(step_bytes=20 * MB).optimizer
+    assert list(optimizer.step_bytes(Run(), np.array([0, 1, 5 * MB]))) == pytest.approx([12 * MB, 20 * MB, 20 * MB])
 
 
 def test_the_hosts_share_of_the_step_is_counted_unless_the_clock_does_not() -> None:

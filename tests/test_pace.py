@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memscale._pace import Pace
+from memscale._pace import Moved, Pace
 from memscale._profile import Segment
 from tests.profiles import MB, hardware_of
 
@@ -52,3 +52,47 @@ def test_a_clock_with_one_host_thread_waits_for_gradients_to_land() -> None:
     landing = moving("backward", num_sends=1, sent_bytes=5 * MB)
     assert pace_of(overlaps=True).run_ms([landing]) == pytest.approx(100)
     assert pace_of(overlaps=True, has_one_host_thread=True).run_ms([landing]) == pytest.approx(150)
+
+
+# ---- transfers beside other blocks: see NOTE [side by side]
+
+
+def spread_of(forward: list[dict[str, int]], backward: list[dict[str, int]]) -> list[tuple[float, ...]]:
+    """Of blocks of 10, 20 and 10 MB: what comes and goes in the forward and the backward of each, in MB."""
+    names = ["a", "b", "c"]
+    segments = [moving(**{name: size * MB for name, size in traffic.items()}) for traffic in (*forward, *backward)]
+    runs = [(name, [segment]) for name, segment in zip([*names, *reversed(names)], segments, strict=True)]
+    sizes = dict(zip(names, (10 * MB, 20 * MB, 10 * MB), strict=True))
+    spread = pace_of(overlaps=True).spread(runs, sizes)
+    return [
+        tuple(
+            round(size / MB, 6)
+            for size in (
+                segment.fetched_bytes + spread[index].in_bytes + spread[index].first_bytes,
+                segment.sent_bytes + spread[index].out_bytes,
+                spread[index].first_bytes,
+            )
+        )
+        for index, segment in enumerate(segments)
+    ]
+
+
+def test_weights_that_are_fetched_ahead_count_where_they_are_waited_for() -> None:
+    """Forward asks for all at once, backward for two at once and not for the last block's, which stayed."""
+    found = spread_of([{"fetched_bytes": 40}, {}, {}], [{"fetched_bytes": 30}, {}, {}])
+    assert found[:3] == [(10, 0, 10), (20, 0, 0), (10, 0, 0)]
+    assert found[3:] == [(7.5, 0, 0), (15, 0, 0), (7.5, 0, 0)]
+
+
+def test_inputs_that_come_back_are_told_from_weights() -> None:
+    """Each block sends 5 MB of inputs and gets them back beside its weights."""
+    sent = {"sent_bytes": 5, "num_sends": 1}
+    found = spread_of(
+        [{**sent, "fetched_bytes": 40}, sent, sent], [{"fetched_bytes": 35}, {"fetched_bytes": 5}, {"fetched_bytes": 5}]
+    )
+    assert found[:3] == [(10, 5, 10), (20, 5, 0), (10, 5, 0)]
+    assert found[3:] == [(12.5, 0, 0), (20, 0, 0), (12.5, 0, 0)]
+
+
+def test_what_nothing_hides_comes_on_top() -> None:
+    assert pace_of(overlaps=True).run_ms([moving()], more=Moved(first_bytes=5 * MB)) == pytest.approx(150)

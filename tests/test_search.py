@@ -71,6 +71,28 @@ def test_as_good_as_brute_force(found: dict[str, Block], link: float) -> None:
         assert fastest(ours, budget) == pytest.approx(fastest(everything, budget), rel=1e-9)
 
 
+def test_streaming_a_block_does_not_hide_ways_that_leave_the_optimizer_in_one_piece() -> None:
+    """Streaming the first is better for the blocks than offloading the second: less time, and less of everything."""
+    first = Block(keeps=70, keeps_checkpointed=10, temporaries=0, gradients=5, time=1, parameters=1)
+    second = Block(keeps=60, keeps_offloaded=2, temporaries=0)
+    tiny = Block(keeps=1, keeps_checkpointed=1, keeps_offloaded=1, temporaries=0, gradients=0, time=1, parameters=1)
+    # The first two are compared with one another before they are put together with the others.
+    found = {"first": first, "second": second, "third": tiny, "fourth": tiny}
+    profile, treatments = full_profile(found), ("offload", "stream")
+    for loop_launches, best in ((1, ("first", "stream")), (1000, ("second", "offload"))):
+        optimizer = dataclasses.replace(profile.optimizer, num_launches=1, loop_launches=loop_launches)
+        rest = dataclasses.replace(profile.rest_optimizer, loop_launches=loop_launches)
+        changed = dataclasses.replace(profile, optimizer=optimizer, rest_optimizer=rest)
+        model = CostModel(changed, hardware_of(link_bytes_per_s=1e9, launch_s=1e-2))
+        budget = model.evaluate(Choice((("second", "offload"),))).peak_bytes
+        fitting = [
+            candidate
+            for candidate in search(model, [Run()], treatments, counts_waiting=False)
+            if candidate.outcome.peak_bytes <= budget
+        ]
+        assert min(fitting, key=lambda candidate: candidate.outcome.step_ms).choice.blocks == (best,)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kinds", [1, 2, 8])
 def test_as_good_as_brute_force_on_eight_blocks(num_kinds: int) -> None:

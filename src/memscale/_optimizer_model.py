@@ -36,8 +36,7 @@ class OptimizerModel:
         if not run.offloads_optimizer:
             return self._unstreamed_bytes(run, streamed_bytes)
         whole, rest = self.cost(run).offloaded_state_bytes, self.profile.rest_optimizer
-        rest_bytes = whole if rest is None else min(whole, rest.offloaded_state_bytes)
-        return self._falling(whole, rest_bytes, streamed_bytes) - rest_bytes * (1 - self._rest_left(run))
+        return self._left(run, whole, whole if rest is None else min(whole, rest.offloaded_state_bytes), streamed_bytes)
 
     def bytes_away(self, run: Run, streamed_bytes: Any) -> tuple[Any, Any]:
         """State that is on the host because its parameters are; and state that may wait anywhere."""
@@ -49,12 +48,17 @@ class OptimizerModel:
 
     def step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
         """What the step needs on top."""
-        whole, rest = self.cost(run), self.profile.rest_optimizer
         if run.offloads_optimizer:
             return self._offloaded_step_bytes(run, streamed_bytes)
-        rest_bytes = None if rest is None else min(whole.step_bytes, rest.step_bytes)
-        step = self._falling(whole.step_bytes, rest_bytes, streamed_bytes)
-        return step - (rest_bytes or 0) * (1 - self._rest_left(run))
+        whole, rest = self.cost(run).step_bytes, self.profile.rest_optimizer
+        if rest is None:
+            return whole + 0 * streamed_bytes
+        if run.quantizes_optimizer:
+            return self._left(run, whole, min(whole, rest.step_bytes), streamed_bytes)
+        # One by one, a large parameter may need more than all at once. See NOTE [two devices].
+        is_split = self._share_left(run, streamed_bytes) < 1
+        split_bytes = max(0, rest.step_bytes - whole) * is_split
+        return self._left(run, whole + split_bytes, rest.step_bytes, streamed_bytes)
 
     def _offloaded_step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
         """The largest bucket's, which is there until the last block is streamed."""
@@ -71,12 +75,14 @@ class OptimizerModel:
         if rest is None:
             return whole + 0 * streamed_bytes
         # State of embeddings is not quantised.
-        rest_bytes = min(whole, rest.state_bytes)
-        return self._falling(whole, rest_bytes, streamed_bytes) - rest_bytes * (1 - self._rest_left(run))
+        return self._left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
 
-    def _falling(self, whole: int, rest: int | None, streamed_bytes: Any) -> Any:
-        """A cost that falls from `whole` to `rest` as blocks are streamed."""
-        if rest is None or not self._block_bytes:
+    def _left(self, run: Run, whole: Any, rest: int, streamed_bytes: Any) -> Any:
+        """Of a cost that falls from `whole` to `rest` as blocks are streamed, and on as the rest is."""
+        return self._falling(whole, rest, streamed_bytes) - rest * (1 - self._rest_left(run))
+
+    def _falling(self, whole: Any, rest: int, streamed_bytes: Any) -> Any:
+        if not self._block_bytes:
             return whole + 0 * streamed_bytes
         return whole - (whole - rest) * (streamed_bytes / self._block_bytes)
 
@@ -89,35 +95,54 @@ class OptimizerModel:
 
     def step_ms(self, run: Run, streamed_bytes: Any) -> Any:
         """On the device, and on the host for what is streamed."""
-        cost, hardware = self.cost(run), self.pace.hardware
+        hardware = self.pace.hardware
+        if run.offloads_optimizer:
+            on_device_ms = self._share_left(run, streamed_bytes) * self._in_buckets_ms(self.cost(run))
+        else:
+            on_device_ms = self._at_once_ms(run, streamed_bytes)
+        if hardware.host_bytes_per_s is None:
+            return on_device_ms
+        host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
+        share_away = 1 - self._share_left(run, streamed_bytes)
+        return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
+
+    def _share_left(self, run: Run, streamed_bytes: Any) -> Any:
+        """The share of trainable bytes that is not streamed."""
         streamed_bytes = streamed_bytes + self.profile.rest_trainable_bytes * run.streams_rest
-        away = streamed_bytes / max(1, self._block_bytes + self._other_bytes)
-        on_host_ms = 0.0 * away
-        if hardware.host_bytes_per_s is not None:
-            host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
-            on_host_ms = away * cost.moved_bytes / host_bytes_per_s * 1e3
-        counts_calls = self.pace.counts_calls
-        moved_bytes = cost.moved_bytes if counts_calls else cost.launched_bytes or cost.moved_bytes
-        compute_ms = (1 - away) * moved_bytes / hardware.memory_bytes_per_s * 1e3
-        if counts_calls:
-            compute_ms = compute_ms + _calls.optimizer_ms(cost.num_tensors)
-        if not run.offloads_optimizer:
-            return self.pace.slowest_ms(compute_ms, (1 - away) * cost.num_launches, Moved()) + on_host_ms
-        return self._offloaded_step_ms(cost, 1 - away, compute_ms) + on_host_ms
+        return 1 - streamed_bytes / max(1, self._block_bytes + self._other_bytes)
 
-    def _offloaded_step_ms(self, cost: OptimizerCost, share: Any, compute_ms: Any) -> Any:
-        """Bucket by bucket.
+    def _at_once_ms(self, run: Run, streamed_bytes: Any) -> Any:
+        """All that is on the device.
 
-        Side by side, a bucket is stepped and leaves while the next arrives, which takes no longer; the first is waited
-        for. See NOTE [what a bucket costs] in techniques/offload/buckets.py.
+        See NOTE [two devices] in _profile/optimizers.py: as soon as something is streamed, there are more launches.
         """
-        pace = self.pace
-        num_buckets, bytes_each_way = share * cost.num_buckets, share * cost.state_bytes
-        num_launches, num_copies = share * cost.bucket_launches, 2 * num_buckets
+        cost, rest, share = self.cost(run), self.profile.rest_optimizer, self._share_left(run, streamed_bytes)
+        num_launches, compute_ms = share * cost.num_launches, self._compute_ms(cost, share)
+        if cost.loop_launches and not run.quantizes_optimizer and rest is not None:
+            looped = self._left(run, cost.loop_launches, rest.loop_launches, streamed_bytes)
+            num_launches = num_launches + (looped - num_launches) * (share < 1)
+        return self.pace.slowest_ms(compute_ms, num_launches, Moved())
+
+    def _compute_ms(self, cost: OptimizerCost, share: Any) -> Any:
+        if self.pace.counts_calls:
+            moved_bytes, calls_ms = cost.moved_bytes, _calls.optimizer_ms(cost.num_tensors)
+        else:
+            moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
+        return share * moved_bytes / self.pace.hardware.memory_bytes_per_s * 1e3 + calls_ms
+
+    def _in_buckets_ms(self, cost: OptimizerCost) -> float:
+        """Bucket by bucket. Side by side, one is stepped and leaves while the next arrives, and both are waited for.
+
+        See NOTE [what a bucket costs] in techniques/offload/buckets.py.
+        """
+        pace, sizes = self.pace, cost.bucket_bytes or (cost.state_bytes,)
+        compute_ms, num_launches, num_bytes = self._compute_ms(cost, 1.0), cost.bucket_launches, sum(sizes)
         if not pace.overlaps:
-            return pace.slowest_ms(compute_ms, num_launches, Moved(num_copies, bytes_each_way, bytes_each_way))
-        stepped_ms = pace.slowest_ms(compute_ms, num_launches, Moved(num_copies))
-        link_ms = pace.link_ms(bytes_each_way)
-        if pace.hardware.link_directions < 2:
-            return stepped_ms + 2 * link_ms
-        return stepped_ms + link_ms + pace.link_ms(share * cost.first_bucket_bytes)
+            return float(pace.slowest_ms(compute_ms, num_launches, Moved(2 * len(sizes), num_bytes, num_bytes)))
+        total_ms = last_ms = 0.0
+        for size in sizes:
+            share, arrives_ms = size / max(1, num_bytes), pace.link_ms(size)
+            total_ms += max(arrives_ms, last_ms) if pace.hardware.link_directions > 1 else arrives_ms + last_ms
+            stepped_ms = pace.slowest_ms(share * compute_ms, num_launches / len(sizes), Moved(2))
+            last_ms = stepped_ms + pace.link_ms(size)
+        return float(total_ms + last_ms)

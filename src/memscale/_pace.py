@@ -7,7 +7,7 @@ them sets the pace. Transfers that wait come on top of it, and from memory that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from memscale import _calls
@@ -17,8 +17,9 @@ from memscale._profile import Segment
 
 _TILED_HEAD_SLOWDOWN = 1.02
 """What is bit-exact comes first."""
-_LAUNCHES_A_TILE = 16
-_LAUNCH_MS = 0.005
+_TILE_MS = 0.08
+"""Of Python and views around the operators of a tile, which a host that launches ahead of its device hides. Nominal.
+The operators themselves are in the traces: launches on a device, calls on a CPU (`_calls`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Moved:
     in_bytes: Any = 0
     landing_bytes: int = 0
     """Of the bytes that leave those of gradients, which a thread of the host waits for."""
+    first_bytes: Any = 0
+    """Of those that come, what nothing could hide."""
 
 
 class Pace:
@@ -51,6 +54,7 @@ class Pace:
             out_bytes=sum(segment.sent_bytes for segment in segments) + more.out_bytes,
             in_bytes=sum(segment.fetched_bytes for segment in segments) + more.in_bytes,
             landing_bytes=sum(segment.sent_bytes for segment in segments if segment.phase == "backward"),
+            first_bytes=more.first_bytes,
         )
         return float(self.slowest_ms(compute_ms, sum(segment.num_launches for segment in segments), moved))
 
@@ -66,8 +70,7 @@ class Pace:
 
     def tiles_ms(self, num_tiles: int) -> float:
         """What so many tiles add to what their traces say."""
-        launch_ms = 0.0 if self.hardware.launch_s else _LAUNCH_MS  # where launches cost time, the traces count them
-        return num_tiles * _LAUNCHES_A_TILE * launch_ms
+        return 0.0 if self.hardware.launch_s else num_tiles * _TILE_MS
 
     def tiled_head_ms(self, step_ms: Any, num_tiles: int) -> Any:
         """A step of so many milliseconds with the head in so many tiles."""
@@ -88,7 +91,8 @@ class Pace:
             return _larger(compute_ms, launches_ms) + copies_ms + in_ms + out_ms
         link_ms = _larger(in_ms, out_ms) if self.hardware.link_directions > 1 else in_ms + out_ms
         landing_ms = self.link_ms(moved.landing_bytes) if self.hardware.has_one_host_thread else 0.0
-        return _larger(_larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
+        paced_ms = _larger(_larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
+        return paced_ms + self.link_ms(moved.first_bytes)
 
     def link_ms(self, num_bytes: Any) -> Any:
         """One way."""
@@ -98,39 +102,74 @@ class Pace:
 
     # ---- transfers beside other blocks
 
-    def spread(self, runs: list[tuple[str, list[Segment]]]) -> dict[int, Moved]:
-        """By run of an owner's segments: what crosses the link in it more, or less, than begins there.
+    def spread(self, runs: Sequence[tuple[str, list[Segment]]], param_bytes: Mapping[str, int]) -> dict[int, Moved]:
+        """By run of a block's segments: what crosses the link in it more, or less, than begins there.
 
         NOTE [side by side]: what blocks send leaves while others compute, and what they need comes back while others
         do, as far as windows allow. So it is spread over all of them. A source is kept until its copy is made, up to
         the window: what backward finds still there is not fetched, and its copy is waited for only at the end of the
         step. It leaves beside what comes back; the rest of it, beside the forward and the backward of its block.
+
+        Weights are fetched ahead, and counted with the block that waits for them; those of the first block have nothing
+        to hide behind. What forward fetches are weights; backward fetches them again, but for the last block's.
         """
-        if not self.overlaps:
-            return {}
         places: dict[str, list[int]] = {}
         for index, (owner, _) in enumerate(runs):
             places.setdefault(owner, []).append(index)
-        pairs = [(found[0], found[1]) for owner, found in places.items() if owner and len(found) == 2]
-        sent = {first: sum(segment.sent_bytes for segment in runs[first][1]) for first, _ in pairs}
-        fetched = {second: sum(segment.fetched_bytes for segment in runs[second][1]) for _, second in pairs}
-        all_sent, all_fetched = sum(sent.values()), sum(fetched.values())
-        lingering = max(0, all_sent - all_fetched)
+        pairs = [(owner, found[0], found[1]) for owner, found in places.items() if owner and len(found) == 2]
+        if not self.overlaps or not pairs:
+            return {}
+        traffic = _Traffic.of([(param_bytes[owner], runs[first][1], runs[second][1]) for owner, first, second in pairs])
         spread = {}
-        for first, second in pairs if all_sent else ():
-            share = sent[first] / all_sent
+        for number, (_, first, second) in enumerate(pairs):
             busy_ms = self._busy_ms(runs[first][1]), self._busy_ms(runs[second][1])
             early = busy_ms[0] / max(sum(busy_ms), 1e-12)
-            beside = share * max(0, lingering - all_fetched)
-            leaves = share * (all_sent - lingering) + beside * early
-            spread[first] = Moved(out_bytes=leaves - sent[first])
-            spread[second] = Moved(out_bytes=beside * (1 - early), in_bytes=share * all_fetched - fetched[second])
+            spread[first], spread[second] = traffic.spread(number, early)
         return spread
 
     def _busy_ms(self, segments: list[Segment]) -> float:
         """Without transfers."""
         num_launches = sum(segment.num_launches for segment in segments)
         return float(self.slowest_ms(sum(self.compute_ms(segment) for segment in segments), num_launches, Moved()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traffic:
+    """What blocks send in forward, and fetch in forward and backward. See NOTE [side by side]."""
+
+    param_bytes: tuple[int, ...]
+    sent: tuple[int, ...]
+    fetched: tuple[int, ...]
+    fetched_back: tuple[int, ...]
+
+    @classmethod
+    def of(cls, blocks: Sequence[tuple[int, list[Segment], list[Segment]]]) -> _Traffic:
+        return cls(
+            tuple(num_bytes for num_bytes, _, _ in blocks),
+            tuple(sum(segment.sent_bytes for segment in forward) for _, forward, _ in blocks),
+            tuple(sum(segment.fetched_bytes for segment in forward) for _, forward, _ in blocks),
+            tuple(sum(segment.fetched_bytes for segment in backward) for _, _, backward in blocks),
+        )
+
+    def spread(self, number: int, early: float) -> tuple[Moved, Moved]:
+        """Of one block's forward and backward; `early` is the share of their time that is forward's."""
+        weights = sum(self.fetched)
+        weights_back = min(sum(self.fetched_back), weights - self.param_bytes[-1]) if weights else 0
+        returned = sum(self.fetched_back) - weights_back
+        lingering = max(0, sum(self.sent) - returned)
+        share = self.sent[number] / max(1, sum(self.sent))
+        of_weights = self.param_bytes[number] / max(1, sum(self.param_bytes))
+        beside = share * max(0, lingering - returned)
+        leaves = share * (sum(self.sent) - lingering) + beside * early
+        needs = of_weights * weights
+        first = needs if number == 0 else 0
+        comes_back = share * returned + of_weights * weights_back
+        return (
+            Moved(
+                out_bytes=leaves - self.sent[number], in_bytes=needs - first - self.fetched[number], first_bytes=first
+            ),
+            Moved(out_bytes=beside * (1 - early), in_bytes=comes_back - self.fetched_back[number]),
+        )
 
 
 def _larger(a: Any, b: Any) -> Any:

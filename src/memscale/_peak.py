@@ -53,7 +53,7 @@ class CostModel:
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
         runs = self._grouped(trace)
-        spread = self.pace.spread(runs)
+        spread = self.pace.spread(runs, {fqn: layer.param_bytes for fqn, layer in self.blocks.items()})
         nothing = Moved()
         merged = [self._merge(tuple(run), halves, spread.get(index, nothing)) for index, (_, run) in enumerate(runs)]
         return [owner for owner, _ in runs], merged

@@ -4,8 +4,7 @@ A stretch of neighbouring blocks is known by a *front*: ways of treating it, non
 everything. Of equal blocks only the number that gets each treatment matters, and their best order is known; fronts of
 unequal neighbours are merged pairwise, up to the whole model. Short models are searched exactly; on long ones fronts
 are thinned, by a grid on bytes that keeps the fastest of each cell. Nothing here depends on the device's budget, so a
-larger one can never give a slower plan. Whole bytes and a fixed order throughout: the same inputs give the same front
-everywhere.
+larger one can never give a slower plan. Whole bytes and a fixed order: the same inputs give the same front everywhere.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _MAX_EACH = 1024
 _CHUNK = 128
 
 # Columns of a front: bytes of the forward and backward of a stretch of blocks, and what it changes elsewhere.
-FORWARD_PEAK, FORWARD_NET, BACKWARD_PEAK, BACKWARD_NET, STATIC, RESIDENT, HOST, MOVABLE = range(8)
-"""RESIDENT: less the trainable bytes that are streamed."""
+FORWARD_PEAK, FORWARD_NET, BACKWARD_PEAK, BACKWARD_NET, STATIC, RESIDENT, SPLIT, HOST, MOVABLE = range(9)
+"""RESIDENT: less the trainable bytes that are streamed. SPLIT: whether there are any, which slows optimizers down."""
 
 Array = np.ndarray[Any, Any]
 Stretches = tuple[tuple[int, int], ...]
@@ -136,9 +135,9 @@ class _Searcher:
             forward, backward = self.model.block(run, module_fqn, treatment)
             forward, backward = gaps[0].then(forward), backward.then(gaps[1])
             extra = self.model.extras(run, module_fqn, treatment)
-            of_its_own = [forward.peak_bytes, forward.net_bytes, backward.peak_bytes, backward.net_bytes]
-            elsewhere = [extra.static_bytes, -extra.streamed_bytes, extra.host_bytes, extra.movable_bytes]
-            rows.append((*of_its_own, *elsewhere))
+            of_its_own = (forward.peak_bytes, forward.net_bytes, backward.peak_bytes, backward.net_bytes)
+            streamed = (extra.static_bytes, -extra.streamed_bytes, extra.streamed_bytes > 0)
+            rows.append((*of_its_own, *streamed, extra.host_bytes, extra.movable_bytes))
             times.append(forward.ms + backward.ms + extra.ms)
         key = (*rows, *times, *treatments)
         if key not in self._block_of:
@@ -151,7 +150,7 @@ class _Searcher:
     def _front(self, blocks: Sequence[int]) -> Front:
         """The whole model's front, thinned once for all runs."""
         if not blocks:
-            return Front(np.zeros((1, 8), np.int64), np.zeros(1), np.zeros((1, 0), np.int8))
+            return Front(np.zeros((1, MOVABLE + 1), np.int64), np.zeros(1), np.zeros((1, 0), np.int8))
         runs = [(block, len(list(group))) for block, group in itertools.groupby(blocks)]
         stretches = tuple((block, 1) for block in blocks) if self.is_exact else tuple(runs)
         self._max_product = min(60_000, max(MIN_FRONT**2, _MAX_WAYS // len(stretches)))
@@ -234,8 +233,7 @@ class _Searcher:
         """Rows that no other beats; among equals the one with the fewest actions."""
         rows = np.arange(len(outcomes)) if self.counts_waiting else _falling(outcomes)
         peak, ms, host, movable = outcomes.T
-        num_actions = (front.picks[rows] > 0).sum(axis=1)
-        keys = (rows, num_actions, movable[rows], host[rows], peak[rows], np.round(ms[rows], 9))
+        keys = (rows, (front.picks[rows] > 0).sum(axis=1), movable[rows], host[rows], peak[rows], np.round(ms[rows], 9))
         order = rows[np.lexsort(keys)]
         if not self.counts_waiting:
             falls = peak[order] < np.minimum.accumulate(np.concatenate([[np.inf], peak[order]]))[:-1]
@@ -266,6 +264,7 @@ def _paired(earlier: Front, later: Front) -> Front:
     columns = a + b
     columns[:, FORWARD_PEAK] = np.maximum(a[:, FORWARD_PEAK], a[:, FORWARD_NET] + b[:, FORWARD_PEAK])
     columns[:, BACKWARD_PEAK] = np.maximum(b[:, BACKWARD_PEAK], b[:, BACKWARD_NET] + a[:, BACKWARD_PEAK])
+    columns[:, SPLIT] = np.maximum(a[:, SPLIT], b[:, SPLIT])
     return Front(columns, earlier.ms + later.ms, np.concatenate([earlier.picks, later.picks], axis=1))
 
 

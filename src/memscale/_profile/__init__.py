@@ -114,10 +114,10 @@ class OptimizerCost:
     """Operators of a step on the device."""
     launched_bytes: int = 0
     """Bytes that these read and write, one after the other."""
-    num_buckets: int = 0
-    """In which its state moves when that waits elsewhere."""
-    first_bucket_bytes: int = 0
-    """What there is of that in the first of them, which nothing hides."""
+    loop_launches: int = 0
+    """Operators of a step of one parameter after the other, as PyTorch's optimizers do it when some are on the host."""
+    bucket_bytes: tuple[int, ...] = ()
+    """In which its state moves, one after the other, when that waits elsewhere."""
     bucket_launches: int = 0
     """Operators of such a step."""
 

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
-from memscale._memory import LiveBytes, rounding_of
+from memscale._memory import rounding_of
 from memscale._profile import OptimizerCost
 from memscale._profile.rehearsal import device_exists
-from memscale._profile.work import Work
+from memscale._profile.work import Books, Work
 from memscale._units import round_up
 
 logger = logging.getLogger("memscale")
@@ -141,21 +141,6 @@ class _BucketCost:
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
 
 
-class _Books(LiveBytes):
-    """Live bytes, and what is computed."""
-
-    def __init__(self, device_type: str, rounding_bytes: int) -> None:
-        super().__init__(device_type, rounding_bytes, counts_fakes=True)
-        self.work = Work()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.work.add(func, args, kwargs or {}, result, self.device_type)
-        return result
-
-
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
@@ -182,17 +167,29 @@ class _Twin:
         self._fakes: dict[int, nn.Parameter] = {}
         if isinstance(optimizer, str):
             class_name, options = OPTIMIZERS[optimizer]
-            groups = [{"params": self._fake_all(model.parameters())}]
+            members = [list(model.parameters())]
+            groups = [{"params": self._fake_all(members[0])}]
             self.optimizer: Optimizer = getattr(torch.optim, class_name)(groups, **options)
             self.optimizer.state.clear()  # Adagrad makes its state at once; made at the first step it is counted
         else:
+            members = [group["params"] for group in optimizer.param_groups]
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = _same_class(optimizer, groups)
-        # PyTorch picks foreach where the device has it, but never for fake tensors.
-        picks_foreach = device_type in _torch_private.foreach_device_types()
-        for group in self.optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = picks_foreach
+        self._picked = self._pick_foreach()
+        self._split = [i for i in self._picked if any(p.requires_grad and id(p) in left_out for p in members[i])]
+
+    def _pick_foreach(self) -> list[int]:
+        """As PyTorch does where the device has it, but never for fake tensors. Returns the groups that it is asked for.
+
+        NOTE [two devices]: PyTorch does so only for a group whose parameters are all on such a device. When some are
+        streamed, and thus on the host, it steps the group's parameters one by one.
+        """
+        has_foreach = self.device_type in _torch_private.foreach_device_types()
+        groups = self.optimizer.param_groups
+        free = [i for i, g in enumerate(groups) if g.get("foreach", False) is None and not g.get("fused")]
+        for index in free:
+            groups[index]["foreach"] = has_foreach
+        return free if has_foreach else []
 
     def _fake_all(self, parameters: Any) -> list[nn.Parameter]:
         return [self._fake(p) for p in parameters if p.requires_grad and id(p) not in self._left_out]
@@ -209,9 +206,14 @@ class _Twin:
         parameters = list(self._fakes.values())
         if not parameters:
             return OptimizerCost(self.name, 0, 0, 0, None if offloaded is None else 0)
-        buckets = [] if resident is None else self._try_buckets(resident)
-        whole = self._whole() if resident is None else (*self._in_buckets(resident, buckets), *_launched(buckets))
-        state_bytes, step_bytes, num_launches, launched_bytes = whole
+        if resident is None:
+            state_bytes, step_bytes, *launched = self._whole(self._one_by_one(self._split))
+            loop_launches = self._loop_launches() if self._picked else launched[0]
+        else:
+            buckets = self._try_buckets(resident)
+            state_bytes, step_bytes = self._in_buckets(resident, buckets)
+            launched = [*_launched(buckets)]
+            loop_launches = launched[0]
         moved_bytes = 3 * sum(parameter.nbytes for parameter in parameters) + 2 * state_bytes
         cost = OptimizerCost(
             self.name,
@@ -219,8 +221,9 @@ class _Twin:
             step_bytes,
             moved_bytes,
             num_tensors=len(parameters),
-            num_launches=num_launches,
-            launched_bytes=launched_bytes,
+            num_launches=launched[0],
+            launched_bytes=launched[1],
+            loop_launches=loop_launches,
         )
         if offloaded is None:
             return cost
@@ -230,14 +233,32 @@ class _Twin:
             cost,
             offloaded_step_bytes=step_bytes,
             offloaded_state_bytes=stays_bytes,
-            num_buckets=len(buckets),
-            first_bucket_bytes=buckets[0].waiting_bytes if buckets else 0,
+            bucket_bytes=tuple(bucket.waiting_bytes for bucket in buckets),
             bucket_launches=_launched(buckets)[0],
         )
 
-    def _whole(self) -> tuple[int, int, int, int]:
+    def _one_by_one(self, indices: Collection[int]) -> Optimizer:
+        """The same over all parameters, with those of some groups stepped one by one. See NOTE [two devices]."""
+        groups = enumerate(self.optimizer.param_groups)
+        return _same_class(self.optimizer, [{**g, "foreach": False} if i in indices else g for i, g in groups])
+
+    def _loop_launches(self) -> int:
+        """Operators of a step one by one, where PyTorch may choose so."""
+        alike: dict[Any, int] = {}
+        total = 0
+        for index, group in enumerate(self.optimizer.param_groups):
+            is_free = index in self._picked
+            changes = {"foreach": False} if is_free else {}
+            for piece in [[parameter] for parameter in group["params"]] if is_free else [group["params"]]:
+                key = (index, *map(_kind, piece))
+                if key not in alike:
+                    alike[key] = self._whole(_same_class(self.optimizer, [{**group, **changes, "params": piece}]))[2]
+                total += alike[key]
+        return total
+
+    def _whole(self, optimizer: Optimizer) -> tuple[int, int, int, int]:
         """State, temporaries of a step of all parameters at once, its operators and what they read and write."""
-        parameters = list(self._fakes.values())
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         books = self._books()
         with self.mode:
             for parameter in parameters:
@@ -246,19 +267,19 @@ class _Twin:
             before = books.total_bytes
             with books, _AnyValue():
                 if self._prepare is not None:
-                    self._prepare(self.optimizer, self._fakes)
-                self.optimizer.step()
+                    self._prepare(optimizer, self._fakes)
+                optimizer.step()
                 state_bytes = books.total_bytes - before
                 books.reset_peak()
                 books.work = Work()
-                self.optimizer.step()
+                optimizer.step()
             step_bytes = books.peak_bytes - before - state_bytes
         work = books.work
-        state_bytes -= self._counter_bytes(self.optimizer)
+        state_bytes -= self._counter_bytes(optimizer)
         return state_bytes, max(0, step_bytes), work.num_launches, work.matmul_bytes + work.other_bytes
 
-    def _books(self) -> _Books:
-        books = _Books(self.device.type, self.rounding_bytes)
+    def _books(self) -> Books:
+        books = Books(self.device.type, self.rounding_bytes)
         books.opens_kernels = self.device_type == "cpu"
         return books
 

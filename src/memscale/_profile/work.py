@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memscale import _repeats, _torch_private
+from memscale._memory import LiveBytes
 
 _FREE = frozenset(
     f"aten::{name}"
@@ -131,3 +132,18 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
+class Books(LiveBytes):
+    """Live bytes, and what is computed."""
+
+    def __init__(self, device_type: str, rounding_bytes: int) -> None:
+        super().__init__(device_type, rounding_bytes, counts_fakes=True)
+        self.work = Work()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.work.add(func, args, kwargs or {}, result, self.device_type)
+        return result

@@ -281,4 +281,5 @@ def _grown(cost: OptimizerCost, growth: float, linear_step: bool) -> OptimizerCo
         step_bytes=round(cost.step_bytes * growth) if linear_step else cost.step_bytes,
         moved_bytes=round(cost.moved_bytes * growth),
         offloaded_state_bytes=round(cost.offloaded_state_bytes * growth),
+        bucket_bytes=tuple(round(size * growth) for size in cost.bucket_bytes),
     )
