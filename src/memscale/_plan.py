@@ -358,7 +358,7 @@ def _show_speed(name: str, value: float) -> str:
     if name.endswith("_bytes_per_s"):
         return f"{name.removesuffix('_bytes_per_s').replace('_', ' ')} {value / 1e9:.4g} GB/s"
     if name.endswith("_flops"):
-        return f"{name.removesuffix('_flops')} {value / 1e9:.4g} GFLOP/s"
+        return f"{name.removesuffix('_flops')} {value / 1e12:.4g} TFLOP/s"
     if name.endswith("_s"):
         return f"{name.removesuffix('_s').replace('_', ' ')} {value * 1e6:.4g} us"
     return f"{name.replace('_', ' ')} {value:.4g}"

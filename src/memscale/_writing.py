@@ -261,17 +261,16 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
     switches = ("enable_checkpointing", "enable_offloading", "enable_tiling")
-    remedies = [f"set {name}=True" for name in switches if not getattr(config, name)]
+    untried = " and ".join(name for name in switches if not getattr(config, name))
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
         smaller = f"lower the batch size from {batch} to {suggested}" if suggested else ""
-    if smaller:
-        remedies.append(smaller)
-    remedies.append(f"raise the budget to {show_bytes(peak)}")
+    remedies = [*([smaller] if smaller else []), f"raise the budget to {show_bytes(peak)}"]
     return (
         f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "
         f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
+        + (f" Off, and not tried: {untried}." if untried else "")
     )
 
 
