@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,8 @@ _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()
 MOST_KEPT_BYTES = 1_000_000
 """Constants that libraries make on their first use."""
+_AUTOGRAD_LETS_GO_S = 5.0
+"""Its thread for a device drops a pass, and the modes in it, a moment after `backward()` has returned."""
 _OURS = (LiveBytes, ForwardOverride, OwnHook, Executor)
 
 
@@ -122,6 +125,10 @@ def _survivors() -> list[str]:
     if not _BORN:
         return []
     gc.collect()  # models have cycles of their own; what is still there after this is held by somebody
+    deadline = time.monotonic() + _AUTOGRAD_LETS_GO_S
+    while _BORN and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
     left = [repr(instance) for instance in _BORN]
     _BORN.clear()
     return left
