@@ -157,7 +157,7 @@ def _baseline_bytes(study: Study) -> int:
 
 
 def measure(subject: Subject, variant: str) -> Result:
-    """Train for two steps on the simulated device; the second is measured."""
+    """Train for two steps on the simulated device; the time is the second's."""
     import simgpu
 
     torch.set_num_threads(1)  # threads that wait for one another are processor time, too
@@ -214,14 +214,17 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _train(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """What the last step came to. Nothing is detached: where the plain model does not fit, it would not fit then."""
+    """The peak of all steps, and what the last one came to: the first makes the optimizer's state, which may be the peak.
+
+    Nothing is detached: where the plain model does not fit, it would not fit then.
+    """
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
     on_device = inputs.map_tensors(lambda tensor: tensor.to("simgpu"))
     torch.manual_seed(2)
     losses, seconds = [], 0.0
+    torch.accelerator.reset_peak_memory_stats()
     for _ in range(NUM_STEPS):
         torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
         start = time.process_time()
         optimizer.zero_grad()
         loss = loss_of(model(*on_device.args, **on_device.kwargs))
