@@ -214,7 +214,7 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _train(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """The peak of all steps, and what the last one came to: the first makes the optimizer's state, which may be the peak.
+    """The peak of all steps, as the first makes the optimizer's state; and what the last one came to.
 
     Nothing is detached: where the plain model does not fit, it would not fit then.
     """
