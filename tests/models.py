@@ -50,6 +50,11 @@ class TwoLinears(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+def small() -> Chain:
+    """Four blocks."""
+    return Chain(*(TwoLinears() for _ in range(4)))
+
+
 # ---- state that a forward changes
 
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import nn
 
-from memscale._execute import Executor, execute
+from memscale._execute import Executor, execute, executor_of
 from memscale._plan import Action, Checkpoint, Plan, Reason
 from memscale._profile.layers import find_blocks
 from memscale._settings import ExecutionSettings
@@ -140,6 +140,12 @@ def assert_same_training(case: Case, prepare: Prepare, **loop: Any) -> tuple[Rec
     theirs = train(twin, case, **loop)
     assert_same(ours, theirs)
     return ours, prepared
+
+
+def attached_plan(model: nn.Module) -> Any:
+    executor = executor_of(model)
+    assert executor is not None
+    return executor.plan
 
 
 def plan_of(actions: Iterable[Action], **changes: Any) -> Plan:

@@ -14,21 +14,12 @@ from torch import nn
 import memscale
 from memscale import Config, ConfigError, DoesNotFitError, ProfileError
 from memscale._execute import executor_of
-from tests.models import Chain, Mlp, TwoLinears, square_loss
+from tests.models import Mlp, small, square_loss
+from tests.parity import attached_plan
 from tests.test_patching import snapshot
 
 QUIET = Config(force_optimize=True, enable_logging=False)
 SAMPLE = torch.ones(64, 16)
-
-
-def small() -> Chain:
-    return Chain(*(TwoLinears() for _ in range(4)))
-
-
-def plan_of(model: nn.Module) -> Any:
-    executor = executor_of(model)
-    assert executor is not None
-    return executor.plan
 
 
 # ---- wrap
@@ -38,16 +29,16 @@ def test_wrap_returns_the_same_object() -> None:
     model = small()
     assert memscale.wrap(model, QUIET, SAMPLE) is model
     assert model._memscale_executor is executor_of(model)
-    assert plan_of(model).actions
-    assert plan_of(model).rehearsed
-    assert plan_of(model).fits
+    assert attached_plan(model).actions
+    assert attached_plan(model).rehearsed
+    assert attached_plan(model).fits
 
 
 @pytest.mark.parametrize(
     "sample", [SAMPLE, (SAMPLE,), {"x": SAMPLE}, SAMPLE.to("meta")], ids=["tensor", "tuple", "dict", "meta"]
 )
 def test_samples_of_every_kind_give_the_same_plan(sample: Any) -> None:
-    plans = {plan_of(memscale.wrap(small(), QUIET, given)).predicted_peak_bytes for given in (sample, SAMPLE)}
+    plans = {attached_plan(memscale.wrap(small(), QUIET, given)).predicted_peak_bytes for given in (sample, SAMPLE)}
     assert len(plans) == 1
 
 
@@ -74,7 +65,7 @@ def test_other_wrong_arguments_are_named() -> None:
 
 def test_a_model_that_fits_is_left_alone() -> None:
     model = memscale.wrap(small(), Config(enable_logging=False), SAMPLE)
-    assert plan_of(model).actions == ()
+    assert attached_plan(model).actions == ()
     assert all("forward" not in vars(module) for module in model.modules())
     square_loss(model(SAMPLE)).backward()
     memscale.detach(model)
@@ -90,7 +81,7 @@ def test_wrapping_twice_replaces_the_plan_with_one_line(caplog: pytest.LogCaptur
     assert executor_of(model) is not first
     assert first is not None
     assert first.detached
-    assert plan_of(model).actions == ()
+    assert attached_plan(model).actions == ()
     memscale.detach(model)
     assert snapshot(model) == before
 
@@ -142,7 +133,7 @@ def test_a_part_of_a_wrapped_model_is_not_wrapped_itself() -> None:
     model = memscale.wrap(small(), QUIET, SAMPLE)
     with pytest.warns(UserWarning, match="not wrapped"):
         memscale.detach(model.blocks[0])
-    assert plan_of(model).actions
+    assert attached_plan(model).actions
 
 
 # ---- optimize and apply_all_optimizations

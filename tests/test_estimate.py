@@ -11,14 +11,10 @@ from torch import nn
 
 import memscale
 from memscale import Config, Hardware, MemScaleError, OptimizationMode
-from tests.models import Chain, TwoLinears, case
+from tests.models import case, small
 from tests.test_patching import snapshot
 
 SAMPLE = torch.ones(64, 16)
-
-
-def small() -> Chain:
-    return Chain(*(TwoLinears() for _ in range(4)))
 
 
 def test_the_parts_add_up() -> None:

@@ -3,61 +3,49 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import memscale
 from memscale import Config, DoesNotFitError
 from memscale._execute import executor_of
-from tests.models import Chain, TwoLinears, case, square_loss
-from tests.parity import assert_same, seed, train
+from tests.models import case, small, square_loss
+from tests.parity import assert_same, attached_plan, seed, train
 
 QUIET = Config(force_optimize=True, enable_logging=False)
 SAMPLE = torch.ones(64, 16)
 
 
-def small() -> Chain:
-    return Chain(*(TwoLinears() for _ in range(4)))
-
-
-def plan_of(model: nn.Module) -> Any:
-    executor = executor_of(model)
-    assert executor is not None
-    return executor.plan
-
-
 def test_without_a_sample_the_plan_is_made_at_the_first_training_forward() -> None:
     model = memscale.wrap(small(), QUIET)
-    assert plan_of(model) is None
+    assert attached_plan(model) is None
     with torch.no_grad():
         model(SAMPLE)
     model.eval()
     model(SAMPLE)
-    assert plan_of(model) is None
+    assert attached_plan(model) is None
     model.train()
     model(SAMPLE)
-    assert plan_of(model).actions
-    assert plan_of(model).inputs == ("0: 64x16 float32",)
+    assert attached_plan(model).actions
+    assert attached_plan(model).inputs == ("0: 64x16 float32",)
 
 
 def test_a_transformers_config_is_enough() -> None:
     model = memscale.wrap(case("gpt2").build(), QUIET)
-    assert plan_of(model) is not None
+    assert attached_plan(model) is not None
 
 
 def test_a_larger_batch_is_planned_again_a_smaller_is_not() -> None:
     model = memscale.wrap(small(), QUIET, SAMPLE)
-    planned = plan_of(model)
+    planned = attached_plan(model)
     model(torch.ones(8, 16))
-    assert plan_of(model) is planned
+    assert attached_plan(model) is planned
     model(torch.ones(64, 16))
-    assert plan_of(model) is planned
+    assert attached_plan(model) is planned
     model(torch.ones(128, 16))
-    assert plan_of(model) is not planned
-    assert plan_of(model).predicted_peak_bytes > planned.predicted_peak_bytes
+    assert attached_plan(model) is not planned
+    assert attached_plan(model).predicted_peak_bytes > planned.predicted_peak_bytes
 
 
 def test_a_batch_that_does_not_fit_leaves_the_plan_for_those_that_do() -> None:
@@ -65,11 +53,11 @@ def test_a_batch_that_does_not_fit_leaves_the_plan_for_those_that_do() -> None:
     estimate = memscale.estimate(model, SAMPLE, config=QUIET)
     budget = estimate.baseline_peak_bytes - 1000
     memscale.wrap(model, Config(memory_budget_gb=budget / 1e9, enable_logging=False), SAMPLE)
-    planned = plan_of(model)
+    planned = attached_plan(model)
     assert planned.actions
     with pytest.raises(DoesNotFitError):
         model(torch.ones(20_000, 16))
-    assert plan_of(model) == planned, "the smaller batches still need it"
+    assert attached_plan(model) == planned, "the smaller batches still need it"
     square_loss(model(SAMPLE)).backward()
     assert executor_of(model).stats().num_recomputes == len(planned.actions)
 

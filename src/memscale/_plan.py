@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Literal, TypeAlias
 
 from memscale import _json
 from memscale._errors import PlanError
-from memscale._units import show_bytes
+from memscale._units import show_bytes, show_speed
 
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
 
@@ -179,7 +180,7 @@ class Conditions:
     """Fields of `Hardware` that times were reckoned with, measured or from the card table."""
 
     def __str__(self) -> str:
-        return ", ".join(_show_speed(name, value) for name, value in sorted(self.speeds.items()))
+        return ", ".join(_named_speed(name, value) for name, value in sorted(self.speeds.items()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -353,15 +354,10 @@ def _row_cells(row: LayerRow) -> tuple[str, ...]:
     )
 
 
-def _show_speed(name: str, value: float) -> str:
-    """ "link_bytes_per_s": 2.4e10 reads as "link 24.0 GB/s"."""
-    if name.endswith("_bytes_per_s"):
-        return f"{name.removesuffix('_bytes_per_s').replace('_', ' ')} {value / 1e9:.4g} GB/s"
-    if name.endswith("_flops"):
-        return f"{name.removesuffix('_flops')} {value / 1e12:.4g} TFLOP/s"
-    if name.endswith("_s"):
-        return f"{name.removesuffix('_s').replace('_', ' ')} {value * 1e6:.4g} us"
-    return f"{name.replace('_', ' ')} {value:.4g}"
+def _named_speed(field_name: str, value: float) -> str:
+    """ "link_bytes_per_s": 2.4e10 reads as "link 24 GB/s"."""
+    name = re.sub("_(bytes_per_s|flops|s)$", "", field_name).replace("_", " ")
+    return f"{name} {show_speed(field_name, value)}"
 
 
 def _show(name: str, value: int | float | str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import memscale
 from memscale._hardware import Hardware
+from memscale._units import show_speed
 
 TESTED_TORCH = "2.13.0"
 
@@ -97,14 +98,10 @@ def _show(name: str, value: Any) -> str:
     """A field in its unit."""
     if value is None:
         return "none"
-    if name.endswith("_per_s"):
-        return f"{value / 1e9:.1f} GB/s"
     if name.endswith("_bytes"):
         return f"{value / 1e9:.2f} GB"
-    if name.endswith("_flops"):
-        return f"{value / 1e12:.2f} TFLOP/s"
-    if name.endswith("_s"):
-        return f"{value * 1e6:.1f} microseconds"
+    if name.endswith(("_s", "_flops")):
+        return show_speed(name, value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)

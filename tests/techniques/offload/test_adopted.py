@@ -16,6 +16,7 @@ from memscale.techniques.offload.transfers import Transfers
 from tests.techniques.offload.tiers import WAYS, device_of, on_host, opened, same
 from tests.techniques.offload.training import (
     BUCKET_BYTES,
+    MAIN_WAYS,
     Lion,
     Make,
     O,
@@ -28,8 +29,6 @@ from tests.techniques.offload.training import (
     muon,
     plain,
 )
-
-MAIN_WAYS = ("simgpu host async", "cpu disk async")
 
 
 @pytest.fixture(autouse=True)

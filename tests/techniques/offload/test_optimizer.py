@@ -16,6 +16,7 @@ from memscale.techniques.offload.transfers import Transfers
 from tests.techniques.offload.tiers import device_of, opened, same
 from tests.techniques.offload.training import (
     BUCKET_BYTES,
+    MAIN_WAYS,
     Lion,
     O,
     Training,
@@ -26,8 +27,6 @@ from tests.techniques.offload.training import (
     no_hooks_left,
     plain,
 )
-
-MAIN_WAYS = ("simgpu host async", "cpu disk async")
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from memscale.techniques.offload.transfers import Transfers
 from tests.techniques.offload.tiers import device_of, on_host, opened, same
 
 O = torch.optim  # noqa: E741
+MAIN_WAYS = ("simgpu host async", "cpu disk async")
 BUCKET_BYTES = 20_000
 Make = Callable[[nn.Module], O.Optimizer]
 
