@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide import full_budget, half_type
-from memscale._errors import ConfigError, MemScaleError
+from memscale._errors import ConfigError, DoesNotFitError, MemScaleError
 from memscale._execute import Executor, executor_of
 from memscale._execute import execute as execute_plan
 from memscale._hardware import Hardware
@@ -76,6 +76,7 @@ def optimize(
     known = _checked_optimizer(optimizer)
     _warn_of_stranger(_model_of(model), known)
     executor = _attach(_model_of(model), _checked_config(config), inputs, known)
+    del inputs, sample_input  # this frame lives as long as the `with` block, and the sample may be on the device
     try:
         yield executor
     finally:
@@ -214,16 +215,28 @@ def _attach(
         _introduce(executor, config, hardware)
         known, replacement = _roles(optimizer, baseline)
         planner = Planner(executor, config, known, hardware, reporter, replacement, holds_gradients)
-        if inputs is None and derive:
+        is_guess = inputs is None and derive
+        if is_guess:
             inputs = derive_inputs(model)
         if inputs is not None:
-            planner.plan(model, inputs)
+            _plan_now(planner, model, inputs, is_guess=is_guess)
         handle = model.register_forward_pre_hook(planner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
     except BaseException:
         executor.detach()
         raise
     return executor
+
+
+def _plan_now(planner: Planner, model: nn.Module, inputs: Inputs, *, is_guess: bool) -> None:
+    """Plan before the first forward. What does not fit the host may still fit the device that the model moves to."""
+    try:
+        planner.plan(model, inputs, is_guess=is_guess)
+    except DoesNotFitError as error:
+        may_move = planner.config.device is None and planner.hardware.device_type == "cpu"
+        if not (may_move and torch.accelerator.is_available()):
+            raise
+        logger.info("on the CPU, where the model is now: %s It is planned at its first training forward.", error)
 
 
 def _settings(config: Config, device: torch.device, hardware: Hardware) -> ExecutionSettings:

@@ -16,7 +16,14 @@ class DoesNotFitError(MemScaleError):
 
 
 class ProfileError(MemScaleError):
-    """The model could not be profiled, neither on fake tensors nor by a real step."""
+    """The model could not be profiled."""
+
+
+class StaticProfileError(ProfileError):
+    """A training step could not be rehearsed on fake tensors; the model may still train, and be observed."""
+
+    needs_values = False
+    """The forward looks at values, which fake tensors do not have: nothing is wrong with its inputs."""
 
 
 class PlanError(MemScaleError):

@@ -106,6 +106,17 @@ class Executor:
         if self._precision is not None and self._precision is not before:
             self._precision.enter(self.model, args, kwargs)
 
+    def turn_to(self, settings: ExecutionSettings) -> None:
+        """The model computes elsewhere now: the plan is taken off, and optimizer state goes where parameters are."""
+        self.suspend()
+        self._offloading.turn_to(settings)
+        self.settings = settings
+
+    @property
+    def streams(self) -> bool:
+        """Whether parameters of the model visit the device only while they are needed."""
+        return "streaming" in self._offloading.users
+
     def suspend(self) -> None:
         """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""
         self._techniques.close()

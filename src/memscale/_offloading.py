@@ -122,6 +122,11 @@ class Offloading:
             adoption = self._attach_optimizer(actions, transfers, self._host_has_room(budget, waiting_bytes), undo)
             self.parked = ParkedState(_without_reasons(actions), transfers, adoption, undo.pop_all())
 
+    def turn_to(self, settings: ExecutionSettings) -> None:
+        """The model computes on another device: tiers are opened anew, below that one."""
+        self.give_back()
+        self._settings = settings
+
     def give_back(self) -> None:
         """The whole optimizer state, to where its parameters are. A second call does nothing."""
         parked, self.parked = self.parked, None

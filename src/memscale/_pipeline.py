@@ -13,12 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide import full_budget
+from memscale._decide import decide, full_budget
 from memscale._errors import DoesNotFitError
 from memscale._fit import smaller_that_fits
 from memscale._hardware import Hardware
 from memscale._plan import FrontPoint, Plan
-from memscale._policy import Situation, choose_strategy
+from memscale._policy import Situation, Strategy, choose_strategy
+from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._study import Study
 from memscale._writing import explain_misfit
@@ -30,19 +31,18 @@ def make_plan(
     config: Config,
     optimizer: str | Optimizer = "adamw",
     hardware: Hardware | None = None,
-    before_real: Callable[[], None] | None = None,
     on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
     replacement: Optimizer | None = None,
     holds_gradients: bool = False,
 ) -> Plan:
     """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
 
-    `before_real` is called before a real step is run on the model itself; `on_front` gets peak against time for
-    everything that the mode allows, whether the plan needed it or not. `replacement` is what steps in the optimizer's
-    place, in 8 bits. `holds_gradients`: the loop adds up gradients over several batches.
+    `StaticProfileError` when the step cannot be rehearsed on fake tensors; the model itself is never run. `on_front`
+    gets peak against time for everything that the mode allows, whether the plan needed it or not. `replacement` is what
+    steps in the optimizer's place, in 8 bits. `holds_gradients`: the loop adds up gradients over several batches.
     """
     hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
-    study = Study(model, inputs, config, optimizer, hardware, before_real, replacement, holds_gradients)
+    study = Study(model, inputs, config, optimizer, hardware, replacement, holds_gradients)
     strategy = choose_strategy(config, Situation(study.profile, hardware, full_budget(hardware, config)))
     plan = study.plan(strategy)
     if not plan.fits and strategy.wider is not None:
@@ -54,6 +54,23 @@ def make_plan(
     if on_front is not None:
         on_front(study.full_front(strategy, plan))
     return dataclasses.replace(plan, strategy=strategy.reason)
+
+
+def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_bytes: int = 0) -> Plan:
+    """Strategy and decision for a step that was observed, with so much to spare; `DoesNotFitError` if nothing fits."""
+    strategy = choose_strategy(config, Situation(profile, hardware, full_budget(hardware, config)))
+    plan = _decided(profile, strategy, hardware, margin_bytes)
+    if not plan.fits and strategy.wider is not None:
+        strategy = strategy.widened()
+        plan = _decided(profile, strategy, hardware, margin_bytes)
+    if not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, strategy.config))
+    return dataclasses.replace(plan, strategy=strategy.reason)
+
+
+def _decided(profile: Profile, strategy: Strategy, hardware: Hardware, margin_bytes: int) -> Plan:
+    config = strategy.config.resolved_for(has_fast_16bit=hardware.has_fast_16bit)
+    return decide(profile, hardware, config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False)
 
 
 def device_of(model: nn.Module, config: Config) -> torch.device:

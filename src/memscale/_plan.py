@@ -222,6 +222,8 @@ class Plan:
     """Why a policy chose this mode; None: the user did."""
     conditions: Conditions | None = None
     """None in a plan that was not written by `decide`, or that an earlier version saved."""
+    provisional: bool = False
+    """In force until a training step has been seen: `predicted_peak_bytes` is what is known to be there at least."""
 
     @property
     def reduction(self) -> float:
@@ -251,14 +253,22 @@ class Plan:
 
     def _head_lines(self) -> list[str]:
         how = "confirmed by a rehearsal" if self.rehearsed else "from the peak model"
+        numbers = [
+            f"  baseline:  {show_bytes(self.baseline_peak_bytes)} peak; budget {show_bytes(self.budget_bytes)}",
+            f"  planned:   {show_bytes(self.predicted_peak_bytes)} peak ({self.reduction:.1%} less, {how}), "
+            f"{self.predicted_slowdown:.2f}x the time, {'fits' if self.fits else 'does not fit'}",
+        ]
+        if self.provisional:
+            numbers = [
+                f"  planned:   not known until a training step has been seen; at least "
+                f"{show_bytes(self.predicted_peak_bytes)}, budget {show_bytes(self.budget_bytes)}"
+            ]
         return [
             f"Plan for {self.model_class} on {self.device_name} ({self.device_type}), mode {self.mode}, "
             f"decided by {self.decision_source}",
             f"  batch:     {'; '.join(self.inputs) or 'unknown'}",
             f"  optimizer: {self.optimizer_name}; profile: {self.profile_source}",
-            f"  baseline:  {show_bytes(self.baseline_peak_bytes)} peak; budget {show_bytes(self.budget_bytes)}",
-            f"  planned:   {show_bytes(self.predicted_peak_bytes)} peak ({self.reduction:.1%} less, {how}), "
-            f"{self.predicted_slowdown:.2f}x the time, {'fits' if self.fits else 'does not fit'}",
+            *numbers,
             f"  rule:      {self.summary}",
             *([f"  strategy:  {self.strategy}"] if self.strategy is not None else []),
             *([f"  times by:  {self.conditions}"] if self.conditions is not None and self.conditions.speeds else []),

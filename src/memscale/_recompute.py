@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -35,6 +35,13 @@ from memscale._module_state import Flags, Memory, ModuleState
 from memscale._patching import ForwardOverride
 
 
+class RecomputeWatcher(Protocol):
+    """Who observes a step."""
+
+    def begin_recompute(self, module_fqn: str) -> None: ...
+    def end_recompute(self, module_fqn: str) -> None: ...
+
+
 class RecomputedForward(ForwardOverride):
     """The forward of a module that is computed again in backward."""
 
@@ -42,6 +49,8 @@ class RecomputedForward(ForwardOverride):
     """What `torch.utils.checkpoint` calls for its pair of contexts."""
     anchor: torch.Tensor | None = None
     """A tensor on the device that the forward computes on, where its arguments need not show it."""
+    watcher: RecomputeWatcher | None = None
+    """Is told when a recompute begins and ends."""
 
     def __init__(self, module: nn.Module, module_fqn: str, *, verify: bool = False) -> None:
         super().__init__(module)
@@ -156,6 +165,9 @@ class Region:
         owner = self.owner
         owner.num_recomputes += 1
         shown = owner.state.show(self.memory)
+        watcher = owner.watcher
+        if watcher is not None:
+            watcher.begin_recompute(owner.module_fqn)
         try:
             if self.host_rng is None:
                 output = owner.recompute(args, kwargs, self)
@@ -163,6 +175,8 @@ class Region:
                 with self.host_rng.repeated():
                     output = owner.recompute(args, kwargs, self)
         finally:
+            if watcher is not None:
+                watcher.end_recompute(owner.module_fqn)
             owner.state.hide(shown)
         if self.digest is not None and self.digest != _digest(output):
             raise VerificationError(

@@ -41,7 +41,7 @@ from memscale._policy import Strategy
 from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
-from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, refuse_unprofilable, try_variant
+from memscale._profile.profiler import open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach
 from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
 from memscale._settings import ExecutionSettings
@@ -69,7 +69,6 @@ class Study:
         config: Config,
         optimizer: str | Optimizer,
         hardware: Hardware,
-        before_real: Callable[[], None] | None = None,
         replacement: Optimizer | None = None,
         holds_gradients: bool = False,
         costs: OptimizerCosts | None = None,
@@ -79,12 +78,11 @@ class Study:
         self.inputs = inputs
         self.optimizer = optimizer
         self.hardware = hardware
-        settings = ProfileSettings(
-            config.use_static_profiling, config.use_empirical_fallback, config.warmup_steps, holds_gradients
-        )
         self.costs = costs or OptimizerCosts(model, optimizer, hardware, config, replacement)
         device = torch.device(hardware.device_type)
-        self.rehearsal, plain = open_rehearsal(model, inputs, device, settings, before_real)
+        self.rehearsal, plain = open_rehearsal(
+            model, inputs, device, static=config.use_static_profiling, holds_gradients=holds_gradients
+        )
         self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
         self._tried: set[str] = set()
         self._exact: dict[str, tuple[Action, ...]] = {}

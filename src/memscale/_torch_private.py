@@ -28,6 +28,63 @@ def real_tensors() -> Any:
     return _disable_current_modes()
 
 
+def asks_for_values(error: BaseException) -> bool:
+    """Whether this error, or one that it came from, says that fake tensors lack a value or a kernel."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+        GuardOnDataDependentSymNode,
+        NotImplementedError,
+    )
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, kinds):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def can_take_outermost_mode() -> bool:
+    """Whether nobody traces this thread (fake tensors, functionalization, proxies): those modes have fixed places."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return all(getattr(mode, "_mode_key", None) is None for mode in _get_current_dispatch_mode_stack())
+
+
+def insert_outermost_mode(mode: Any) -> None:
+    """Put a dispatch mode below all that are active in this thread, where it may stay beyond the scope of the caller.
+
+    Modes that others have entered stay above it and are left in their own order; a `with` block could not do that.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+    others = _get_current_dispatch_mode_stack()
+    for _ in others:
+        _pop_mode()
+    for each in (mode, *others):
+        _push_mode(each)
+
+
+def remove_mode(mode: Any) -> bool:
+    """Take a mode off this thread's stack, wherever it is there; False where it is not."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+    stack = _get_current_dispatch_mode_stack()
+    if not any(each is mode for each in stack):
+        return False
+    above: list[Any] = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for each in reversed(above):
+        _push_mode(each)
+    return True
+
+
 def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
     """Without its graph but with its version counter, also inside a dispatch mode, where `detach` gives another."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import simgpu  # noqa: F401  (registers the device)
+import memscale
 from memscale import ProfileError
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._profile.optimizers import optimizer_cost
-from memscale._profile.profiler import ProfileSettings, open_rehearsal, profile_model, try_variant
+from memscale._profile.profiler import open_rehearsal, profile_model, try_variant
 from tests.models import Mlp, case, odd
 from tests.parity import SELECTIVE, checkpoint_all
 
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 def profile_of(name: str) -> Profile:
     entry = case(name)
     model, inputs = entry.build(), Inputs.from_sample(entry.batch(0))
-    rehearsal, plain = open_rehearsal(model, inputs, CPU, ProfileSettings())
+    rehearsal, plain = open_rehearsal(model, inputs, CPU)
     return profile_model(model, rehearsal, plain, optimizer_cost(model, "adamw", "cpu"), inputs)
 
 
@@ -47,39 +46,31 @@ def test_a_profile_reads_what_it_wrote() -> None:
     assert again.to_json() == profile.to_json()
 
 
-def test_static_first_then_empirical(caplog: pytest.LogCaptureFixture) -> None:
-    entry = case("data-dependent")
-    inputs = Inputs.from_sample(entry.batch(0))
-    with caplog.at_level(logging.INFO, "memscale"):
-        rehearsal, _ = open_rehearsal(entry.build(), inputs, CPU, ProfileSettings())
-    assert rehearsal.source == "empirical"
-    assert "fake tensors do not suffice" in caplog.text
-
-
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (ProfileSettings(static=True, empirical=False), "on fake tensors"),
-        (ProfileSettings(static=False, empirical=True), "by a real step"),
-        (ProfileSettings(static=False, empirical=False), "both profilers are switched off"),
-    ],
+    ("static", "words"), [(True, "on fake tensors"), (False, "use_static_profiling is off")], ids=["tried", "off"]
 )
-def test_what_cannot_be_profiled_says_why(settings: ProfileSettings, words: str) -> None:
+def test_what_cannot_be_profiled_says_why(static: bool, words: str) -> None:
     with pytest.raises(ProfileError, match=words) as caught:
-        open_rehearsal(Mlp(), Inputs((torch.ones(2, 3),)), CPU, settings)
+        open_rehearsal(Mlp(), Inputs((torch.ones(2, 3),)), CPU, static=static)
     assert "sample_input" in str(caught.value)
 
 
-def test_a_real_step_is_not_tried_on_a_card_that_is_elsewhere() -> None:
-    with pytest.raises(ProfileError) as refusal:
-        open_rehearsal(nn.ReLU(), Inputs((torch.zeros(2),)), torch.device("cuda"), ProfileSettings())
-    assert "real step" not in str(refusal.value)
+def test_a_model_that_looks_at_values_is_not_run() -> None:
+    """Whoever asks for a profile gets an error; nothing of the model is called."""
+    model = Picky()
+    calls: list[int] = []
+    model.linear.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ProfileError, match="from its first training steps"):
+        open_rehearsal(model, Inputs((torch.ones(2, 4),)), CPU)
+    with pytest.raises(ProfileError, match="from its first training steps"):
+        memscale.estimate(model, torch.ones(2, 4))
+    assert calls == []
 
 
 def test_torchs_own_traceback_is_not_printed(caplog: pytest.LogCaptureFixture) -> None:
     """What it says is in our error."""
     with pytest.raises(ProfileError, match="reduction dim"):
-        open_rehearsal(nn.Linear(3, 3), Inputs((torch.zeros(2, 4),)), torch.device("cpu"), ProfileSettings())
+        open_rehearsal(nn.Linear(3, 3), Inputs((torch.zeros(2, 4),)), torch.device("cpu"))
     assert not [record for record in caplog.records if record.name.startswith("torch")]
 
 
@@ -87,12 +78,12 @@ def test_a_model_without_weights_is_never_run_for_real() -> None:
     with torch.device("meta"):
         model = case("data-dependent").build()
     with pytest.raises(ProfileError, match="on fake tensors"):
-        open_rehearsal(model, Inputs((torch.ones(4, 64),)), CPU, ProfileSettings())
+        open_rehearsal(model, Inputs((torch.ones(4, 64),)), CPU)
 
 
 def test_a_variant_that_does_not_run_is_left_out() -> None:
     entry = odd("in-place on kept outputs")
-    rehearsal, _ = open_rehearsal(entry.build(), Inputs.from_sample(entry.batch(0)), CPU, ProfileSettings())
+    rehearsal, _ = open_rehearsal(entry.build(), Inputs.from_sample(entry.batch(0)), CPU)
     assert try_variant(rehearsal, checkpoint_all, "checkpoint") is not None
     assert try_variant(rehearsal, lambda model: checkpoint_all(model, keep=SELECTIVE), "selective") is None
 
@@ -188,8 +179,3 @@ class Picky(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
-
-
-def test_a_real_step_needs_the_model_on_its_device() -> None:
-    with pytest.raises(ProfileError, match=r"does not lie on simgpu; move it there before it is wrapped\. Check"):
-        open_rehearsal(Picky(), Inputs((torch.ones(2, 4),)), torch.device("simgpu"), ProfileSettings())

@@ -17,7 +17,8 @@ import memscale
 from memscale import Config, Hardware, _torch_private
 from memscale._pipeline import make_plan
 from memscale._profile.inputs import Inputs
-from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal, fake_copy, loss_of
+from memscale._profile.rehearsal import FakeRehearsal, fake_copy, loss_of
+from memscale.benchmarks.real_step import RealRehearsal
 from tests.models import Chain, Mlp, ResNet, TwoLinears, case, odd
 from tests.parity import checkpoint_all
 
@@ -61,9 +62,8 @@ def world(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("static", [True, False], ids=["static", "empirical"])
 @pytest.mark.parametrize("training", [True, False])
-def test_profiling_leaves_no_trace(static: bool, training: bool) -> None:
+def test_profiling_leaves_no_trace(training: bool) -> None:
     model = Marked()
     model.train(training)
     model.inner.stage1[1].eval()
@@ -71,10 +71,9 @@ def test_profiling_leaves_no_trace(static: bool, training: bool) -> None:
     random.random(), numpy.random.randn(), torch.rand(1)
     before = world(model)
     hardware = Hardware.detect("cpu")
-    config = FORCED.replace(use_static_profiling=static)
-    plan = make_plan(model, Inputs((torch.randn(4, 3, 8, 8, generator=torch.Generator()),)), config, hardware=hardware)
+    plan = make_plan(model, Inputs((torch.randn(4, 3, 8, 8, generator=torch.Generator()),)), FORCED, hardware=hardware)
     after = world(model)
-    assert plan.profile_source == ("static" if static else "empirical")
+    assert plan.profile_source == "static"
     assert before == after
 
 
@@ -90,7 +89,7 @@ def test_a_failed_profile_leaves_no_trace(static: bool) -> None:
 def test_the_planned_inputs_are_not_changed() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     version = x._version
-    make_plan(odd("in-place on kept outputs").build(), Inputs((x,)), FORCED.replace(use_static_profiling=False))
+    make_plan(odd("in-place on kept outputs").build(), Inputs((x,)), FORCED)
     assert x.grad is None
     assert x._version == version
 

@@ -22,9 +22,10 @@ from memscale._memory import LiveBytes
 from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
-from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
+from memscale._profile.rehearsal import FakeRehearsal
 from memscale._settings import ExecutionSettings
 from memscale.benchmarks.precision import LARGEST_BOUND, MEAN_BOUND, measure_distance
+from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques import checkpointing, precision
 from memscale.techniques.precision import LossScale
 from tests.models import WIDTH, Case, Chain, TwoLinears, case, features, square_loss

@@ -15,7 +15,8 @@ from memscale._errors import PlanError
 from memscale._memory import LiveBytes
 from memscale._plan import TileAttention, TileMlp
 from memscale._profile.inputs import Inputs
-from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
+from memscale._profile.rehearsal import FakeRehearsal
+from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques.tiling import TilingError
 from memscale.techniques.tiling.attention import LazyScores, TiledAttention
 from tests.techniques.tiling_models import (

@@ -21,7 +21,8 @@ from memscale._errors import PlanError
 from memscale._memory import LiveBytes
 from memscale._plan import TileHead
 from memscale._profile.inputs import Inputs
-from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
+from memscale._profile.rehearsal import FakeRehearsal
+from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques.tiling import LazyLogits, StaleLogitsError
 from memscale.techniques.tiling.lazy import lazy_linear
 from tests.techniques.tiling_models import (

@@ -15,8 +15,9 @@ from memscale._errors import PlanError
 from memscale._memory import LiveBytes
 from memscale._plan import TileMlp
 from memscale._profile.inputs import Inputs
-from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
+from memscale._profile.rehearsal import FakeRehearsal
 from memscale.benchmarks.models import case
+from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques.tiling import TilingError
 from tests.techniques.tiling_models import (
     GRADIENT_BOUND,

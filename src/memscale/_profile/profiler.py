@@ -5,30 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale._errors import ProfileError
+from memscale import _torch_private
+from memscale._errors import ProfileError, StaticProfileError
 from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
-from memscale._profile.rehearsal import Attach, FakeRehearsal, RealRehearsal, Rehearsal, device_exists
+from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
 
 logger = logging.getLogger("memscale")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProfileSettings:
-    """Which stages may be used."""
-
-    static: bool = True
-    empirical: bool = True
-    warmup_steps: int = 2
-    holds_gradients: bool = False
-    """Steps are those of a loop that accumulates gradients over several batches."""
 
 
 def refuse_unprofilable(model: nn.Module) -> None:
@@ -43,38 +33,26 @@ def refuse_unprofilable(model: nn.Module) -> None:
 
 
 def open_rehearsal(
-    model: nn.Module,
-    inputs: Inputs,
-    device: torch.device,
-    settings: ProfileSettings,
-    before_real: Callable[[], None] | None = None,
-) -> tuple[Rehearsal, StepTrace]:
-    """The first stage on which the plain step runs, and that step: fake tensors, then a real run."""
-    refusals = []
-    if settings.static:
-        try:
-            with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
-                rehearsal: Rehearsal = FakeRehearsal(model, inputs, device.type)
-                rehearsal.holds_gradients = settings.holds_gradients
-                return rehearsal, rehearsal.run()
-        except Exception as error:  # whatever a user's model raises on fake tensors: a real step may still work
-            refusals.append(f"on fake tensors: {_said(error)}")
-            logger.debug("static profiling failed", exc_info=True)
-    if settings.empirical and _has_real_tensors(model) and device_exists(device.type):
-        logger.info("fake tensors do not suffice for this model (%s); running a real step", "; ".join(refusals))
-        if before_real is not None:
-            before_real()
-        if any(parameter.device.type != device.type for parameter in model.parameters()):
-            refusals.append(f"no real step: the model does not lie on {device}; move it there before it is wrapped")
-            raise ProfileError(_refusal(model, refusals))
-        try:
-            rehearsal = RealRehearsal(model, inputs, device, settings.warmup_steps)
-            rehearsal.holds_gradients = settings.holds_gradients
+    model: nn.Module, inputs: Inputs, device: torch.device, *, static: bool = True, holds_gradients: bool = False
+) -> tuple[FakeRehearsal, StepTrace]:
+    """A stage of fake tensors, and the plain step on it; `StaticProfileError` where those do not suffice.
+
+    `holds_gradients`: steps are those of a loop that accumulates gradients over several batches.
+    """
+    if not static:
+        refusal = StaticProfileError(_refusal(model, "use_static_profiling is off"))
+        refusal.needs_values = True
+        raise refusal
+    try:
+        with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
+            rehearsal = FakeRehearsal(model, inputs, device.type)
+            rehearsal.holds_gradients = holds_gradients
             return rehearsal, rehearsal.run()
-        except Exception as error:
-            refusals.append(f"by a real step: {_said(error)}")
-            raise ProfileError(_refusal(model, refusals)) from error
-    raise ProfileError(_refusal(model, refusals))
+    except Exception as error:  # whatever a user's model raises on fake tensors: it may still train
+        logger.debug("static profiling failed", exc_info=True)
+        refusal = StaticProfileError(_refusal(model, f"on fake tensors: {_said(error)}"))
+        refusal.needs_values = _torch_private.asks_for_values(error)
+        raise refusal from error
 
 
 @contextlib.contextmanager
@@ -92,16 +70,12 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 
-def _refusal(model: nn.Module, refusals: list[str]) -> str:
-    tried = "; ".join(refusals) or "both profilers are switched off"
+def _refusal(model: nn.Module, reason: str) -> str:
     return (
-        f"{type(model).__name__} could not be profiled: {tried}. "
-        "Check that sample_input is what the model's forward takes in training."
+        f"{type(model).__name__} could not be profiled before it is trained: {reason}. "
+        "Check that sample_input is what the model's forward takes in training. Without a sample_input, "
+        "memscale.wrap() plans such a model from its first training steps."
     )
-
-
-def _has_real_tensors(model: nn.Module) -> bool:
-    return all(parameter.device.type != "meta" for parameter in model.parameters())
 
 
 def profile_model(

@@ -1,8 +1,7 @@
-"""A stage on which a training step can be tried without a trace: on fake tensors, or for real.
+"""A stage on which a training step can be tried without a trace: on a copy of the model whose tensors have no memory.
 
-Both stages run forward, a loss and backward, and record them segment by segment (segments.py). The fake stage works on
-a copy of the model whose tensors have no memory. The real stage works on the model itself and puts back everything that
-a step changes: RNG, buffers, gradients, flags and attributes.
+It runs forward, a loss and backward, and records them segment by segment (segments.py). The user's model is never run:
+where fake tensors do not suffice, its own training steps are observed (observation.py).
 """
 
 from __future__ import annotations
@@ -75,6 +74,7 @@ class Rehearsal:
         recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake, traffic=traffic)
         with contextlib.ExitStack() as undo:
             undo.callback(self._clear_gradients)
+            undo.callback(recorder.remove_tensor_hooks)
             for module_fqn, module in find_pieces(self.model).items():
                 recorder.watch(module_fqn, module, undo)
             recorder.watch_gradients(self.model, undo)
@@ -142,34 +142,6 @@ class FakeRehearsal(Rehearsal):
             yield
 
 
-class RealRehearsal(Rehearsal):
-    """On the model itself, with real data, where fake tensors do not suffice."""
-
-    source = "empirical"
-    is_fake = False
-
-    def __init__(self, model: nn.Module, inputs: Inputs, device: torch.device, warmup_steps: int) -> None:
-        inputs = inputs.map_tensors(lambda tensor: _real_like(tensor, device))
-        super().__init__(model, inputs, device.type, rounding_of(device.type))
-        self.warmup_steps = warmup_steps
-
-    def _step(self, recorder: SegmentRecorder) -> None:
-        for _ in range(self.warmup_steps):
-            super()._step(recorder)
-            for parameter in self.model.parameters():
-                parameter.grad = None
-        recorder.open()
-        super()._step(recorder)
-
-    @contextlib.contextmanager
-    def stage(self) -> Iterator[None]:
-        with host_rng_kept(), _device_rng_kept(self.device_type), _module_state_kept(self.model):
-            if not self.model.training:
-                self.model.train()
-            with super().stage():
-                yield
-
-
 def loss_of(output: Any) -> torch.Tensor:
     """The loss that the model computes, or a stand-in for the one that its user will compute outside.
 
@@ -217,12 +189,6 @@ def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.T
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _real_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.device.type != "meta":
-        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-
 def device_exists(device_type: str) -> bool:
     if device_type == "cpu":
         return True
@@ -239,37 +205,3 @@ def host_rng_kept() -> Iterator[None]:
     finally:
         host_state.restore()
         torch.set_rng_state(torch_state)
-
-
-@contextlib.contextmanager
-def _device_rng_kept(device_type: str) -> Iterator[None]:
-    if device_type == "cpu":
-        yield
-        return
-    module = torch.get_device_module(device_type)
-    state = module.get_rng_state()
-    try:
-        yield
-    finally:
-        module.set_rng_state(state)
-
-
-@contextlib.contextmanager
-def _module_state_kept(model: nn.Module) -> Iterator[None]:
-    """Buffers are stand-ins during the step; gradients, flags and attributes are put back after it."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    stand_ins: dict[int, torch.Tensor] = {}
-    for module, before in attributes:
-        buffers = {n: b if b is None else stand_ins.setdefault(id(b), b.clone()) for n, b in module._buffers.items()}
-        object.__setattr__(module, "_buffers", type(before["_buffers"])(buffers))
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

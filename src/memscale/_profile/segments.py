@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from memscale import _torch_private
 from memscale._memory import LiveBytes
+from memscale._patching import OwnHook
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.kernels import WIDE_LOSSES, widen
 from memscale._profile.work import Work
@@ -53,6 +55,18 @@ class SegmentRecorder(LiveBytes):
         self._highest_bytes = 0
         self._highest_by_kind = dict(self.by_kind)
         self._opened_by_kind = dict(self.by_kind)
+        self._handles: list[RemovableHandle] = []
+        """Of hooks on tensors of the step, some of which may be the user's own and outlive it."""
+        self.num_gradients = 0
+        """Of parameters, that have arrived."""
+        self.ends_with_backward = False
+        """The step is the user's, whose code goes on when backward is over."""
+        self._finishing = -1
+        """The backward pass at whose end we shall be called."""
+        self._finished: StepTrace | None = None
+        """Up to the end of the last backward pass, where that is told."""
+        self.recomputes: list[int] = []
+        """Which of the segments are the forward of a block, computed again in backward."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +83,7 @@ class SegmentRecorder(LiveBytes):
 
     def open(self) -> None:
         """Forget what came before the step."""
-        self.segments, self.num_calls, self._entered = [], {}, set()
+        self.segments, self.num_calls, self._entered, self.recomputes = [], {}, set(), []
         self._place, self._start_bytes = ("forward", "", 0), self.total_bytes
         self._work, self._traffic = Work(), self._traffic_so_far()
         self.reset_peak()
@@ -77,7 +91,12 @@ class SegmentRecorder(LiveBytes):
         self._opened_by_kind = dict(self.by_kind)
 
     def close(self) -> StepTrace:
+        if self._finished is not None:
+            return self._finished
         self._cut()
+        return self._so_far()
+
+    def _so_far(self) -> StepTrace:
         at_peak = {kind: self._highest_by_kind[kind] - self._opened_by_kind[kind] for kind in self.by_kind}
         return StepTrace(
             tuple(self.segments),
@@ -89,6 +108,11 @@ class SegmentRecorder(LiveBytes):
         if (phase, module_fqn, call) != self._place:
             self._cut()
             self._place = (phase, module_fqn, call)
+
+    def finish_backward(self) -> None:
+        """A backward pass is over. What comes after the last one, up to `close`, is not part of the step."""
+        self._cut()
+        self._finished = self._so_far()
 
     def _cut(self) -> None:
         phase, module_fqn, _ = self._place
@@ -119,27 +143,49 @@ class SegmentRecorder(LiveBytes):
                 undo.callback(handle.remove)
 
     def _see_gradient(self, parameter: torch.Tensor) -> None:
+        self.num_gradients += 1
+        if self.ends_with_backward and self._finishing != _torch_private.graph_task_id():
+            self._finishing = _torch_private.graph_task_id()
+            _torch_private.at_end_of_backward(self.finish_backward)
         if parameter.grad is not None:
             self.see(parameter.grad, "gradients")
 
     def watch(self, module_fqn: str, module: nn.Module, undo: contextlib.ExitStack) -> None:
-        enter = functools.partial(self._enter_forward, module_fqn)
-        leave = functools.partial(self._leave_forward, module_fqn)
+        enter = _Hook(self._enter_forward, module_fqn)
+        leave = _Hook(self._leave_forward, module_fqn)
         undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         undo.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+
+    def remove_tensor_hooks(self) -> None:
+        """Leave nothing on the tensors that the step has met: an input or an output may be the user's parameter."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin_recompute(self, module_fqn: str) -> None:
+        """A block's forward is about to be computed again in backward."""
+        if self._place[:2] != ("backward", module_fqn):
+            self.move_to("backward", module_fqn, self.num_calls.get(module_fqn, 1))
+        self._cut()
+
+    def end_recompute(self, module_fqn: str) -> None:
+        self.recomputes.append(len(self.segments))
+        self._cut()
 
     def _enter_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.num_calls[module_fqn] = self.num_calls.get(module_fqn, 0) + 1
         self.move_to("forward", module_fqn, self.num_calls[module_fqn])
 
     def _leave_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self.num_calls[module_fqn]
+        call = self.num_calls.setdefault(module_fqn, 1)  # the hooks may have come after the call had begun
         key = len(self.segments)
         # A hook on lazy logits would make them build themselves: whoever hooks them wants their gradient.
         for tensor in (each for each in with_gradient(output) if not getattr(each, "is_lazy", False)):
-            tensor.register_hook(functools.partial(self._enter_backward, module_fqn, call, key))
+            enter = functools.partial(self._enter_backward, module_fqn, call, key)
+            self._handles.append(tensor.register_hook(enter))
         for tensor in with_gradient((args, kwargs)):
-            tensor.register_hook(functools.partial(self._leave_backward, module_fqn, call))
+            leave = functools.partial(self._leave_backward, module_fqn, call)
+            self._handles.append(tensor.register_hook(leave))
         self.move_to("forward", "", 0)
 
     def _enter_backward(self, module_fqn: str, call: int, key: int, gradient: torch.Tensor) -> None:
@@ -152,6 +198,17 @@ class SegmentRecorder(LiveBytes):
         """An input's gradient is complete. Inputs shared with other layers complete later: then it is not our turn."""
         if self._place == ("backward", module_fqn, call):
             self.move_to("backward", "", 0)
+
+
+class _Hook(OwnHook):
+    """A hook on a module that knows the module's name; copies of the module leave it behind."""
+
+    def __init__(self, function: Callable[..., None], module_fqn: str) -> None:
+        self._function = function
+        self._module_fqn = module_fqn
+
+    def __call__(self, *args: Any) -> None:
+        self._function(self._module_fqn, *args)
 
 
 def with_gradient(tree: Any) -> list[torch.Tensor]:

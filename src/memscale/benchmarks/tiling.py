@@ -32,7 +32,8 @@ from memscale._memory import LiveBytes
 from memscale._plan import Checkpoint, TileHead, TileMlp
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
-from memscale._profile.rehearsal import FakeRehearsal, RealRehearsal
+from memscale._profile.rehearsal import FakeRehearsal
+from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques import checkpointing, tiling
 
 MIN_REDUCTION, MAX_TIME_RATIO, MAX_DISTANCE = 10.0, 1.05, 1e-4
