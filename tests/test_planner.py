@@ -1,16 +1,22 @@
-"""When plans are made: from a sample, at the first training forward, and again for a larger batch."""
+"""When plans are made: from a sample, at the first training forward, and again when a step may need more."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import logging
+import pathlib
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
 import memscale
+import simgpu  # noqa: F401  (registers the device)
 from memscale import Config, DoesNotFitError
 from memscale._execute import executor_of
-from tests.models import case, small, square_loss
+from tests.models import Mlp, case, small, square_loss
 from tests.parity import assert_same, attached_plan, seed, train
 
 QUIET = Config(force_optimize=True, enable_logging=False)
@@ -69,3 +75,145 @@ def test_planning_at_the_first_forward_changes_nothing_about_it() -> None:
     twin = copy.deepcopy(model)
     memscale.wrap(model, QUIET)
     assert_same(train(model, entry), train(twin, entry))
+
+
+# ---- what makes a plan hold no longer
+
+
+class Quadratic(nn.Module):
+    """Memory grows with the square of the length, as in attention that materialises its scores."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), Scores()) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor, flag: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Scores(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.transpose(1, 2) / 8).softmax(-1) @ x
+
+
+def budget_for(model: nn.Module, sample: torch.Tensor, share: float) -> Config:
+    baseline = memscale.estimate(model, sample, config=QUIET).baseline_peak_bytes
+    return QUIET.replace(force_optimize=False, memory_budget_gb=share * baseline / 1e9)
+
+
+def test_a_longer_batch_of_as_many_elements_is_planned_again() -> None:
+    wide, long = torch.ones(64, 4, 8), torch.ones(1, 256, 8)
+    model = Quadratic()
+    memscale.wrap(model, budget_for(model, long, 0.9), wide)
+    before = attached_plan(model)
+    assert before.actions == ()
+    model(long)
+    assert attached_plan(model).actions
+    assert attached_plan(model).inputs == ("0: 1x256x8 float32",)
+
+
+def test_batches_that_alternate_are_planned_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    wide, long = torch.ones(64, 4, 8), torch.ones(1, 256, 8)
+    model = Quadratic()
+    memscale.wrap(model, budget_for(model, long, 0.9), wide)
+    with caplog.at_level(logging.INFO, "memscale"):
+        plans = []
+        for batch in (long, wide, long, wide):
+            square_loss(model(batch)).backward()
+            plans.append(attached_plan(model))
+    assert caplog.text.count("planning again") == 1
+    assert plans[0] is plans[2]
+    assert plans[1] is plans[3]
+    assert plans[0].actions
+    assert not plans[1].actions, "short batches do not pay for long ones"
+
+
+def test_layers_that_begin_to_train_are_planned_for() -> None:
+    model = small()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    list(model.parameters())[-1].requires_grad_(True)
+    config = budget_for(small(), SAMPLE, 0.9)
+    memscale.wrap(model, config, SAMPLE)
+    assert attached_plan(model).actions == ()
+    model.requires_grad_(True)
+    model(SAMPLE)
+    assert attached_plan(model).actions
+
+
+def test_another_switch_is_another_step() -> None:
+    model = Quadratic()
+    memscale.wrap(model, QUIET, torch.ones(2, 8, 8))
+    planned = attached_plan(model)
+    model(torch.ones(2, 8, 8), flag=True)
+    assert attached_plan(model) is not planned
+
+
+# ---- models that move
+
+
+def test_a_model_that_is_moved_is_planned_for_where_it_computes() -> None:
+    entry = case("gpt2")
+    seed(1)
+    model = entry.build()
+    twin = copy.deepcopy(model)
+    memscale.wrap(model, QUIET.replace(mode="conservative"))
+    assert attached_plan(model).device_type == "cpu"
+    model.to("simgpu")
+    twin.to("simgpu")
+    batch = {name: value.to("simgpu") for name, value in entry.batch(0).items()}
+    losses = []
+    for each in (model, twin):
+        torch.manual_seed(2)
+        losses.append(each(**batch).loss)
+    plan = attached_plan(model)
+    assert plan.device_type == "simgpu"
+    assert plan.actions
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    assert next(model.parameters()).device.type == "simgpu"
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_optimizer_state_follows_a_model_that_is_moved(tmp_path: pathlib.Path) -> None:
+    """It waited on the disk, the next tier of the CPU; below a device it waits in host memory."""
+    model = small()
+    config = QUIET.replace(offload_dir=str(tmp_path))
+    memscale.wrap(model, config, SAMPLE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for device in ("cpu", "simgpu", "simgpu"):
+        model.to(device)
+        square_loss(model(SAMPLE.to(device))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert attached_plan(model).device_type == "simgpu"
+    memscale.detach(model)
+    state = [value for entry in optimizer.state.values() for value in entry.values() if value.dim()]
+    assert state
+    assert {value.device.type for value in state} == {"simgpu"}
+
+
+def test_what_does_not_fit_the_host_may_fit_where_the_model_goes() -> None:
+    """Weights are most of it, and only a device has a host to send them to."""
+    model, sample = Mlp(depth=6), torch.ones(4, 64)
+    plain = memscale.estimate(model, sample, config=QUIET).baseline_peak_bytes
+    memscale.wrap(model, QUIET.replace(force_optimize=False, memory_budget_gb=0.6 * plain / 1e9), sample)
+    assert attached_plan(model) is None
+    model.to("simgpu")
+    square_loss(model(sample.to("simgpu"))).backward()
+    assert attached_plan(model).device_type == "simgpu"
+    assert attached_plan(model).fits
+
+
+def test_a_sample_does_not_outlive_its_planning() -> None:
+    model = small()
+    sample = torch.ones(64, 16)
+    alive = weakref.ref(sample)
+    with memscale.optimize(model, None, QUIET, sample):
+        del sample
+        gc.collect()
+        assert alive() is None

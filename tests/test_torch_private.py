@@ -102,3 +102,51 @@ def test_version_counters_are_shared_by_views_and_not_by_unsafe_chunks_or_data()
     ):
         assert _torch_private.share_version_counter(one, other) is is_shared
         assert one._version == other._version == 0
+
+
+class _Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_outermost_mode_lets_others_come_and_go() -> None:
+    ours, first, second = _Counts(), _Counts(), _Counts()
+    with first:
+        assert _torch_private.can_take_outermost_mode()
+        _torch_private.insert_outermost_mode(ours)
+        torch.ones(1)
+    assert (ours.count, first.count) == (1, 1)
+    with second:
+        torch.ones(1)
+        assert _torch_private.remove_mode(ours)
+        assert not _torch_private.remove_mode(ours)
+        torch.ones(1)
+    torch.ones(1)
+    assert (ours.count, first.count, second.count) == (2, 1, 2)
+
+
+def test_fake_tensor_modes_have_a_fixed_place() -> None:
+    with _torch_private.fake_tensor_mode():
+        assert not _torch_private.can_take_outermost_mode()
+
+
+def test_errors_that_ask_for_values_are_told_from_errors_about_inputs() -> None:
+    mode = _torch_private.fake_tensor_mode()
+    errors: list[Exception] = []
+    for function in (
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x @ torch.ones(7, 7),
+        lambda x: x.no_such_name,
+    ):
+        with mode:
+            try:
+                function(torch.ones(3, 3))
+            except Exception as error:
+                errors.append(error)
+    assert [_torch_private.asks_for_values(error) for error in errors] == [True, True, False, False]

@@ -16,7 +16,7 @@ from typing_extensions import assert_never
 
 from memscale._errors import PlanError
 from memscale._malloc import is_short, return_freed_memory
-from memscale._offloading import Offloading
+from memscale._offloading import Offloading, without_reasons
 from memscale._patching import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean, set_attribute
 from memscale._plan import (
     Action,
@@ -94,7 +94,7 @@ class Executor:
 
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
-        if self.plan is None or self.plan.actions != plan.actions:
+        if self.plan is None or without_reasons(self.plan.actions) != without_reasons(plan.actions):
             self.suspend()
             self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
         self.plan = plan

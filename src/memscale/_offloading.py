@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from memscale.techniques.offload.transfers import Transfers
 
 _StateAction: TypeAlias = OffloadOptimizer | QuantizeOptimizer
 """What is done about optimizer state."""
+AnyAction = TypeVar("AnyAction", bound=Action)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ParkedState:
     undo: contextlib.ExitStack
 
     def goes_on_with(self, actions: Sequence[_StateAction]) -> bool:
-        return _without_reasons(actions) == self.actions
+        return without_reasons(actions) == self.actions
 
     def resume(self, host_budget_bytes: int | None) -> None:
         """Another plan is attached: parameters may have moved, and the host's budget with them."""
@@ -49,7 +50,8 @@ class ParkedState:
         self.adoption.follow_devices()
 
 
-def _without_reasons(actions: Sequence[_StateAction]) -> tuple[_StateAction, ...]:
+def without_reasons(actions: Sequence[AnyAction]) -> tuple[AnyAction, ...]:
+    """What is done, whyever it is done."""
     return tuple(dataclasses.replace(action, reason=Reason("")) for action in actions)
 
 
@@ -120,7 +122,7 @@ class Offloading:
             moves_state = any(isinstance(action, OffloadOptimizer) for action in actions)
             transfers = self._open_tier(budget, undo) if moves_state else None
             adoption = self._attach_optimizer(actions, transfers, self._host_has_room(budget, waiting_bytes), undo)
-            self.parked = ParkedState(_without_reasons(actions), transfers, adoption, undo.pop_all())
+            self.parked = ParkedState(without_reasons(actions), transfers, adoption, undo.pop_all())
 
     def turn_to(self, settings: ExecutionSettings) -> None:
         """The model computes on another device: tiers are opened anew, below that one."""
