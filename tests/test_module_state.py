@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 import memscale
 from memscale._execute import Executor
 from memscale._plan import Checkpoint
-from tests.models import Mlp
+from tests.models import Mlp, small, square_loss
 from tests.parity import checkpoint_all, seed
 
 
@@ -312,3 +313,14 @@ def test_what_a_forward_replaced_dies_at_once() -> None:
     model(torch.ones(2, 8)).sum().backward()
     assert earlier() is None
     executor.detach()
+
+
+def test_an_executor_that_outlives_its_model_holds_none_of_its_parameters() -> None:
+    model = small()
+    executor = checkpoint_all(model)
+    parts = [weakref.ref(parameter) for parameter in model.parameters()]
+    square_loss(model(torch.ones(4, 16))).backward()
+    del model
+    gc.collect()
+    assert executor.plan is not None
+    assert [part for part in parts if part() is not None] == []

@@ -111,9 +111,9 @@ class Config:
     use_static_profiling: bool = True
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
-    """Run a real step when fake tensors do not suffice."""
+    """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
     warmup_steps: int = 2
-    """Real steps before the measured one, when a real step is needed."""
+    """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True
     """Show the hardware line and the plan."""
     log_file: str | None = None

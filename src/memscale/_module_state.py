@@ -20,6 +20,7 @@ leads to us: a wrapped model dies with its last reference.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,6 +90,9 @@ class Layout:
         module = self._module()
         assert module is not None, "a module's forward runs while the module lives"
         return [module.__dict__, *self._others]
+
+    def forget_parts(self) -> None:
+        self._others, self._children, self._buffer_tables = [], [], []
 
     def has_the_parts_of(self, other: Layout) -> bool:
         return len(self._others) == len(other._others) and all(map(_is, self._others, other._others))
@@ -193,12 +197,23 @@ def _put(entries: Iterable[tuple[Table, str, Any]]) -> None:
             table[name] = value
 
 
+def _forget_parts(state_ref: weakref.ref[ModuleState], _: object) -> None:
+    state = state_ref()
+    if state is not None:
+        state.forget_parts()
+
+
 class ModuleState:
     """Everything about one module that its recompute must see as its forward saw it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self._module = weakref.ref(module, functools.partial(_forget_parts, weakref.ref(self)))
         self._layout = Layout(module)
+        self._buffers, self._attributes = _Buffers(), _Attributes()
+
+    def forget_parts(self) -> None:
+        """The module is gone: whoever still holds its executor does not hold the parameters of its parts."""
+        self._layout.forget_parts()
         self._buffers, self._attributes = _Buffers(), _Attributes()
 
     def before(self) -> Memory:

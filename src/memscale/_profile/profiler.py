@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from memscale import _torch_private
@@ -40,9 +41,9 @@ def open_rehearsal(
     `holds_gradients`: steps are those of a loop that accumulates gradients over several batches.
     """
     if not static:
-        refusal = StaticProfileError(_refusal(model, "use_static_profiling is off"))
-        refusal.needs_values = True
-        raise refusal
+        raise _needs_observation(model, "use_static_profiling is off")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise _needs_observation(model, "a rehearsal of a distributed model would communicate")
     try:
         with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
             rehearsal = FakeRehearsal(model, inputs, device.type)
@@ -68,6 +69,13 @@ def _unlogged(name: str) -> Iterator[None]:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('. ')}"
+
+
+def _needs_observation(model: nn.Module, reason: str) -> StaticProfileError:
+    """Nothing is wrong with the inputs, and yet there is no rehearsal."""
+    refusal = StaticProfileError(_refusal(model, reason))
+    refusal.needs_values = True
+    return refusal
 
 
 def _refusal(model: nn.Module, reason: str) -> str:

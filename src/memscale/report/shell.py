@@ -127,7 +127,7 @@ def _recommendation(result: Estimate) -> str:
 def _provenance(hardware: Hardware, plan: Plan) -> str:
     """Where the numbers come from: none of them was measured on the device."""
     if plan.profile_source == "empirical":
-        return "Peaks: from a real step on this machine. Times: a model, not measured."
+        return "Peaks: from observed training steps on this machine. Times: a model, not measured."
     kernels = "" if hardware.present else ", with the kernels that such a card is assumed to use"
     return f"Peaks: predicted on fake tensors{kernels}. Times: a model, not measured."
 
