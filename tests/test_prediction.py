@@ -16,6 +16,7 @@ import memscale
 from memscale import Config
 from memscale._pipeline import make_plan
 from memscale._profile.inputs import Inputs
+from memscale.benchmarks.prediction import settled_plan
 from tests.models import SUITE, Case, Mlp, case, square_loss
 from tests.parity import seed
 
@@ -76,7 +77,7 @@ def _step(entry: Case, model: nn.Module, optim: torch.optim.Optimizer, batch: di
 @by_name
 def test_within_one_per_cent_plain_forced_and_in_between(entry: Case) -> None:
     forced = memscale.wrap(entry.build(), FORCED, entry.batch(0))
-    plan = forced._memscale_executor.plan
+    plan = settled_plan(entry, forced)
     plain_peak, forced_peak = measured(entry, entry.build()), measured(entry, forced)
     del forced
     assert plan.baseline_peak_bytes == pytest.approx(plain_peak.peak_bytes, rel=0.01)
@@ -91,7 +92,7 @@ def test_within_one_per_cent_plain_forced_and_in_between(entry: Case) -> None:
 def _check_budget(entry: Case, budget_bytes: int) -> None:
     config = Config(memory_budget_gb=budget_bytes / 1e9, enable_logging=False)
     model = memscale.wrap(entry.build(), config, entry.batch(0))
-    plan = model._memscale_executor.plan
+    plan = settled_plan(entry, model)
     assert plan.actions
     peak_bytes = measured(entry, model).peak_bytes
     assert plan.predicted_peak_bytes == pytest.approx(peak_bytes, rel=0.01)

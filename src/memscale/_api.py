@@ -52,7 +52,8 @@ def wrap(
 
     `sample_input` (a tensor, a tuple or a dict; read for shapes and dtypes) lets the plan be made now. Without one,
     inputs are derived from a `transformers` config, or the plan is made at the first training forward. A later forward
-    that may need more (a longer batch, layers that begin to train, another device) is planned again. Returns the same object; `memscale.detach(model)` undoes everything.
+    that may need more (a longer batch, layers that begin to train, another device) is planned again. Returns the same
+    object; `memscale.detach(model)` undoes everything.
     """
     config = _with_async(_checked_config(config), async_offload, async_config)
     if _is_trainer(target):

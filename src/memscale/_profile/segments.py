@@ -65,6 +65,7 @@ class SegmentRecorder(LiveBytes):
         """The backward pass at whose end we shall be called."""
         self._finished: StepTrace | None = None
         """Up to the end of the last backward pass, where that is told."""
+        self._ends_recompute = False
         self.recomputes: list[int] = []
         """Which of the segments are the forward of a block, computed again in backward."""
 
@@ -74,6 +75,8 @@ class SegmentRecorder(LiveBytes):
         # Autograd asks every tensor where it is, many times: answered here that is twice as fast, and no traffic.
         if _torch_private.is_device_question(func) and _torch_private.is_fake(args[0]):
             return _torch_private.device_answer(args[0])
+        if self._ends_recompute:
+            self._cut()
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in WIDE_LOSSES and widen(result, args):
@@ -115,6 +118,9 @@ class SegmentRecorder(LiveBytes):
         self._finished = self._so_far()
 
     def _cut(self) -> None:
+        if self._ends_recompute:
+            self._ends_recompute = False
+            self.recomputes.append(len(self.segments))
         phase, module_fqn, _ = self._place
         traffic = self._traffic_so_far()
         work, moved = self._work, [now - before for now, before in zip(traffic, self._traffic, strict=True)]
@@ -169,8 +175,9 @@ class SegmentRecorder(LiveBytes):
         self._cut()
 
     def end_recompute(self, module_fqn: str) -> None:
-        self.recomputes.append(len(self.segments))
-        self._cut()
+        """Its segment ends with the next operator: PyTorch leaves a recompute early, by an exception, and what the
+        frames of the forward held is gone only when that has been caught."""
+        self._ends_recompute = True
 
     def _enter_forward(self, module_fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.num_calls[module_fqn] = self.num_calls.get(module_fqn, 0) + 1

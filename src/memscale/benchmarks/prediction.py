@@ -73,17 +73,30 @@ def _optimized_peak(subject: Case) -> tuple[int, Plan]:
     def build() -> nn.Module:
         config = memscale.Config(force_optimize=True, enable_logging=False)
         model = memscale.wrap(subject.build(), config, subject.batch(0))
-        executor = executor_of(model)
-        assert executor is not None
-        assert executor.plan is not None, "there was a sample, so there is a plan"
-        plans.append(executor.plan)
+        plans.append(settled_plan(subject, model))
         return model
 
     peak_bytes = measured_peak(subject, build)
     return peak_bytes, plans[0]
 
 
+def settled_plan(subject: Case, model: nn.Module) -> Plan:
+    """The plan that training goes on with: of a model that cannot be rehearsed it is made from its first steps."""
+    executor = executor_of(model)
+    assert executor is not None
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    for number in range(0 if subject.is_static else _STEPS_TO_SETTLE):
+        _step(subject, model, optimizer, subject.batch(number))
+    optimizer.zero_grad()
+    assert executor.plan is not None
+    assert not executor.plan.provisional
+    return executor.plan
+
+
 # ---- on the simulated device
+
+
+_STEPS_TO_SETTLE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
