@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import settings as hypothesis_settings
 from torch import nn
 from torch.nn.modules import module as module_internals
 from torch.optim import optimizer as optimizer_internals
@@ -33,7 +34,41 @@ MOST_KEPT_BYTES = 1_000_000
 """Constants that libraries make on their first use."""
 _AUTOGRAD_LETS_GO_S = 5.0
 """Its thread for a device drops a pass, and the modes in it, a moment after `backward()` has returned."""
+# A suite that tries a new case in every run fails by chance. `make search-cases` looks for new ones.
+hypothesis_settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis_settings.register_profile("search", deadline=None, print_blob=True)
+hypothesis_settings.load_profile("fixed")
 _OURS = (LiveBytes, ForwardOverride, OwnHook, Executor)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle-files",
+        type=int,
+        metavar="SEED",
+        help="Run the files of tests in an order drawn from this seed: no file may need what another one left behind.",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.getoption("shuffle_files")
+    return [] if seed is None else [f"the files are shuffled; run them in this order again with --shuffle-files {seed}"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("shuffle_files")
+    if seed is not None:
+        items[:] = with_files_shuffled(items, seed)
+
+
+def with_files_shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """The same tests file by file, the files in another order: fixtures of a file are set up once, as before."""
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.split("::")[0], []).append(item)
+    files = sorted(by_file)
+    random.Random(seed).shuffle(files)
+    return [item for file in files for item in by_file[file]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
