@@ -35,7 +35,7 @@ import torch
 
 UNIT = 2.0**-24
 FEW = 16
-"""Single roundings of scales, smoothing, class weights and what they are multiplied with: fewer than these on any way."""
+"""Single roundings of scales, smoothing and class weights: there are fewer than these on any way."""
 ROOM = 1.001
 SMALLEST_NORMAL = 2.0**-126
 
