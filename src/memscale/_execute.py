@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import assert_never
 
-from memscale import _caches
+from memscale import _caches, _exit
 from memscale._errors import PlanError
 from memscale._malloc import is_short, return_freed_memory
 from memscale._offloading import Offloading
@@ -89,6 +89,7 @@ class Executor:
 
     def adopt(self) -> None:
         """Become the model's executor."""
+        _exit.be_orderly()
         model = self.model
         vars(model)[EXECUTOR_ATTRIBUTE] = self
         self._undo.callback(_forget, self._model, weakref.ref(self))

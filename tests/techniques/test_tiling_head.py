@@ -694,8 +694,10 @@ def test_read_logits_are_counted():
 DDP = """
     import os, torch, torch.distributed as dist
     from torch import nn
+    from memscale import _exit
     from memscale._plan import TileHead
     from tests.techniques.tiling_models import *
+    _exit.be_orderly()  # as `wrap` does; actions are attached by hand here
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
