@@ -1,9 +1,9 @@
 """An orderly end of the process: PyTorch's threads let go of their last Python objects before the interpreter stops.
 
-A pass of backward leaves Python objects with threads of PyTorch: the device's own thread of autograd holds what the pass
-saved; and gloo's thread holds the context of a gradient's all-reduce, because a collective captures the caller's
+A pass of backward leaves Python objects with threads of PyTorch: autograd's thread for a device holds what the pass
+saved; gloo's thread holds the context of a gradient's all-reduce, because a collective captures the caller's
 thread-local state, in which `torch.autograd` keeps a `contextvars` copy. They let go of them a moment after
-`backward()` has returned, for which they need the interpreter's lock. On a busy machine that moment may come when the
+`backward()` has returned, and need the interpreter's lock for it. On a busy machine that moment may come when the
 script has ended. Python then ends the thread in the middle of a C++ destructor, and the process aborts ("terminate
 called without an active exception"), after all its work was done.
 
