@@ -33,8 +33,8 @@ _FAILED = pytest.StashKey[bool]()
 MOST_KEPT_BYTES = 1_000_000
 """Constants that libraries make on their first use."""
 _AUTOGRAD_LETS_GO_S = 60.0
-"""Its thread for a device drops a pass, and the modes in it, a moment after `backward()` has returned; on a busy machine
-a long one. Only a test that fails waits to the end."""
+"""Its thread for a device drops a pass, and the modes in it, a moment after `backward()` has returned, which is a long
+one on a busy machine. Only a test that fails waits to the end."""
 # A suite that tries a new case in every run fails by chance. `make search-cases` looks for new ones.
 hypothesis_settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis_settings.register_profile("search", deadline=None, print_blob=True)
