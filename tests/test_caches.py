@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
+import simgpu  # noqa: F401  # the device
 import torch
 import torch.nn.functional as F
 import transformers
@@ -17,9 +18,12 @@ from transformers import DynamicCache
 
 import memscale
 from memscale import _caches
-from memscale._execute import executor_of
+from memscale._execute import execute, executor_of
 from memscale._memory import measure
-from tests.parity import SELECTIVE, checkpoint_all
+from memscale._plan import StreamParameters
+from memscale._profile.layers import find_blocks
+from memscale._settings import ExecutionSettings
+from tests.parity import SELECTIVE, checkpoint_all, plan_of
 
 TOKENS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -83,6 +87,20 @@ def test_the_bits_of_the_model_as_it_comes(family: str, keep: Any) -> None:
     assert executor.stats().num_recomputes > 0
     executor.detach()
     assert same(step(model, batch()), step(plain, batch()))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_the_bits_of_a_streamed_model(family: str) -> None:
+    device = torch.device("simgpu")
+    model = build(family)
+    plain = copy.deepcopy(model).to(device)
+    plan = plan_of(StreamParameters(module_fqn) for module_fqn in find_blocks(model))
+    executor = execute(model, plan, ExecutionSettings(device=device))
+    for length in (7, 5):
+        inputs = {name: tensor.to(device) for name, tensor in batch(length=length).items()}
+        ours, theirs = ([t.cpu() for t in step(each, inputs)] for each in (model, plain))
+        assert same(ours, theirs)
+    executor.detach()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "t5"])
