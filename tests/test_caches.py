@@ -9,7 +9,6 @@ import warnings
 from typing import Any
 
 import pytest
-import simgpu  # noqa: F401  # the device
 import torch
 import torch.nn.functional as F
 import transformers
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import memscale
+import simgpu  # noqa: F401  # the device
 from memscale import _caches
 from memscale._execute import execute, executor_of
 from memscale._memory import measure
