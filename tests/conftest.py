@@ -38,7 +38,6 @@ one on a busy machine. Only a test that fails waits to the end."""
 # A suite that tries a new case in every run fails by chance. `make search-cases` looks for new ones.
 hypothesis_settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis_settings.register_profile("search", deadline=None, print_blob=True)
-hypothesis_settings.load_profile("fixed")
 _OURS = (LiveBytes, ForwardOverride, OwnHook, Executor)
 
 
@@ -70,6 +69,19 @@ def with_files_shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item
     files = sorted(by_file)
     random.Random(seed).shuffle(files)
     return [item for file in files for item in by_file[file]]
+
+
+def _load_profile(config: pytest.Config) -> None:
+    hypothesis_settings.load_profile(config.getoption("--hypothesis-profile") or "fixed")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Importing `torch.testing._internal.common_utils` loads a profile of its own, for all files that come later."""
+    _load_profile(collector.config)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _load_profile(item.config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
