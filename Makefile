@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 EXTRAS := hf,lightning,quantization,observability,dev
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test test-shuffled check search-cases format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
 	@echo "make test    the whole test suite, what CI runs"
 	@echo "make check   the quick loop: format, lint, types, fast tests"
+	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
+	@echo "make search-cases    look for new failing cases of the property tests, at random"
 	@echo "make format  rewrite the code in our format"
 	@echo "make clean   remove the environment and caches"
 
@@ -36,6 +38,13 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+
+test-shuffled: SEED ?= $(shell date +%s)
+test-shuffled: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --shuffle-files $(SEED)
+
+search-cases: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --dist worksteal -m hypothesis --hypothesis-profile search
 
 format: $(STAMP)
 	$(BIN)/ruff format .

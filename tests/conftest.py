@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import settings as hypothesis_settings
 from torch import nn
 from torch.nn.modules import module as module_internals
 from torch.optim import optimizer as optimizer_internals
@@ -31,9 +32,56 @@ _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()
 MOST_KEPT_BYTES = 1_000_000
 """Constants that libraries make on their first use."""
-_AUTOGRAD_LETS_GO_S = 5.0
-"""Its thread for a device drops a pass, and the modes in it, a moment after `backward()` has returned."""
+_AUTOGRAD_LETS_GO_S = 60.0
+"""Its thread for a device drops a pass, and the modes in it, a moment after `backward()` has returned, which is a long
+one on a busy machine. Only a test that fails waits to the end."""
+# A suite that tries a new case in every run fails by chance. `make search-cases` looks for new ones.
+hypothesis_settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis_settings.register_profile("search", deadline=None, print_blob=True)
 _OURS = (LiveBytes, ForwardOverride, OwnHook, Executor)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle-files",
+        type=int,
+        metavar="SEED",
+        help="Run the files of tests in an order drawn from this seed: no file may need what another one left behind.",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.getoption("shuffle_files")
+    return [] if seed is None else [f"the files are shuffled; run them in this order again with --shuffle-files {seed}"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("shuffle_files")
+    if seed is not None:
+        items[:] = with_files_shuffled(items, seed)
+
+
+def with_files_shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """The same tests file by file, the files in another order: fixtures of a file are set up once, as before."""
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.split("::")[0], []).append(item)
+    files = sorted(by_file)
+    random.Random(seed).shuffle(files)
+    return [item for file in files for item in by_file[file]]
+
+
+def _load_profile(config: pytest.Config) -> None:
+    hypothesis_settings.load_profile(config.getoption("--hypothesis-profile") or "fixed")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Importing `torch.testing._internal.common_utils` loads a profile of its own, for all files that come later."""
+    _load_profile(collector.config)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _load_profile(item.config)
 
 
 def pytest_configure(config: pytest.Config) -> None:

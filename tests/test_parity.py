@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import types
 from typing import Any
 
 import pytest
@@ -297,28 +296,6 @@ def test_hidden_states_and_attentions(name: str) -> None:
 
 
 # ---- key-value caches
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "lora llama"])
-def test_caches_are_off_while_wrapped_and_back_afterwards(name: str) -> None:
-    model: Any = case(name).build()
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    before = [getattr(config, "use_cache", None) for config in configs]
-    assert True in before
-    executor = checkpoint_all(model)
-    assert True not in [getattr(config, "use_cache", None) for config in configs]
-    executor.detach()
-    assert [getattr(config, "use_cache", None) for config in configs] == before
-
-
-def test_cache_flag_that_the_user_changed_meanwhile_is_left_alone() -> None:
-    model: Any = Mlp()
-    model.config = types.SimpleNamespace(use_cache=True)
-    executor = checkpoint_all(model)
-    assert model.config.use_cache is False
-    model.config.use_cache = "mine"
-    executor.detach()
-    assert model.config.use_cache == "mine"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])

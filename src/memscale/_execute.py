@@ -14,10 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import assert_never
 
+from memscale import _caches, _exit
 from memscale._errors import PlanError
 from memscale._malloc import is_short, return_freed_memory
 from memscale._offloading import Offloading, without_reasons
-from memscale._patching import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean, set_attribute
+from memscale._patching import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
 from memscale._plan import (
     Action,
     Checkpoint,
@@ -69,6 +70,7 @@ class Executor:
         self._recomputed: list[RecomputedForward] = []
         known = weakref.ref(optimizer) if optimizer is not None else None
         self._offloading = Offloading(self._model, self.settings, known)
+        self._cache_is_off = self._has_said_so = False
         self._precision: precision.Precision | None = None
         self._loss_scale: precision.LossScale | None = None
         """Outlives the plan: a later one goes on with it."""
@@ -87,6 +89,7 @@ class Executor:
 
     def adopt(self) -> None:
         """Become the model's executor."""
+        _exit.be_orderly()
         model = self.model
         vars(model)[EXECUTOR_ATTRIBUTE] = self
         self._undo.callback(_forget, self._model, weakref.ref(self))
@@ -98,11 +101,15 @@ class Executor:
             self.suspend()
             self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
         self.plan = plan
+        if self._cache_is_off and not self._has_said_so:
+            self._has_said_so = True
+            _caches.say_switched_off(self.model)
 
     def apply_inside(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`apply` in the first moment of a forward with these arguments: that forward follows the plan already."""
         before = self._precision
         self.apply(plan)
+        _caches.enter(self.model, args, kwargs)
         if self._precision is not None and self._precision is not before:
             self._precision.enter(self.model, args, kwargs)
 
@@ -143,8 +150,8 @@ class Executor:
             for action in sorted(actions, key=_is_around_blocks):
                 self._attach_one(action, undo)
             self._offloading.attach(actions, undo, waiting_bytes)
-            if any(isinstance(action, Checkpoint | StreamParameters) for action in actions):
-                _switch_off_caches(self.model, undo)
+            recomputed = {action.module_fqn for action in actions if isinstance(action, Checkpoint | StreamParameters)}
+            self._cache_is_off = bool(recomputed) and _caches.watch(self.model, recomputed, undo)
             self._techniques = undo.pop_all()
             failing.pop_all()
 
@@ -278,11 +285,3 @@ def _forget(model_ref: weakref.ref[nn.Module], executor_ref: weakref.ref[Executo
     model = model_ref()
     if model is not None and vars(model).get(EXECUTOR_ATTRIBUTE) is executor_ref():
         vars(model).pop(EXECUTOR_ATTRIBUTE, None)
-
-
-def _switch_off_caches(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Key-value caches are of no use in training, and a recompute would fill them a second time."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    for config in configs.values():
-        if getattr(config, "use_cache", False) is True:
-            set_attribute(config, "use_cache", False, undo)

@@ -13,14 +13,14 @@ autocast), the recompute sees the module as the forward saw it:
 Known limits: state that a forward changes elsewhere (a global, an object that an attribute holds), or not at its
 first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on parts of the module run
 again in the recompute. A module that changes its input tensors in
-place, or attributes of an object among its arguments, is refused. A module that is given a key-value
-cache is not recomputed for that call, nor is any inside `torch.func` transforms.
+place, or attributes of an object among its arguments, is refused. A module that is given a key-value cache of the
+caller's is not recomputed for that call (see `_caches.py`), nor is any inside `torch.func` transforms.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from memscale import _torch_private
+from memscale import _caches, _torch_private
 from memscale._errors import VerificationError
 from memscale._host_rng import Fingerprint, HostRng
 from memscale._module_state import Flags, Memory, ModuleState
@@ -68,11 +68,21 @@ class RecomputedForward(ForwardOverride):
             return self.compute(args, kwargs, None)
         # Flat, so that checkpoint sees every tensor: it saves the RNG only of devices that it finds among them.
         leaves, spec = _flatten(args, kwargs)
-        if isinstance(spec, TreeSpec) and self._holds_cache(args, kwargs):
-            return self.compute(args, kwargs, None)
         region = Region(self, args, kwargs, spec)
+        if isinstance(spec, TreeSpec) and (caches := _find_caches(args, kwargs)):
+            if not all(map(_caches.may_forget, caches)):
+                self._warn_of_cache()
+                return self.compute(args, kwargs, None)
+            region.caches = [_caches.CacheBefore(cache) for cache in caches]
+            leaves, region.spec = _flatten(*_with_each(caches, region.caches, args, kwargs))
         if self.anchor is not None:
             leaves, region.num_anchors = [self.anchor, *leaves], 1
+        output = self._run(region, leaves)
+        for cache in region.caches:
+            cache.forget()
+        return output
+
+    def _run(self, region: Region, leaves: list[Any]) -> Any:
         if not self.verify:
             return checkpoint(region, *leaves, use_reentrant=False, context_fn=self.context_fn)
         with set_checkpoint_early_stop(False):
@@ -86,23 +96,32 @@ class RecomputedForward(ForwardOverride):
         """The same in backward."""
         return self.inner()(*args, **kwargs)
 
-    def _holds_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A key-value cache would be filled a second time by the recompute."""
-        found = any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
-        if found and not self._warned:
+    def _warn_of_cache(self) -> None:
+        """A key-value cache that is the caller's is filled as ever; a recompute would fill it a second time."""
+        if not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self.module_fqn} keeps its activations while it fills a key-value cache; "
                 "pass use_cache=False in training",
                 stacklevel=2,
             )
-        return found
 
 
 class Region:
     """One call of such a module."""
 
-    __slots__ = ("digest", "host_rng", "memory", "notes", "num_anchors", "original", "owner", "spec")
+    __slots__ = (
+        "caches",
+        "caches_off",
+        "digest",
+        "host_rng",
+        "memory",
+        "notes",
+        "num_anchors",
+        "original",
+        "owner",
+        "spec",
+    )
 
     def __init__(self, owner: RecomputedForward, args: Any, kwargs: Any, spec: Spec) -> None:
         self.owner = owner
@@ -112,6 +131,9 @@ class Region:
         self.original: tuple[Any, Any] | None = (args, kwargs)
         self.host_rng: HostRng | None = None
         """For a module that draws from it."""
+        self.caches: list[_caches.CacheBefore] = []
+        """Key-value caches among the arguments, as they were."""
+        self.caches_off = _caches.now_switched_off()
         self.memory: Memory
         self.digest: list[int] | None = None
         self.notes: Any = None
@@ -129,7 +151,10 @@ class Region:
                 )
             return output
         args, kwargs = _unflatten(leaves[self.num_anchors :], self.spec)
-        return self._recompute(args, kwargs)
+        if self.caches:
+            args, kwargs = _with_each(self.caches, [cache.again() for cache in self.caches], args, kwargs)
+        with _caches.switched_off(self.caches_off):
+            return self._recompute(args, kwargs)
 
     def _compute(self, args: Any, kwargs: Any) -> Any:
         owner = self.owner
@@ -207,6 +232,20 @@ def _unflatten(leaves: tuple[Any, ...], spec: Spec) -> tuple[Any, Any]:
     if not names:
         return leaves, {}
     return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))
+
+
+def _find_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found = {id(value): value for value in (*args, *kwargs.values()) if _caches.is_cache(value)}
+    return list(found.values())
+
+
+def _with_each(
+    old: Sequence[Any], new: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with each of these in the place of those."""
+    table = {id(before): after for before, after in zip(old, new, strict=True)}
+    replaced = {name: table.get(id(value), value) for name, value in kwargs.items()}
+    return tuple(table.get(id(value), value) for value in args), replaced
 
 
 def _versions(leaves: tuple[Any, ...]) -> list[int]:

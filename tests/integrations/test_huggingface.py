@@ -368,24 +368,21 @@ def test_the_full_stack_in_the_trainer(tmp_path):
     memscale.detach(trainer)
 
 
-class CacheWatcher(TrainerCallback):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def watch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.seen.append((module.training, kwargs.get("use_cache")))
-
-
-def test_no_key_value_cache_in_training(tmp_path):
-    trainer, watcher = make_trainer(tmp_path, max_steps=1, use_cache=True), CacheWatcher()
-    handle = trainer.model.transformer.register_forward_pre_hook(watcher.watch, with_kwargs=True)
-    wrap(trainer, mode="conservative", force_optimize=False)  # nothing to do: only the cache is left out
-    trainer.train()
-    trainer.evaluate()
-    handle.remove()
-    assert (True, False) in watcher.seen
-    assert all(use_cache is not False for training, use_cache in watcher.seen if not training)
-    assert trainer.model.config.use_cache is True
+def test_a_trainer_with_caches_trains_as_the_plain_one(tmp_path):
+    """The cache's way through the kernels is kept, and so is the flag, in checkpoints too."""
+    options = {"max_steps": 2, "use_cache": True, "save_strategy": "steps", "save_steps": 2}
+    plain = make_trainer(tmp_path / "plain", **options)
+    plain.train()
+    ours = wrap(make_trainer(tmp_path / "ours", **options))  # which seeds
+    ours.train()
+    assert any(isinstance(action, Checkpoint) for action in executor_of(ours.model).plan.actions)
+    assert losses(ours) == losses(plain)
+    for mine, theirs in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    saved = json.loads((tmp_path / "ours" / "checkpoint-2" / "config.json").read_text())
+    assert saved == json.loads((tmp_path / "plain" / "checkpoint-2" / "config.json").read_text())
+    assert saved["use_cache"] is True
+    memscale.detach(ours)
 
 
 # ---- logs

@@ -12,7 +12,7 @@ def in_time(run_python):
 
     def run(code: str) -> str:
         return run_python(
-            "import faulthandler; faulthandler.dump_traceback_later(200, exit=True)\n" + code, timeout=230
+            "import faulthandler; faulthandler.dump_traceback_later(560, exit=True)\n" + code, timeout=600
         )
 
     return run

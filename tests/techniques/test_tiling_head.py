@@ -695,8 +695,10 @@ def test_read_logits_are_counted():
 DDP = """
     import os, torch, torch.distributed as dist
     from torch import nn
+    from memscale import _exit
     from memscale._plan import TileHead
     from tests.techniques.tiling_models import *
+    _exit.be_orderly()  # as `wrap` does; actions are attached by hand here
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -735,7 +737,7 @@ def test_distributed_data_parallel(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([".", *sys.path]), "OMP_NUM_THREADS": "1"},
     )
     assert answer.returncode == 0, answer.stderr[-3000:]

@@ -6,10 +6,13 @@ is initialised; without that, dropout under checkpoint silently draws other numb
 NOTE [exit]: torch's thread for the backward pass lets go of its last Python objects after backward() has returned. If
 the interpreter is being finalised by then, Python ends that thread in the middle of a C++ destructor and the process
 aborts ("terminate called without an active exception"). This is torch's, with any device, and rare. Here everything is
-so fast that a short script often meets it, so the thread is given time for it first.
+so fast that a short script often meets it, so the end of the process waits for torch's threads: until two looks in a
+row, with the interpreter's lock released between them, find none that is running or runnable.
 """
 
 import atexit
+import contextlib
+import glob
 import time
 import types
 from collections.abc import Callable
@@ -258,9 +261,20 @@ _NAMES: tuple[Callable[..., Any] | type, ...] = (
 
 
 def _let_backward_threads_finish() -> None:
-    """See NOTE [exit]."""
-    for _ in range(20):
+    """See NOTE [exit]. The limit is for a thread that hangs."""
+    deadline, num_quiet = time.monotonic() + 10.0, 0
+    while num_quiet < 2 and time.monotonic() < deadline:
         time.sleep(0.005)  # lets go of the interpreter's lock
+        num_quiet = 0 if _is_a_torch_thread_busy() else num_quiet + 1
+
+
+def _is_a_torch_thread_busy() -> bool:
+    for stat in glob.glob("/proc/self/task/*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(stat) as file:  # it may have ended
+            before, _, after = file.read().rpartition(")")
+            if before.partition("(")[2].startswith("pt_") and after.split()[0] in "RD":
+                return True
+    return False
 
 
 def register() -> None:

@@ -296,19 +296,16 @@ class _Meter:
 
 
 class _Feeder(OwnHook):
-    """A forward pre-hook: counts samples in training, and asks for no key-value cache: training has no use for one."""
+    """A forward pre-hook: counts samples in training."""
 
     def __init__(self, meter: _Meter) -> None:
         self.meter = meter
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is None or not (model.training and torch.is_grad_enabled()):
-            return None
+            return
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
         self.meter.num_samples += next((len(tensor) for tensor in tensors), 0)
-        if getattr(getattr(model, "config", None), "use_cache", False) is True and "use_cache" not in kwargs:
-            return args, {**kwargs, "use_cache": False}
-        return None
 
 
 class _Train:

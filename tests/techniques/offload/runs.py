@@ -143,7 +143,7 @@ def clip(parameters: list[nn.Parameter], largest: float = 0.5) -> None:
 
 
 def without_caches(model: nn.Module) -> nn.Module:
-    """A key-value cache is of no use in training; the executor switches it off."""
+    """For streaming that is attached by itself: whose cache a block is given is known to the executor alone."""
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False

@@ -132,7 +132,7 @@ def test_what_is_dropped_is_given_back(way, tmp_path, no_races):
             del ticket
         gc.collect()
         transfers.settle()
-        for _ in range(1000):  # a thread lets go of its arguments a moment after it is done
+        for _ in range(6000):  # a thread lets go of its arguments a moment after it is done
             transfers.store.sweep()
             held = sum(leaf.counters.held_bytes for leaf in transfers.store.leaves())
             if not held:
