@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
 from memscale._choice import Choice, choice_of
-from memscale._decide import budget_bytes, decide, needs_optimizing
+from memscale._decide import budget_bytes, decide, half_type, needs_optimizing
 from memscale._peak import CostModel
 from memscale._plan import Checkpoint, Plan
 from tests.profiles import MB, Block, hardware_of, profile_of
@@ -43,6 +43,26 @@ def test_the_budget_is_the_utilisation_or_the_hard_limit() -> None:
 def test_what_others_hold_is_not_ours_to_use() -> None:
     busy = hardware_of(free_bytes=3_000 * MB)
     assert budget_bytes(busy, Config()) == 3_000 * MB
+
+
+# ---- 16 bits
+
+
+@pytest.mark.parametrize(
+    ("fields", "slow", "fast"),
+    [
+        ({"mode": "aggressive"}, None, "bfloat16"),
+        ({"mode": "aggressive", "use_mixed_precision": False}, None, None),
+        ({"use_mixed_precision": True}, "bfloat16", "bfloat16"),
+        ({}, None, None),
+    ],
+)
+def test_16_bits_that_are_left_to_the_mode_depend_on_the_hardware(
+    fields: dict[str, Any], slow: str | None, fast: str | None
+) -> None:
+    config = Config(**fields).replace(warmup_steps=0)
+    assert half_type(hardware_of(has_fast_16bit=False), config) == slow
+    assert half_type(hardware_of(has_fast_16bit=True), config) == fast
 
 
 # ---- smart skip and force

@@ -18,6 +18,14 @@ def dumps(value: object) -> str:
     return json.dumps(encode(value), indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
+def loads(text: str) -> Any:
+    """What the text says; `ValueError` for anything that is not JSON, also where it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
 def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
