@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+import simgpu  # noqa: F401  (registers the device)
 from memscale import ConfigError, Hardware
 from memscale._errors import shown
 from memscale._hardware import _architecture, _cpu_hardware
@@ -121,6 +122,11 @@ def test_no_device_of_this_name(device: Any) -> None:
 def test_a_device_that_is_not_here() -> None:
     with pytest.raises(ConfigError, match="not available"):
         Hardware.detect("mps")
+
+
+def test_one_more_than_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"simgpu:2.* has 2 of that type"):
+        Hardware.detect("simgpu:2")
 
 
 def test_plain_data() -> None:

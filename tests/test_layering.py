@@ -40,7 +40,7 @@ TORCH_FREE = (
 ALLOWED = {
     "_errors": set(),
     "_units": set(),
-    "_json": set(),
+    "_json": {"_errors"},
     "_measure": {"_errors", "_json", "_units"},
     "_config": {"_errors"},
     "_plan": {"_errors", "_json", "_units"},

@@ -12,10 +12,14 @@ _MAX_SHOWN_BITS = 256
 
 def quoted(error: BaseException) -> str:
     """Another's error in one line: its class, and the beginning of what it says."""
-    said = " ".join(str(error).split()).rstrip(". ")
-    if len(said) > MAX_QUOTED_CHARACTERS:
-        said = f"{said[:MAX_QUOTED_CHARACTERS].rstrip()} ..."
+    said = shortened(str(error).rstrip(". \n"))
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_QUOTED_CHARACTERS else f"{line[:MAX_QUOTED_CHARACTERS].rstrip()} ..."
 
 
 def shown(value: object) -> str:

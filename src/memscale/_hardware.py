@@ -92,6 +92,9 @@ class Hardware:
         if _current_type() != chosen.type:
             raise ConfigError(f"device={str(chosen)!r} is not available on this machine")
         index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
+        if index >= torch.accelerator.device_count():
+            count = torch.accelerator.device_count()
+            raise ConfigError(f"device={str(chosen)!r} is not available: this machine has {count} of that type")
         return _accelerator_hardware(chosen.type, index, host_total, host_available, disk)
 
     @classmethod
