@@ -12,7 +12,10 @@ _MAX_SHOWN_BITS = 256
 
 def quoted(error: BaseException) -> str:
     """Another's error in one line: its class, and the beginning of what it says."""
-    said = shortened(str(error).rstrip(". \n"))
+    try:
+        said = shortened(str(error).rstrip(". \n"))
+    except Exception:  # its class cannot even say what is wrong
+        said = ""
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 

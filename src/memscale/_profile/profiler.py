@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale._errors import ProfileError
+from memscale._errors import ProfileError, quoted
 from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
@@ -58,7 +58,7 @@ def open_rehearsal(
                 rehearsal.holds_gradients = settings.holds_gradients
                 return rehearsal, rehearsal.run()
         except Exception as error:  # whatever a user's model raises on fake tensors: a real step may still work
-            refusals.append(f"on fake tensors: {_said(error)}")
+            refusals.append(f"on fake tensors: {quoted(error)}")
             logger.debug("static profiling failed", exc_info=True)
     if settings.empirical and _has_real_tensors(model) and device_exists(device.type):
         logger.info("fake tensors do not suffice for this model (%s); running a real step", "; ".join(refusals))
@@ -72,7 +72,8 @@ def open_rehearsal(
             rehearsal.holds_gradients = settings.holds_gradients
             return rehearsal, rehearsal.run()
         except Exception as error:
-            refusals.append(f"by a real step: {_said(error)}")
+            refusals.append(f"by a real step: {quoted(error)}")
+            logger.debug("a real step failed", exc_info=True)
             raise ProfileError(_refusal(model, refusals)) from error
     raise ProfileError(_refusal(model, refusals))
 
@@ -86,10 +87,6 @@ def _unlogged(name: str) -> Iterator[None]:
         yield
     finally:
         other.setLevel(level)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 
 def _refusal(model: nn.Module, refusals: list[str]) -> str:
@@ -137,5 +134,6 @@ def try_variant(rehearsal: Rehearsal, attach: Attach, name: str) -> StepTrace | 
     try:
         return rehearsal.run(attach)
     except Exception as error:  # e.g. an in-place operator on a kept output: then the technique is not eligible
-        logger.info("%s does not run on this model: %s: %s", name, type(error).__name__, error)
+        logger.info("%s does not run on this model: %s", name, quoted(error))
+        logger.debug("%s failed", name, exc_info=True)
         return None
