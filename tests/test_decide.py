@@ -17,8 +17,8 @@ from memscale import Config, DoesNotFitError
 from memscale._choice import Choice, choice_of
 from memscale._decide import budget_bytes, decide, half_type, needs_optimizing
 from memscale._peak import CostModel
-from memscale._plan import Checkpoint, Plan
-from tests.profiles import MB, Block, hardware_of, profile_of
+from memscale._plan import Checkpoint, Plan, TileHead
+from tests.profiles import MB, Block, hardware_of, profile_of, with_tiled_head
 
 HARDWARE = hardware_of()
 PROFILE = profile_of(8)
@@ -287,3 +287,18 @@ def test_inputs_are_not_changed() -> None:
     before = (profile.to_json(), dataclasses.replace(config))
     decide(profile, HARDWARE, config)
     assert (profile.to_json(), config) == before
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("head_fqn", ["head", "head.predictions.decoder"])
+def test_the_row_that_holds_a_tiled_head_says_so(head_fqn: str) -> None:
+    """A head may be deep inside the layer that a row stands for, as BERT's is."""
+    blocks = {f"blocks.{index}": Block() for index in range(2)}
+    profile = with_tiled_head(profile_of(2), blocks, {128: 5, 512: 20})
+    assert profile.head is not None
+    profile = dataclasses.replace(profile, head=dataclasses.replace(profile.head, module_fqn=head_fqn))
+    plan = decide(profile, HARDWARE, Config(mode="aggressive", force_optimize=True, enable_offloading=False))
+    assert [action.module_fqn for action in plan.actions if isinstance(action, TileHead)] == [head_fqn]
+    assert [row.module_fqn for row in plan.rows if "tile the head" in row.techniques] == ["head"]

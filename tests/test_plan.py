@@ -90,7 +90,7 @@ ACTIONS = (
 @pytest.mark.parametrize(
     ("action", "field"),
     [(a, f.name) for a in ACTIONS for f in dataclasses.fields(a) if isinstance(getattr(a, f.name), int)],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 @pytest.mark.parametrize("value", [-1, True, 1.5, "8", None, 2**63, HUGE], ids=shown)
 def test_counts_that_no_action_can_have(action: Action, field: str, value: Any) -> None:
