@@ -81,8 +81,6 @@ MODEL_FILE = """
 
     def interrupted():
         raise KeyboardInterrupt
-
-    print("a file speaks")
 """
 
 
@@ -113,7 +111,7 @@ class Shell:
         assert self(*arguments, code=code) == ""
         assert "Traceback" not in self.stderr
         *progress, sentence = self.stderr.splitlines()
-        assert all(line.endswith((" ...", " speaks")) for line in progress), self.stderr
+        assert all(line.endswith(" ...") for line in progress), self.stderr
         assert sentence.startswith("memscale: ")
         return sentence
 
@@ -402,6 +400,8 @@ def test_an_interrupt_stays_one(shell: Shell, model_file: str) -> None:
 
 @pytest.mark.parametrize("command", ["estimate", "plan", "fit"])
 def test_what_a_model_prints_is_not_among_the_results(shell: Shell, model_file: str, command: str) -> None:
+    with open(model_file, "a") as file:
+        file.write("\nprint('a file speaks')\n")
     json.loads(shell(command, f"{model_file}:loud", "--gpu", "T4", "--json"))
     for speaker in ("file", "factory", "forward"):
         assert f"a {speaker} speaks" in shell.stderr
