@@ -19,6 +19,8 @@ from memscale.cli import main
 from memscale.report import diagnosis
 
 GIB = 1024**3
+HUGE = "1" + "0" * 400
+LONG = "x" * 5000
 
 MODEL_FILE = """
     import torch
@@ -40,6 +42,45 @@ MODEL_FILE = """
 
     def wrong_sample():
         return build()[0], torch.zeros(512, 63)
+
+    class Loud(nn.Linear):
+        def forward(self, x):
+            print("a forward speaks")
+            return super().forward(x)
+
+    def loud():
+        print("a factory speaks")
+        return nn.Sequential(Loud(64, 64), Loud(64, 64)), torch.zeros(512, 64)
+
+    class Leaves(nn.Linear):
+        def forward(self, x):
+            raise SystemExit(0)
+
+    def leaves():
+        return Leaves(64, 64), torch.zeros(512, 64)
+
+    def factory_leaves():
+        raise SystemExit(0)
+
+    class Talkative(nn.Linear):
+        def forward(self, x):
+            raise ValueError("very long " * 1000)
+
+    def talkative():
+        return Talkative(64, 64), torch.zeros(512, 64)
+
+    def talkative_factory():
+        raise ValueError("very long " * 1000)
+
+    class Speechless(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    def speechless():
+        raise Speechless
+
+    def interrupted():
+        raise KeyboardInterrupt
 """
 
 
@@ -284,6 +325,26 @@ def test_every_extra_of_the_package_is_known_to_doctor() -> None:
         (("estimate", "gpt2", "--batch", "-1"), "--batch"),
         (("estimate", "gpt2", "--batch", "many"), "--batch"),
         (("estimate", "gpt2", "--seq", "0"), "--seq"),
+        (("estimate", "gpt2", "--batch", HUGE), "--batch"),
+        (("estimate", "gpt2", "--seq", HUGE), "--seq"),
+        (("estimate", "gpt2", "--seq", ""), "--seq"),
+        (("estimate", "gpt2", "--budget", "1e300"), "memory_budget_gb=1e+300"),
+        (("estimate", "gpt2", "--budget", HUGE), "memory_budget_gb=inf"),
+        (("estimate", "gpt2", "--budget", "inf"), "memory_budget_gb=inf"),
+        (("estimate", "gpt2", "--budget", ""), "--budget"),
+        (("estimate", "gpt2", "--utilization", "nan"), "target_gpu_utilization=nan"),
+        (("estimate", "gpt2", "--gpu", LONG), "known are: GTX 1080 Ti, "),
+        (("estimate", "gpt2", "--gpu", ""), "known are: GTX 1080 Ti, "),
+        (("estimate", "gpt2", "--optimizer", LONG), "one of adamw, adam"),
+        (("estimate", "gpt2", "--mode", LONG), "'conservative', 'balanced', 'aggressive'"),
+        (("estimate", LONG), "known are bert-tiny"),
+        (("estimate", f"{LONG}.py:build"), "File name too long"),
+        (("plan", "gpt2", "--output", LONG), "--output"),
+        (("plan", "gpt2", "--pareto", LONG), "--pareto"),
+        (("fit", "gpt2", "--vary", LONG), "batch or seq"),
+        (("bench", "--fake", "--only", LONG), "there are: bert-base"),
+        (("bench", "--fake", "--results", LONG), "--results"),
+        (("bench", "--fake", "--results", "/dev/null"), "not a regular file"),
         (("estimate", "gpt2", "--seq", "5000"), "longer than the 1024 positions"),
         (("estimate", "vit-tiny", "--seq", "10"), "--seq does not apply"),
         (("estimate", "gpt2", "--budget", "-3"), "memory_budget_gb=-3.0"),
@@ -301,7 +362,9 @@ def test_every_extra_of_the_package_is_known_to_doctor() -> None:
     ],
 )
 def test_bad_input_is_a_sentence(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
-    assert said in shell.complaint(*arguments)
+    sentence = shell.complaint(*arguments)
+    assert said in sentence
+    assert len(sentence) < 1000
 
 
 @pytest.mark.parametrize(
@@ -311,12 +374,37 @@ def test_bad_input_is_a_sentence(shell: Shell, arguments: tuple[str, ...], said:
         ("bare", (), "let the factory return (model, sample)"),
         ("build", ("--batch", "2"), "gives its own sample"),
         ("wrong_sample", (), "could not be profiled"),
+        ("talkative", (), "very long very long"),
+        ("talkative_factory", (), "very long very long"),
+        ("speechless", (), "raised Speechless"),
+        ("factory_leaves", (), "raised SystemExit: 0"),
     ],
 )
 def test_a_bad_factory_is_a_sentence(
     shell: Shell, model_file: str, factory: str, options: tuple[str, ...], said: str
 ) -> None:
-    assert said in shell.complaint("estimate", f"{model_file}:{factory}", "--gpu", "T4", *options)
+    sentence = shell.complaint("estimate", f"{model_file}:{factory}", "--gpu", "T4", *options)
+    assert said in sentence
+    assert len(sentence) < 1000
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan", "fit"])
+def test_a_forward_that_leaves_does_not_end_the_program(shell: Shell, model_file: str, command: str) -> None:
+    sentence = shell.complaint(command, f"{model_file}:leaves", "--gpu", "T4")
+    assert "sys.exit(0)" in sentence
+
+
+def test_an_interrupt_stays_one(shell: Shell, model_file: str) -> None:
+    assert shell("estimate", f"{model_file}:interrupted", "--gpu", "T4", code=130) == ""
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan", "fit"])
+def test_what_a_model_prints_is_not_among_the_results(shell: Shell, model_file: str, command: str) -> None:
+    with open(model_file, "a") as file:
+        file.write("\nprint('a file speaks')\n")
+    json.loads(shell(command, f"{model_file}:loud", "--gpu", "T4", "--json"))
+    for speaker in ("file", "factory", "forward"):
+        assert f"a {speaker} speaks" in shell.stderr
 
 
 def test_an_output_that_cannot_be_written_is_a_sentence(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
 from memscale._choice import Choice, choice_of
-from memscale._decide import budget_bytes, decide, needs_optimizing
+from memscale._decide import budget_bytes, decide, half_type, needs_optimizing
 from memscale._peak import CostModel
-from memscale._plan import Checkpoint, Plan
-from tests.profiles import MB, Block, hardware_of, profile_of
+from memscale._plan import Checkpoint, Plan, TileHead
+from tests.profiles import MB, Block, hardware_of, profile_of, with_tiled_head
 
 HARDWARE = hardware_of()
 PROFILE = profile_of(8)
@@ -43,6 +43,26 @@ def test_the_budget_is_the_utilisation_or_the_hard_limit() -> None:
 def test_what_others_hold_is_not_ours_to_use() -> None:
     busy = hardware_of(free_bytes=3_000 * MB)
     assert budget_bytes(busy, Config()) == 3_000 * MB
+
+
+# ---- 16 bits
+
+
+@pytest.mark.parametrize(
+    ("fields", "slow", "fast"),
+    [
+        ({"mode": "aggressive"}, None, "bfloat16"),
+        ({"mode": "aggressive", "use_mixed_precision": False}, None, None),
+        ({"use_mixed_precision": True}, "bfloat16", "bfloat16"),
+        ({}, None, None),
+    ],
+)
+def test_16_bits_that_are_left_to_the_mode_depend_on_the_hardware(
+    fields: dict[str, Any], slow: str | None, fast: str | None
+) -> None:
+    config = Config(**fields).replace(warmup_steps=0)
+    assert half_type(hardware_of(has_fast_16bit=False), config) == slow
+    assert half_type(hardware_of(has_fast_16bit=True), config) == fast
 
 
 # ---- smart skip and force
@@ -267,3 +287,18 @@ def test_inputs_are_not_changed() -> None:
     before = (profile.to_json(), dataclasses.replace(config))
     decide(profile, HARDWARE, config)
     assert (profile.to_json(), config) == before
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("head_fqn", ["head", "head.predictions.decoder"])
+def test_the_row_that_holds_a_tiled_head_says_so(head_fqn: str) -> None:
+    """A head may be deep inside the layer that a row stands for, as BERT's is."""
+    blocks = {f"blocks.{index}": Block() for index in range(2)}
+    profile = with_tiled_head(profile_of(2), blocks, {128: 5, 512: 20})
+    assert profile.head is not None
+    profile = dataclasses.replace(profile, head=dataclasses.replace(profile.head, module_fqn=head_fqn))
+    plan = decide(profile, HARDWARE, Config(mode="aggressive", force_optimize=True, enable_offloading=False))
+    assert [action.module_fqn for action in plan.actions if isinstance(action, TileHead)] == [head_fqn]
+    assert [row.module_fqn for row in plan.rows if "tile the head" in row.techniques] == ["head"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 import memscale
 from memscale import _errors
+from memscale._errors import quoted, shown
 
 
 def test_every_error_has_one_base() -> None:
@@ -22,3 +25,39 @@ def test_a_bad_setting_is_a_value_error() -> None:
 def test_every_public_error_is_exported() -> None:
     for name in ("ConfigError", "DoesNotFitError", "PlanError", "ProfileError", "VerificationError"):
         assert getattr(memscale, name) is getattr(_errors, name)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("wrong."), "ValueError: wrong"),
+        (ValueError(), "ValueError"),
+        (KeyError("name"), "KeyError: 'name'"),
+        (RuntimeError("first\n\n   second\tthird\n"), "RuntimeError: first second third"),
+        (Speechless(), "Speechless"),
+        (RuntimeError("x" * 2000), f"RuntimeError: {'x' * 300} ..."),
+    ],
+)
+def test_others_are_quoted_in_one_short_line(error: Exception, said: str) -> None:
+    assert quoted(error) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (8, "8"),
+        (True, "True"),
+        ("eight", "'eight'"),
+        (10**400, "<an integer of 1329 bits>"),
+        (-(10**9999), "<an integer of 33216 bits>"),
+        ("x" * 2000, f"'{'x' * 99}..."),
+    ],
+    ids=["int", "bool", "str", "huge", "negative", "long"],
+)
+def test_values_are_shown_in_few_words(value: object, said: str) -> None:
+    assert shown(value) == said

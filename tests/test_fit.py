@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -72,6 +74,20 @@ def test_a_window_that_holds_a_tiny_batch_does_not_mislead() -> None:
     assert found.plain.size == 33
     assert found.by_mode[OptimizationMode.BALANCED].size > 33
     assert found.by_mode[OptimizationMode.AGGRESSIVE].size > 700  # it was 538
+
+
+@pytest.mark.slow
+def test_16_bits_are_considered_for_a_card_that_has_them_wherever_it_is() -> None:
+    card = dataclasses.replace(HARDWARE, has_fast_16bit=True, supports_bf16=True, device_type="cuda")
+    config = Config(
+        memory_budget_gb=plain_peak(8) / 1e9, enable_offloading=False, enable_tiling=False, use_8bit_optimizer=False
+    )
+    mode = OptimizationMode.AGGRESSIVE
+    sizes = [
+        fit(encoder(), batch_of, config=wish, hardware=card, modes=(mode,)).by_mode[mode].size
+        for wish in (config, config.replace(use_mixed_precision=False))
+    ]
+    assert sizes[0] > sizes[1]
 
 
 def test_nothing_fits_where_parameters_do_not() -> None:

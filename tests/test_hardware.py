@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import psutil
 import pytest
 
+import simgpu  # noqa: F401  (registers the device)
 from memscale import ConfigError, Hardware
-from memscale._hardware import _cpu_hardware
+from memscale._errors import shown
+from memscale._hardware import _architecture, _cpu_hardware
 
 GIB = 1024**3
 
@@ -46,6 +49,41 @@ def test_other_cards_are_refused_not_guessed(name: str) -> None:
         Hardware.from_name(name)
 
 
+@pytest.mark.parametrize("name", [None, 3090, b"RTX 3090", ["RTX 3090"]], ids=repr)
+def test_a_card_is_named_by_a_string(name: Any) -> None:
+    with pytest.raises(TypeError, match=f"name of a card as a string, not {type(name).__name__}"):
+        Hardware.from_name(name)
+
+
+def test_a_long_name_is_not_repeated_in_full() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Hardware.from_name("x" * 10_000)
+    assert len(str(caught.value)) < 1000
+
+
+@dataclasses.dataclass
+class Properties:
+    """What PyTorch tells of a device, as far as the architecture is concerned."""
+
+    gcnArchName: str
+    major: int
+    minor: int
+
+
+@pytest.mark.parametrize(
+    ("properties", "architecture"),
+    [
+        (Properties("NVIDIA GeForce RTX 3090", 8, 6), "sm_86"),  # the CUDA build copies the card's name there
+        (Properties("NVIDIA GeForce RTX 5090", 12, 0), "sm_120"),
+        (Properties("", 7, 5), "sm_75"),
+        (Properties("gfx90a:sramecc+:xnack-", 9, 0), "gfx90a:sramecc+:xnack-"),
+        (None, "xpu"),
+    ],
+)
+def test_the_architecture_is_not_the_name_of_the_card(properties: Properties | None, architecture: str) -> None:
+    assert _architecture(properties, "xpu") == architecture
+
+
 def test_a_named_card_is_whole_and_elsewhere() -> None:
     card = Hardware.from_name("RTX 3090")
     assert card.total_bytes == card.free_bytes == 24 * GIB
@@ -75,8 +113,8 @@ def test_free_disk_of_a_directory_that_does_not_exist_yet(tmp_path: pathlib.Path
     assert not (tmp_path / "not").exists()
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:x", "", "cpu:"])
-def test_no_device_of_this_name(device: str) -> None:
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "", "cpu:", 1.5, [], f"cuda:{10**30}", 10**400], ids=shown)
+def test_no_device_of_this_name(device: Any) -> None:
     with pytest.raises(ConfigError, match="device"):
         Hardware.detect(device)
 
@@ -84,6 +122,11 @@ def test_no_device_of_this_name(device: str) -> None:
 def test_a_device_that_is_not_here() -> None:
     with pytest.raises(ConfigError, match="not available"):
         Hardware.detect("mps")
+
+
+def test_one_more_than_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"simgpu:2.* has 2 of that type"):
+        Hardware.detect("simgpu:2")
 
 
 def test_plain_data() -> None:

@@ -43,18 +43,19 @@ class Tree:
     flag: bool = False
 
 
-leaves = st.one_of(st.builds(Leaf, st.text(), st.integers()), st.builds(Other, st.text()))
+integers = st.integers(-(2**63), 2**63)
+leaves = st.one_of(st.builds(Leaf, st.text(), integers), st.builds(Other, st.text()))
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 trees = st.builds(
     Tree,
     leaves=st.lists(leaves).map(tuple),
-    pair=st.tuples(st.integers(), numbers),
+    pair=st.tuples(integers, numbers),
     kind=st.sampled_from(["a", "b"]),
     colour=st.sampled_from(Colour),
     weight=numbers,
-    notes=st.dictionaries(st.text(), st.one_of(st.integers(), numbers, st.text())),
-    by_colour=st.dictionaries(st.sampled_from(Colour), st.integers()),
-    maybe=st.none() | st.builds(Leaf, st.text(), st.integers()),
+    notes=st.dictionaries(st.text(), st.one_of(integers, numbers, st.text())),
+    by_colour=st.dictionaries(st.sampled_from(Colour), integers),
+    maybe=st.none() | st.builds(Leaf, st.text(), integers),
     flag=st.booleans(),
 )
 
@@ -124,3 +125,18 @@ def test_fields_with_defaults_may_be_missing() -> None:
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         _json.dumps(Tree((), (1, 2.0), "a", Colour.RED, float("nan")))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "NaN", "[Infinity]", "{", ""])
+def test_what_is_no_json_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"nested|number|Expecting"):
+        _json.loads(text)
+
+
+@pytest.mark.parametrize("kind", [int, float, int | float | str, dict[str, int], tuple[float, ...]])
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e999"])
+def test_numbers_beyond_all_bounds(kind: Any, number: str) -> None:
+    data = {"dict": f'{{"a": {number}}}', "tuple": f"[{number}]"}.get(getattr(kind, "__name__", ""), number)
+    with pytest.raises(ValueError, match=r"larger than|expected") as caught:
+        _json.decode(kind, _json.loads(data))
+    assert len(str(caught.value)) < 400

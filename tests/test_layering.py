@@ -40,9 +40,9 @@ TORCH_FREE = (
 ALLOWED = {
     "_errors": set(),
     "_units": set(),
-    "_json": set(),
-    "_measure": set(),
-    "_config": {"_errors", "_hardware"},
+    "_json": {"_errors"},
+    "_measure": {"_errors", "_json", "_units"},
+    "_config": {"_errors"},
     "_plan": {"_errors", "_json", "_units"},
     "_cards": set(),
     "_host": set(),

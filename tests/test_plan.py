@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,17 @@ from hypothesis import strategies as st
 
 from memscale import Config, Plan, PlanError
 from memscale._decide import decide
-from memscale._plan import Checkpoint, Reason
+from memscale._errors import shown
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    OffloadOptimizer,
+    QuantizeOptimizer,
+    Reason,
+    TileAttention,
+    TileHead,
+    TileMlp,
+)
 from tests.parity import plan_of
 from tests.profiles import hardware_of, profile_of
 
@@ -64,6 +75,68 @@ def test_a_plan_can_be_edited_by_hand() -> None:
 def test_anything_else_is_refused_with_a_reason(text: str) -> None:
     with pytest.raises(PlanError, match="not a plan"):
         Plan.from_json(text)
+
+
+HUGE = 10**400
+ACTIONS = (
+    TileHead("head", 8),
+    TileMlp("blocks.0.mlp", 2),
+    TileAttention("blocks.0.attention", 16),
+    OffloadOptimizer(1000),
+    QuantizeOptimizer(1000),
+)
+
+
+@pytest.mark.parametrize(
+    ("action", "field"),
+    [(a, f.name) for a in ACTIONS for f in dataclasses.fields(a) if isinstance(getattr(a, f.name), int)],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+@pytest.mark.parametrize("value", [-1, True, 1.5, "8", None, 2**63, HUGE], ids=shown)
+def test_counts_that_no_action_can_have(action: Action, field: str, value: Any) -> None:
+    whole = dataclasses.replace(PLAN, actions=(action,))
+    data = json.loads(whole.to_json())
+    data["actions"][0][field] = value
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(json.dumps(data))
+    assert len(str(caught.value)) < 400
+    with pytest.raises(PlanError, match=field):
+        dataclasses.replace(action, **{field: value})
+
+
+@pytest.mark.parametrize(
+    "field", ["baseline_peak_bytes", "predicted_peak_bytes", "budget_bytes", "host_bytes", "movable_bytes"]
+)
+@pytest.mark.parametrize("value", [-1, HUGE, 1.5], ids=shown)
+def test_bytes_that_no_plan_can_have(field: str, value: Any) -> None:
+    with pytest.raises(PlanError):
+        Plan.from_json(json.dumps(json.loads(PLAN.to_json()) | {field: value}))
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", str(HUGE)], ids=lambda value: value[:10])
+def test_a_slowdown_that_is_no_number(value: str) -> None:
+    text = re.sub(r'"predicted_slowdown": [^,]+', f'"predicted_slowdown": {value}', PLAN.to_json(), count=1)
+    with pytest.raises(PlanError, match="not a plan"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"actions":' * 100_000], ids=["lists", "objects"])
+def test_a_plan_that_is_nested_too_deeply(text: str) -> None:
+    with pytest.raises(PlanError, match="nested too deeply"):
+        Plan.from_json(text)
+
+
+def test_what_is_wrong_with_an_action_is_said_of_that_action_alone() -> None:
+    data = json.loads(PLAN.to_json())
+    data["actions"] = [{"type": "OffloadOptimizer", "bucket": 3}]
+    with pytest.raises(PlanError, match=r"OffloadOptimizer has no field \['bucket'\]$"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_file_that_is_no_text(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="not a text file"):
+        Plan.load(tmp_path / "plan.json")
 
 
 values = st.recursive(

@@ -28,12 +28,12 @@ def profile_of(name: str) -> Profile:
     entry = case(name)
     study = Study(entry.build(), Inputs.from_sample(entry.batch(0)), Config(device="cpu"), "adamw", CARD)
     for mode in MODES:
-        study.look_into_everything(Config(mode=mode).resolved_for(has_fast_16bit=True))
+        study.look_into_everything(Config(mode=mode))
     return study.profile
 
 
 def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:
-    config = Config(mode=mode, memory_budget_gb=budget_bytes / 1e9).resolved_for(has_fast_16bit=True)
+    config = Config(mode=mode, memory_budget_gb=budget_bytes / 1e9)
     return decide(profile_of(name), CARD, config, raise_if_unfit=False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -46,6 +48,19 @@ def test_the_lowest_plan_lets_inputs_of_recomputed_blocks_wait_elsewhere() -> No
     offloaded = [action for action in plan.actions if type(action).__name__ == "OffloadActivations"]
     assert len(offloaded) >= DEPTH - 3
     assert plan.predicted_peak_bytes < (DEPTH + 4) * BOUNDARY_BYTES
+
+
+def test_16_bits_that_are_left_to_the_mode_are_those_of_the_card_and_not_of_this_machine() -> None:
+    model, inputs = Chain(TwoLinears(), TwoLinears()), Inputs(args=(torch.empty(1 << 12, WIDTH, device="meta"),))
+    config = Config(mode="aggressive", enable_logging=False, use_8bit_optimizer=False)
+    card = Hardware.from_name("RTX 3090")
+    for is_fast in (True, False):
+        study = Study(
+            model, inputs, config, "adamw", dataclasses.replace(card, has_fast_16bit=is_fast, supports_bf16=True)
+        )
+        front = study.full_front(choose_strategy(config), study.plan(choose_strategy(config)))
+        assert any(variant.startswith("bfloat16/") for variant in study.profile.variants) is is_fast
+        assert all(point.is_exact for point in front) is not is_fast
 
 
 @pytest.mark.slow

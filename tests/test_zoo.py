@@ -127,6 +127,31 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         zoo.build("gpt2")
 
 
+BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
+LAZY = """
+    def __getattr__(name):
+        try:
+            raise OSError("libcudart.so.11: cannot open shared object file" + " and so on" * 1000)
+        except OSError as error:
+            raise RuntimeError(f"Failed to import {name}") from error
+"""
+
+
+@pytest.mark.parametrize(("content", "said"), [(BROKEN, "torchvision::nms"), (LAZY, "libcudart")])
+def test_a_package_that_cannot_be_imported_is_a_sentence(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str
+) -> None:
+    """One that was built for another torch raises what it likes, at once or when a class is asked for."""
+    (tmp_path / "transformers.py").write_text(textwrap.dedent(content))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UnknownModelError, match=rf"transformers, which is installed and .*{said}.*\.\[hf\]") as caught:
+        zoo.build("gpt2")
+    assert len(str(caught.value)) < 1000
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+
+
 def test_quiet_is_quiet_and_puts_the_level_back() -> None:
     logger = logging.getLogger("transformers")
     before = logger.level

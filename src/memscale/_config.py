@@ -6,12 +6,14 @@ import dataclasses
 import enum
 import os
 import re
-import sys
 from typing import Any, Literal
 
-from memscale._errors import ConfigError
+from memscale._errors import ConfigError, shown
 
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(:\d+)?")
+_MAX_COUNT = 2**63 - 1
+_MAX_GB = 1e9
+"""Budgets are counted in bytes, in 64 bits; no machine has an exabyte."""
 
 
 class OptimizationMode(str, enum.Enum):
@@ -44,7 +46,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_checkpointing": True,
         "enable_offloading": True,
         "enable_tiling": True,
-        "use_mixed_precision": True,  # where the hardware has fast 16-bit math: see _resolve_techniques
+        "use_mixed_precision": True,  # a wish: planning follows it where the hardware has fast 16-bit math
         "use_8bit_optimizer": True,
     },
 }
@@ -82,7 +84,10 @@ class AsyncOffloadConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """What the user wishes. A technique left at `None` is set as the mode says, once, at construction."""
+    """What the user wishes. A technique left at `None` is set as the mode says, once, at construction.
+
+    Nothing is detected, measured or written here: what of it the hardware can follow is found out by planning.
+    """
 
     mode: OptimizationMode = OptimizationMode.BALANCED
     """An `OptimizationMode` or its name in any case."""
@@ -93,7 +98,7 @@ class Config:
     enable_tiling: bool | None = None
     """Compute the largest tensors tile by tile (exact up to the order of summation)."""
     use_mixed_precision: bool | None = None
-    """Compute in bf16 or fp16."""
+    """Compute in bf16 or fp16. Where the mode says so, only on hardware that is faster in 16 bits."""
     use_8bit_optimizer: bool | None = None
     """Keep optimizer state in 8 bits."""
     device: str | None = None
@@ -177,13 +182,6 @@ class Config:
         }
         return Config(**{**kept, **changes})
 
-    def resolved_for(self, *, has_fast_16bit: bool) -> Config:
-        """A copy for hardware that may be elsewhere: 16-bit math that was left to the mode depends on it."""
-        copy = self.replace()
-        if "use_mixed_precision" not in self._explicit:
-            _set(copy, "use_mixed_precision", _TECHNIQUES_OF_MODE[self.mode]["use_mixed_precision"] and has_fast_16bit)
-        return copy
-
 
 _TECHNIQUES = tuple(_TECHNIQUES_OF_MODE[OptimizationMode.BALANCED])
 _BOOLEAN_FIELDS = (
@@ -210,15 +208,7 @@ def _resolve_techniques(config: Config) -> None:
     _set(config, "_explicit", frozenset(name for name in _TECHNIQUES if getattr(config, name) is not None))
     for name, default in _TECHNIQUES_OF_MODE[config.mode].items():
         if getattr(config, name) is None:
-            if name == "use_mixed_precision" and default:
-                default = _has_fast_16bit(config.device)
             _set(config, name, default)
-
-
-def _has_fast_16bit(device: str | None) -> bool:
-    from memscale._hardware import Hardware  # imported late: detection loads torch, Config alone does not
-
-    return Hardware.detect(device).has_fast_16bit
 
 
 def _set(config: object, name: str, value: object) -> None:
@@ -243,19 +233,17 @@ def _check_bool(config: object, name: str) -> None:
         raise _bad(name, getattr(config, name), "True or False")
 
 
-def _check_int(config: object, name: str, *, minimum: int, maximum: int | None = None) -> None:
+def _check_int(config: object, name: str, *, minimum: int, maximum: int = _MAX_COUNT) -> None:
     value = getattr(config, name)
-    limit = f"an integer of at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise _bad(name, value, limit)
-    if maximum is not None and value > maximum:
-        raise _bad(name, value, limit)
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        most = f"to {maximum}" if maximum != _MAX_COUNT else "up to 2**63 - 1"
+        raise _bad(name, value, f"an integer from {minimum} {most}")
 
 
 def _check_gb(config: Config, name: str) -> None:
     value = getattr(config, name)
-    if value is not None and not (_is_number(value) and 0 < value <= sys.float_info.max):
-        raise _bad(name, value, "a finite number of GB above 0, or None")
+    if value is not None and not (_is_number(value) and 0 < value <= _MAX_GB):
+        raise _bad(name, value, f"a number of GB above 0 and of at most {_MAX_GB:.0e}, or None")
 
 
 def _check_share(config: Config, name: str) -> None:
@@ -269,4 +257,4 @@ def _is_number(value: object) -> bool:
 
 
 def _bad(name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r} is not allowed; it must be {allowed}")
+    return ConfigError(f"{name}={shown(value)} is not allowed; it must be {allowed}")

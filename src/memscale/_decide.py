@@ -180,8 +180,9 @@ def _precisions(model: CostModel, config: Config) -> tuple[str, ...]:
 
 
 def half_type(hardware: Hardware, config: Config) -> Literal["bfloat16", "float16"] | None:
-    """The 16-bit type that plans may use."""
-    if not config.use_mixed_precision:
+    """The 16-bit type that plans for this hardware may use: the user's wish, or the mode's where 16 bits are faster."""
+    is_wanted = hardware.has_fast_16bit or config.asks_for("use_mixed_precision")
+    if not (config.use_mixed_precision and is_wanted):
         return None
     return MixedPrecision.choose_dtype(
         hardware.device_type,

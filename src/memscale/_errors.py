@@ -1,6 +1,36 @@
-"""What MemScale raises. One base class, so that `except memscale.MemScaleError` catches all of it."""
+"""What MemScale raises, and how its messages quote others. One base class, so that `except memscale.MemScaleError`
+catches all of it."""
 
 from __future__ import annotations
+
+MAX_QUOTED_CHARACTERS = 300
+"""Of another's error message. The whole of it is the `__cause__`, or in the log at DEBUG."""
+_MAX_SHOWN_CHARACTERS = 100
+_MAX_SHOWN_BITS = 256
+"""Python refuses to write integers of many thousand digits."""
+
+
+def quoted(error: BaseException) -> str:
+    """Another's error in one line: its class, and the beginning of what it says."""
+    try:
+        said = shortened(str(error).rstrip(". \n"))
+    except Exception:  # its class cannot even say what is wrong
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_QUOTED_CHARACTERS else f"{line[:MAX_QUOTED_CHARACTERS].rstrip()} ..."
+
+
+def shown(value: object) -> str:
+    """A value that is not allowed, as it is written in Python, unless that is long."""
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"<an integer of {value.bit_length()} bits>"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 
 class MemScaleError(Exception):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memscale import _measure
 from memscale._cards import KNOWN_CARDS, find_card
-from memscale._errors import ConfigError
+from memscale._errors import ConfigError, quoted, shown
 from memscale._host import cpu_flags, cpu_name, disk_free, host_memory, nearest_existing, resident_bytes
 
 if TYPE_CHECKING:
@@ -92,15 +92,20 @@ class Hardware:
         if _current_type() != chosen.type:
             raise ConfigError(f"device={str(chosen)!r} is not available on this machine")
         index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
+        if index >= torch.accelerator.device_count():
+            count = torch.accelerator.device_count()
+            raise ConfigError(f"device={str(chosen)!r} is not available: this machine has {count} of that type")
         return _accelerator_hardware(chosen.type, index, host_total, host_available, disk)
 
     @classmethod
     def from_name(cls, name: str) -> Hardware:
         """A known card with this machine's host beside it, both idle."""
+        if not isinstance(name, str):
+            raise TypeError(f"Hardware.from_name takes the name of a card as a string, not {type(name).__name__}")
         card = find_card(name)
         if card is None:
             known = ", ".join(card.name for card in KNOWN_CARDS)
-            raise ConfigError(f"no card called {name!r} is known; known are: {known}")
+            raise ConfigError(f"no card called {shown(name)} is known; known are: {known}")
         host_total, _ = host_memory()
         return cls(
             device_type="cuda",
@@ -141,8 +146,8 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     if device is not None:
         try:
             return torch.device(device)
-        except RuntimeError as error:
-            raise ConfigError(f"device={device!r} is not a device: {error}") from error
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"device={shown(device)} is not a device: {quoted(error)}") from error
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None else torch.device("cpu")
 
@@ -214,7 +219,16 @@ def _measured(hardware: Hardware, device: torch.device) -> Hardware:
     """What the device reaches, in the place of what is said of it; unless measuring is switched off."""
     if not _measure.is_enabled():
         return hardware
-    found = _measure.device_figures(device, hardware.device_name)
+    try:
+        found = _measure.device_figures(device, hardware.device_name)
+    except _measure.NotMeasuredError as error:
+        logger.info(
+            "%s is not measured (%s): times are predicted from published figures. They will be measured when MemScale "
+            "is used while more of its memory is free.",
+            hardware.device_name,
+            error,
+        )
+        return hardware
     hardware = dataclasses.replace(
         hardware,
         fp32_flops=found.fp32_flops,
@@ -272,8 +286,10 @@ def _properties(module: Any, index: int) -> Any:
 
 
 def _architecture(properties: Any, device_type: str) -> str:
-    if hasattr(properties, "gcnArchName"):
-        return str(properties.gcnArchName)
+    # PyTorch gives every card a `gcnArchName`; only AMD's are architectures, an NVIDIA card has its name there.
+    amd = str(getattr(properties, "gcnArchName", ""))
+    if amd.startswith("gfx"):
+        return amd
     if hasattr(properties, "major") and hasattr(properties, "minor"):
         return f"sm_{properties.major}{properties.minor}"
     return str(getattr(properties, "architecture", device_type))

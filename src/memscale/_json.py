@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+from memscale._errors import shown
 
 T = TypeVar("T")
 
@@ -16,6 +19,19 @@ T = TypeVar("T")
 def dumps(value: object) -> str:
     """The same value gives the same bytes on every machine."""
     return json.dumps(encode(value), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def loads(text: str) -> Any:
+    """What the text says; `ValueError` for anything that is not JSON, also where it is nested too deeply to be read."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    """Python reads NaN and Infinity, which are no JSON, and `dumps` does not write them."""
+    raise ValueError(f"{name} is not a number")
 
 
 def encode(value: Any) -> Any:
@@ -42,7 +58,7 @@ def decode(kind: Any, data: Any) -> Any:
         return _decode_tuple(args, data)
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         if not isinstance(data, Mapping):
-            raise ValueError(f"expected an object, got {data!r:.200}")
+            raise ValueError(f"expected an object, got {shown(data)}")
         return {decode(args[0], key): decode(args[1], item) for key, item in data.items()}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(data)
@@ -51,7 +67,7 @@ def decode(kind: Any, data: Any) -> Any:
 
 def _decode_dataclass(kind: type[Any], data: Any) -> Any:
     if not isinstance(data, dict) or data.get("type", kind.__name__) != kind.__name__:
-        raise ValueError(f"expected {kind.__name__}, got {data!r:.200}")
+        raise ValueError(f"expected {kind.__name__}, got {shown(data)}")
     hints = typing.get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     unknown = set(data) - known - {"type"}
@@ -70,6 +86,10 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def _decode_union(options: tuple[Any, ...], data: Any) -> Any:
     if data is None and type(None) in options:
         return None
+    named = data.get("type") if isinstance(data, dict) else None
+    for option in options:
+        if dataclasses.is_dataclass(option) and getattr(option, "__name__", None) == named:
+            return decode(option, data)  # what is wrong with it is said of this one alone
     errors = []
     for option in options:
         if option is type(None):
@@ -83,23 +103,32 @@ def _decode_union(options: tuple[Any, ...], data: Any) -> Any:
 
 def _decode_tuple(args: tuple[Any, ...], data: Any) -> Any:
     if not isinstance(data, list):
-        raise ValueError(f"expected a list, got {data!r:.200}")
+        raise ValueError(f"expected a list, got {shown(data)}")
     if len(args) == 2 and args[1] is Ellipsis:
         return tuple(decode(args[0], item) for item in data)
     if len(data) != len(args):
-        raise ValueError(f"expected {len(args)} items, got {data!r:.200}")
+        raise ValueError(f"expected {len(args)} items, got {shown(data)}")
     return tuple(decode(arg, item) for arg, item in zip(args, data, strict=True))
+
+
+def _decode_number(kind: Any, data: int | float) -> int | float:
+    if kind is int and not isinstance(data, int):
+        raise ValueError(f"expected int, got {shown(data)}")
+    largest = 2**63 if kind is int else sys.float_info.max
+    if not -largest <= data <= largest:  # also inf, as which 1e999 is read
+        raise ValueError(f"{shown(data)} is larger than what is counted or measured here")
+    return kind(data)  # type: ignore[no-any-return]
 
 
 def _decode_plain(kind: Any, data: Any) -> Any:
     if kind is Any:
         return data
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+    if kind in (int, float) and isinstance(data, int | float) and not isinstance(data, bool):
+        return _decode_number(kind, data)
     if typing.get_origin(kind) is typing.Literal:
         if data not in typing.get_args(kind):
-            raise ValueError(f"{data!r:.200} is none of {typing.get_args(kind)}")
+            raise ValueError(f"{shown(data)} is none of {typing.get_args(kind)}")
         return data
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
-        raise ValueError(f"expected {kind.__name__}, got {data!r:.200}")
+        raise ValueError(f"expected {kind.__name__}, got {shown(data)}")
     return data

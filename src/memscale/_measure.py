@@ -5,7 +5,12 @@
 
 One JSON file holds the figures of every machine, device, PyTorch and number of threads that shares the cache, so plans
 of one machine rest on the same numbers in every process. It is replaced as a whole; one that cannot be read counts as
-empty; where nothing can be written, every process measures for itself.
+empty; where nothing can be written, every process measures for itself. Processes that measure take turns by a lock
+file, for which none of them waits longer than a few seconds. Both files belong to the user alone, and neither is opened
+through a link: what lies behind one is not ours.
+
+An accelerator is measured with buffers that fit into a part of its free memory, and they are given back. On a card that
+is too full, nothing is measured and nothing is remembered.
 """
 
 from __future__ import annotations
@@ -18,10 +23,15 @@ import mmap
 import os
 import pathlib
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from memscale import _json
+from memscale._errors import quoted
+from memscale._units import show_bytes
 
 try:
     import fcntl
@@ -34,6 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("memscale")
 
 FILE_NAME = "hardware.json"
+_MAX_FILE_BYTES = 1 << 20
+"""A larger file is not one that we wrote."""
+_LOCK_WAIT_S = 5.0
+"""For a lock that another process holds. Measuring takes about a second; who holds it longer is stopped or hangs."""
+_LOCK_POLL_S = 0.05
 _DISK_BYTES = 32 * 1024 * 1024
 _MAX_S = 0.2
 """Of one measurement, in which it is repeated. Other processes only ever make it slower: the fastest counts."""
@@ -68,7 +83,7 @@ def cache_dir() -> pathlib.Path:
 
 
 def device_figures(device: torch.device, device_name: str) -> Figures:
-    """Remembered, or measured now."""
+    """Remembered, or measured now. `NotMeasuredError` where neither is possible."""
     found = _recall(_key(device_name), lambda: dataclasses.asdict(_measure(device)))
     return Figures(**found)
 
@@ -90,10 +105,15 @@ def _key(device_name: str) -> str:
 
 
 def _recall(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    path = cache_dir() / FILE_NAME
+    path = _cache_file()
+    if path is None:
+        return measure()
+    known = _known(path, key)
+    if known is not None:
+        return known
     with _alone(path):
-        known = _read(path).get(key)
-        if isinstance(known, dict) and _is_sound(known):
+        known = _known(path, key)  # another process may have measured while this one waited
+        if known is not None:
             return known
         start = time.perf_counter()
         measured = measure()
@@ -105,19 +125,60 @@ def _recall(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return measured
 
 
+def _cache_file() -> pathlib.Path | None:
+    """None for a user without a home directory, as in some containers."""
+    try:
+        return cache_dir() / FILE_NAME
+    except RuntimeError as error:
+        logger.debug("figures are not remembered: %s", error)
+        return None
+
+
+def _known(path: pathlib.Path, key: str) -> dict[str, Any] | None:
+    entry = _read(path).get(key)
+    return entry if isinstance(entry, dict) and _is_sound(entry) else None
+
+
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[None]:
-    """Of processes that begin at once one measures, and the others wait for its figures."""
+    """Of processes that begin at once one measures, and the others wait for its figures, but not for long."""
     with contextlib.ExitStack() as undo:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = undo.enter_context(path.with_suffix(".lock").open("w"))
+            lock = _open_own(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+            undo.callback(os.close, lock)
+            if fcntl is not None and not _locks(lock):
+                logger.info(
+                    "Another process has held %s for %.0f s; MemScale measures this machine without waiting for it.",
+                    path.with_suffix(".lock"),
+                    _LOCK_WAIT_S,
+                )
         except OSError as error:
             logger.debug("%s cannot be locked: %s", path, error)
-        else:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _locks(file: int) -> bool:
+    """Whether the lock was given to us in time; it is released when the file is closed."""
+    until = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+        time.sleep(_LOCK_POLL_S)
+
+
+def _open_own(path: pathlib.Path, flags: int) -> int:
+    """A regular file under this very name. A link, a pipe or a device is an `OSError`, and nothing is waited for."""
+    careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    file = os.open(path, flags | careful, 0o600)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a regular file")
+    return file
 
 
 def _is_sound(entry: dict[str, Any]) -> bool:
@@ -132,7 +193,8 @@ def _is_sound(entry: dict[str, Any]) -> bool:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        with open(_open_own(path, os.O_RDONLY), encoding="utf-8") as file:
+            content = _json.loads(file.read(_MAX_FILE_BYTES))
     except (OSError, ValueError) as error:
         if not isinstance(error, FileNotFoundError):
             logger.debug("%s cannot be read and counts as empty: %s", path, error)
@@ -156,22 +218,89 @@ def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
 # ---- measuring
 
 
+class NotMeasuredError(Exception):
+    """The device could not be measured, most often because it has too little free memory; says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sizes:
+    """How large the tensors are that a device is measured with."""
+
+    line: int
+    """Elements of each of the two buffers that are read and written."""
+    width: int
+    """Of the square matrices that are multiplied."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Two buffers and two matrices in fp32, and half of the matrices again for those in 16 bits."""
+        return 4 * (2 * self.line + 3 * self.width**2)
+
+
+_ON_CPU = _Sizes(2**22, 512)
+_ON_ACCELERATOR = (_Sizes(2**27, 4096), _Sizes(2**26, 4096), _Sizes(2**25, 2048), _Sizes(2**24, 2048))
+"""The largest that leaves half of the free memory alone is taken. Smaller ones would measure a cache."""
+
+
 def _measure(device: torch.device) -> Figures:
+    if device.type == "cpu":
+        return _figures(device, _ON_CPU)
     import torch
 
-    on_cpu = device.type == "cpu"
-    width, line = (512, 2**22) if on_cpu else (4096, 2**27)
-    values = torch.ones(line, device=device)
+    free_bytes, _ = torch.accelerator.get_memory_info(device)
+    sizes = next((sizes for sizes in _ON_ACCELERATOR if sizes.num_bytes <= free_bytes // 2), None)
+    if sizes is None:
+        needed_bytes = 2 * _ON_ACCELERATOR[-1].num_bytes
+        raise NotMeasuredError(f"{show_bytes(free_bytes)} of it are free and {show_bytes(needed_bytes)} are needed")
+    with _given_back(device):
+        found = _figures_or_refusal(device, sizes)
+    if isinstance(found, str):
+        raise NotMeasuredError(found)
+    return found
+
+
+def _figures_or_refusal(device: torch.device, sizes: _Sizes) -> Figures | str:
+    """The error itself goes no further: its traceback would hold the buffers that are to be given back."""
+    try:
+        return _figures(device, sizes)
+    except RuntimeError as error:  # out of memory, as another process was faster; pinned memory that is refused
+        logger.debug("%s cannot be measured", device, exc_info=True)
+        return quoted(error)
+
+
+def _figures(device: torch.device, sizes: _Sizes) -> Figures:
+    import torch
+
+    values = torch.ones(sizes.line, device=device)
     target, tiny = torch.empty_like(values), torch.ones(1, device=device)
     fastest = _Stopwatch(device).fastest
     memory_s = fastest(lambda: torch.add(values, 1, out=target))
     launch_s = fastest(lambda: [tiny.add_(0) for _ in range(100)]) / 100
-    fp32, half = (_matmul_flops(fastest, device, width, dtype) for dtype in (torch.float32, torch.bfloat16))
+    fp32, half = (_matmul_flops(fastest, device, sizes.width, dtype) for dtype in (torch.float32, torch.bfloat16))
     figures = Figures(fp32, half, 2 * values.nbytes / memory_s, launch_s)
-    if on_cpu:
+    if device.type == "cpu":
         return figures
     pinned, pageable = (_link_bytes_per_s(fastest, values, pin_memory=pinned) for pinned in (True, False))
     return dataclasses.replace(figures, link_bytes_per_s=pinned, blocking_link_bytes_per_s=pageable)
+
+
+@contextlib.contextmanager
+def _given_back(device: torch.device) -> Iterator[None]:
+    """What the measurement took goes back to the device, not into the allocator's cache.
+
+    The peak statistics are as before where nothing had peaked above what is allocated now. An earlier, higher peak
+    cannot be written back by public API; then they are left alone, and may show the measurement.
+    """
+    import torch
+
+    is_at_peak = torch.accelerator.max_memory_allocated(device) == torch.accelerator.memory_allocated(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.synchronize(device)
+        torch.accelerator.empty_cache()
+        if is_at_peak:
+            torch.accelerator.reset_peak_memory_stats(device)
 
 
 def _matmul_flops(fastest: Any, device: torch.device, width: int, dtype: torch.dtype) -> float:

@@ -172,7 +172,7 @@ class Offloading:
     ) -> optimizer.Adoption:
         """One adoption for both: what waits in 8 bits is what travels."""
         quantized = [action for action in actions if isinstance(action, QuantizeOptimizer)]
-        packer = optimizer8bit.EightBit(quantized[0], self._model, undo) if quantized else None
+        packer = optimizer8bit.EightBit(quantized[0], self._model, undo, self._device) if quantized else None
         bucket_bytes = min(action.bucket_bytes for action in actions)
         store = transfers.store if transfers is not None else None
         known = self._optimizer() if self._optimizer is not None else None

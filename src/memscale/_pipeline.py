@@ -69,8 +69,7 @@ def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_by
 
 
 def _decided(profile: Profile, strategy: Strategy, hardware: Hardware, margin_bytes: int) -> Plan:
-    config = strategy.config.resolved_for(has_fast_16bit=hardware.has_fast_16bit)
-    return decide(profile, hardware, config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False)
+    return decide(profile, hardware, strategy.config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False)
 
 
 def device_of(model: nn.Module, config: Config) -> torch.device:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import re
 from typing import Literal, TypeAlias
 
 from memscale import _json
-from memscale._errors import PlanError
+from memscale._errors import PlanError, shortened, shown
 from memscale._units import show_bytes, show_speed
 
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
+
+
+def _check_count(value: object, name: str, *, minimum: int) -> None:
+    count = getattr(value, name)
+    if isinstance(count, bool) or not isinstance(count, int) or not minimum <= count < 2**63:
+        raise PlanError(
+            f"{type(value).__name__} with {name}={shown(count)} is not allowed; it must be an integer of at least "
+            f"{minimum} and below 2**63"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +57,9 @@ class TileHead:
     """The head's weight, when the module's own forward multiplies with it; None when the module is the head."""
     reason: Reason = Reason("asked for")
 
+    def __post_init__(self) -> None:
+        _check_count(self, "rows", minimum=1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileMlp:
@@ -57,6 +68,9 @@ class TileMlp:
     module_fqn: str
     num_tiles: int
     reason: Reason = Reason("asked for")
+
+    def __post_init__(self) -> None:
+        _check_count(self, "num_tiles", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +81,9 @@ class TileAttention:
     rows: int
     """Queries whose scores exist at once, where no fused kernel applies."""
     reason: Reason = Reason("asked for")
+
+    def __post_init__(self) -> None:
+        _check_count(self, "rows", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +101,9 @@ class OffloadOptimizer:
     bucket_bytes: int
     """Bytes of parameters whose state is brought to the device at once."""
     reason: Reason = Reason("asked for")
+
+    def __post_init__(self) -> None:
+        _check_count(self, "bucket_bytes", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +143,11 @@ class QuantizeOptimizer:
     min_elements: int = 4096
     """State of smaller parameters stays in 32 bits, and so does that of embeddings."""
     reason: Reason = Reason("asked for")
+
+    def __post_init__(self) -> None:
+        _check_count(self, "bucket_bytes", minimum=1)
+        _check_count(self, "block_size", minimum=1)
+        _check_count(self, "min_elements", minimum=0)
 
 
 Action: TypeAlias = (
@@ -303,17 +328,23 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote; `PlanError` says what is wrong with anything else."""
         try:
-            plan: Plan = _json.decode(cls, json.loads(text))
+            plan: Plan = _json.decode(cls, _json.loads(text))
         except (ValueError, AttributeError) as error:
-            raise PlanError(f"this is not a plan: {error}") from error
+            raise PlanError(f"this is not a plan: {shortened(str(error))}") from error
+        for name in ("baseline_peak_bytes", "predicted_peak_bytes", "budget_bytes", "host_bytes", "movable_bytes"):
+            _check_count(plan, name, minimum=0)
         return plan
 
     def save(self, path: str | pathlib.Path) -> None:
-        pathlib.Path(path).write_text(self.to_json())
+        pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
-        return cls.from_json(pathlib.Path(path).read_text())
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path} is not a plan: it is not a text file") from error
+        return cls.from_json(text)
 
 
 def _is_of_the_run(action: Action) -> bool:

@@ -92,8 +92,7 @@ class Study:
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
-        config = strategy.config.resolved_for(has_fast_16bit=self.hardware.has_fast_16bit)
-        strategy = dataclasses.replace(strategy, config=config)
+        config = strategy.config
         if not needs_optimizing(self.profile, self.hardware, config):
             return self._decide_and_rehearse(strategy)
         *levels, last = self._levels(config)
@@ -121,7 +120,7 @@ class Study:
         levels: list[Callable[[Config], None]] = [self._try_simple]
         if config.enable_tiling:
             levels.append(self._try_inside)
-        if config.use_mixed_precision or config.use_8bit_optimizer:
+        if half_type(self.hardware, config) is not None or config.use_8bit_optimizer:
             levels.append(self._try_lossy)
             if config.asks_for("use_mixed_precision") or config.asks_for("use_8bit_optimizer"):
                 levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too

@@ -220,13 +220,21 @@ def _tiled_inside(model: CostModel, layer: Layer, run: Run) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) if run.num_tiles and layer.module_fqn else ()
 
 
+def _has_the_head(profile: Profile, layer: Layer) -> bool:
+    """Whether this row stands for the head: its own, or the nearest above it (BERT's is deep inside `cls`)."""
+    head_fqn = None if profile.head is None else profile.head.module_fqn
+    rows = [row.module_fqn for row in profile.layers]
+    holders = [fqn for fqn in rows if head_fqn is not None and f"{head_fqn}.".startswith(f"{fqn}.")]
+    return max(holders, key=len, default=None) == layer.module_fqn
+
+
 def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
     treatment, run = dict(choice.blocks).get(layer.module_fqn), choice.run
-    head, inside = model.profile.head, _tiled_inside(model, layer, run)
+    inside = _tiled_inside(model, layer, run)
     techniques: tuple[str, ...]
     if treatment is not None:
         techniques, reason = (NAME_OF[treatment],), _reason(model, layer.module_fqn, treatment)
-    elif run.head_rows and head is not None and head.module_fqn == layer.module_fqn:
+    elif run.head_rows and _has_the_head(model.profile, layer):
         techniques, reason = ("tile the head",), _head_reason(model, choice)
         if run.streams_rest:
             techniques = ("tile the head", "stream parameters")

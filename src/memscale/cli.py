@@ -19,7 +19,7 @@ import typer
 import memscale
 from memscale import _json
 from memscale._config import Config, OptimizationMode
-from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, PlanError
+from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, PlanError, quoted, shortened, shown
 from memscale.report import diagnosis, shell
 
 if TYPE_CHECKING:
@@ -45,8 +45,12 @@ app = typer.Typer(
 )
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A name (gpt2-medium) or path/to/file.py:factory.")]
-BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="Batch size.  [default: 1]")]
-SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="Sequence length.  [default: up to 512]")]
+MAX_SIZE = 2**24
+"""Of a batch or a sequence; with more, bytes could not be counted in 64 bits."""
+BatchOption = Annotated[int | None, typer.Option("--batch", min=1, max=MAX_SIZE, help="Batch size.  [default: 1]")]
+SeqOption = Annotated[
+    int | None, typer.Option("--seq", min=1, max=MAX_SIZE, help="Sequence length.  [default: up to 512]")
+]
 GpuOption = Annotated[str | None, typer.Option("--gpu", help='A card by name ("RTX 3090"); without: this machine.')]
 OptimizerOption = Annotated[str, typer.Option("--optimizer", help="The optimizer that will train it.")]
 BudgetOption = Annotated[float | None, typer.Option("--budget", metavar="GB", help="A hard budget in GB.")]
@@ -71,7 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemScaleError as error:
         return _complain(str(error), EXIT_BAD_INPUT)
     except _UsageError as error:
-        return _complain(error.format_message(), EXIT_BAD_INPUT)  # type: ignore[attr-defined]
+        return _complain(shortened(error.format_message()), EXIT_BAD_INPUT)  # type: ignore[attr-defined]
+    except SystemExit as error:  # never ours: a model's code must not decide how this command ends
+        return _complain(
+            f"the model's own code ended the program (sys.exit({shown(error.code)})) while a step of it was tried; "
+            "take that call out of its forward",
+            EXIT_BAD_INPUT,
+        )
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
     except BrokenPipeError:  # `memscale ... | head`: whoever read us has seen enough
@@ -203,7 +213,7 @@ def fit(
 ) -> None:
     """Find the largest batch (or the longest sequence) that fits, plain and in each mode. By prediction alone."""
     if vary not in ("batch", "seq"):
-        raise ConfigError(f"--vary {vary} is not known; it must be batch or seq")
+        raise ConfigError(f"--vary {shown(vary)} is not known; it must be batch or seq")
     if (batch if vary == "batch" else seq) is not None:
         raise ConfigError(f"--{vary} is what is looked for: leave it out, or vary the other")
     config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization)
@@ -251,7 +261,9 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Train models plain and under MemScale and compare peaks, times and losses. Real runs need simgpu."""
-    with _quiet():
+    from memscale import zoo
+
+    with zoo.quiet():
         from memscale.benchmarks import table
 
         table.run(fake=fake, quick=quick, factory=factory, only=only, results=results, as_json=as_json)
@@ -296,7 +308,7 @@ def _check_optimizer(name: str) -> None:
 
     allowed = [*OPTIMIZERS, "none"]
     if name not in allowed:
-        raise ConfigError(f"--optimizer {name} is not known; it must be one of {', '.join(allowed)}")
+        raise ConfigError(f"--optimizer {shown(name)} is not known; it must be one of {', '.join(allowed)}")
 
 
 def _inputs_for(name: str, model: nn.Module, sample: Any, batch: int | None, seq: int | None) -> Inputs:
@@ -343,23 +355,29 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Others' chatter is not ours to print: advice of `transformers`."""
+    """Others' chatter is not ours to print: advice of `transformers`. What the model itself prints goes to stderr."""
     from memscale import zoo
 
-    with zoo.quiet():
+    with zoo.quiet(), zoo.speaking_on_stderr():
         yield
 
 
 def _check_writable(option: str, path: pathlib.Path | None) -> None:
     """Before anything that takes long."""
-    if path is not None and path.is_dir():
+    if path is None:
+        return
+    try:
+        is_directory, has_parent = path.is_dir(), path.absolute().parent.is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, or that no file can have
+        raise PlanError(f"{option} {shown(str(path))} cannot be written: {quoted(error)}") from error
+    if is_directory:
         raise PlanError(f"{option} {path}: that is a directory")
-    if path is not None and not path.absolute().parent.is_dir():
+    if not has_parent:
         raise PlanError(f"{option} {path}: there is no directory {path.parent}")
 
 
 def _write(option: str, path: pathlib.Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"{option} {path} cannot be written: {error.strerror or error}") from error
+        raise PlanError(f"{option} {shown(str(path))} cannot be written: {error.strerror or error}") from error

@@ -12,16 +12,19 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import logging
 import pathlib
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from memscale._errors import UnknownModelError
+from memscale._errors import UnknownModelError, quoted, shown
 
 if TYPE_CHECKING:
     from torch import nn
+
+logger = logging.getLogger("memscale")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ MODELS: dict[str, Entry] = {
 }
 
 _ALIASES = {"gpt2-small": "gpt2", "distilbert": "distilbert-base", "tinyllama": "tinyllama-1.1b"}
+_INSTALL = 'pip install -c constraints.txt ".[hf]"'
 _SUFFIXES = ("-uncased", "-cased", "-hf")
 
 
@@ -173,7 +177,7 @@ def find_entry(name: str) -> Entry:
     near = difflib.get_close_matches(plain, MODELS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(MODELS)}."
     raise UnknownModelError(
-        f"no model called {name!r} is known; {hint} A model of your own is path/to/file.py:factory."
+        f"no model called {shown(name)} is known; {hint} A model of your own is path/to/file.py:factory."
     )
 
 
@@ -181,11 +185,11 @@ def build(name: str) -> nn.Module:
     """The model of this name on the meta device: shapes without weights."""
     entry = find_entry(name)
     transformers = load_transformers()
+    config_class, model_class = (_class_of(transformers, name) for name in (entry.config_class, entry.model_class))
     import torch
 
     with quiet(), torch.device("meta"):
-        config = getattr(transformers, entry.config_class)(**entry.numbers)
-        model: nn.Module = getattr(transformers, entry.model_class)(config)
+        model: nn.Module = model_class(config_class(**entry.numbers))
     return model.train()
 
 
@@ -195,9 +199,30 @@ def load_transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise UnknownModelError(
-            f"model names need transformers, which cannot be imported ({error}); install the extra: "
-            'pip install -c constraints.txt ".[hf]"'
+            f"model names need transformers, which cannot be imported ({quoted(error)}); install the extra: {_INSTALL}"
         ) from error
+    except Exception as error:  # one that does not fit another package raises what it likes
+        raise _broken(error) from error
+
+
+def _class_of(transformers: Any, name: str) -> Any:
+    """A class of `transformers`, which imports what the class needs only when it is asked for it."""
+    try:
+        return getattr(transformers, name)
+    except Exception as error:
+        raise _broken(error) from error
+
+
+def _broken(error: Exception) -> UnknownModelError:
+    logger.debug("transformers cannot be imported", exc_info=True)
+    root: BaseException = error
+    while root.__cause__ is not None:  # transformers says that it failed; the cause says which package did
+        root = root.__cause__
+    return UnknownModelError(
+        f"model names need transformers, which is installed and cannot be imported ({quoted(root)}). A package that it "
+        "loads was probably built for another version of torch (torchvision, say): remove it, or install all of them "
+        f"together: {_INSTALL}"
+    )
 
 
 @contextlib.contextmanager
@@ -216,6 +241,13 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
+@contextlib.contextmanager
+def speaking_on_stderr() -> Iterator[None]:
+    """What a user's own code prints goes to stderr: standard output is for results, which may be read as JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
 def is_factory(name: str) -> bool:
     """Whether a name means `path/to/file.py:factory` rather than a model of the table."""
     return ":" in name or name.endswith(".py")
@@ -232,9 +264,13 @@ def check_name(name: str) -> None:
 def _split(spec: str) -> tuple[pathlib.Path, str]:
     path_text, _, factory_name = spec.rpartition(":")
     if not path_text or not factory_name.isidentifier():
-        raise UnknownModelError(f"{spec!r} does not say which factory to call; write path/to/file.py:factory")
-    if not pathlib.Path(path_text).is_file():
-        raise UnknownModelError(f"there is no file {path_text!r}")
+        raise UnknownModelError(f"{shown(spec)} does not say which factory to call; write path/to/file.py:factory")
+    try:
+        is_file = pathlib.Path(path_text).is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, or that no file can have
+        raise UnknownModelError(f"there can be no file {shown(path_text)}: {quoted(error)}") from error
+    if not is_file:
+        raise UnknownModelError(f"there is no file {shown(path_text)}")
     return pathlib.Path(path_text), factory_name
 
 
@@ -261,9 +297,10 @@ def _import_file(path: pathlib.Path) -> types.ModuleType:
     sys.path.insert(0, directory)
     sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up by its name
     try:
-        module_spec.loader.exec_module(module)
+        with speaking_on_stderr():
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise UnknownModelError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UnknownModelError(f"{path} cannot be imported: {quoted(error)}") from error
     finally:
         sys.path.remove(directory)
         if before is not None:
@@ -276,11 +313,11 @@ def _call(spec: str, factory: Callable[[], Any], *, with_weights: bool) -> Any:
 
     place: Any = contextlib.nullcontext() if with_weights else torch.device("meta")
     try:
-        with place:
+        with place, speaking_on_stderr():
             return factory()
     except (Exception, SystemExit) as error:
         where = "" if with_weights else " on the meta device; if it needs real tensors, pass --with-weights"
-        raise UnknownModelError(f"{spec} raised {type(error).__name__}: {error}{where}") from error
+        raise UnknownModelError(f"{spec} raised {quoted(error)}{where}") from error
 
 
 def _checked_result(spec: str, result: Any) -> tuple[nn.Module, Any]:

@@ -96,6 +96,19 @@ def checkpointed_blocks(trainer: Trainer) -> list[str]:
 # ---- the same training
 
 
+def test_only_a_user_who_wraps_twice_is_told_so(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    with caplog.at_level(logging.INFO, logger="memscale"):
+        wrap(trainer)
+        trainer.train()
+        trainer.train()  # with another optimizer: the session wraps the model again by itself
+    assert "wrapped already" not in caplog.text
+    with caplog.at_level(logging.INFO, logger="memscale"):
+        wrap(trainer)
+    assert "wrapped already" in caplog.text
+    memscale.detach(trainer)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_same_training(tmp_path, accumulation):
     options = {"gradient_accumulation_steps": accumulation, "warmup_steps": 2, "weight_decay": 0.1}

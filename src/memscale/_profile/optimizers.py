@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
+from memscale._errors import quoted
 from memscale._memory import rounding_of
 from memscale._profile import OptimizerCost
 from memscale._profile.rehearsal import device_exists
@@ -93,11 +94,11 @@ def optimizer_cost(
         if isinstance(optimizer, str):
             raise
         logger.warning(
-            "%s cannot be tried on fake tensors (%s: %s); its state is taken to be AdamW's",
+            "%s cannot be tried on fake tensors (%s); its state is taken to be AdamW's",
             type(optimizer).__name__,
-            type(error).__name__,
-            error,
+            quoted(error),
         )
+        logger.debug("%s failed on fake tensors", type(optimizer).__name__, exc_info=True)
         cost = _Twin(model, "adamw", device_type, without).cost(None, None)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from memscale import _torch_private
-from memscale._errors import ProfileError, StaticProfileError
+from memscale._errors import ProfileError, StaticProfileError, quoted
 from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
@@ -51,7 +51,7 @@ def open_rehearsal(
             return rehearsal, rehearsal.run()
     except Exception as error:  # whatever a user's model raises on fake tensors: it may still train
         logger.debug("static profiling failed", exc_info=True)
-        refusal = StaticProfileError(_refusal(model, f"on fake tensors: {_said(error)}"))
+        refusal = StaticProfileError(_refusal(model, f"on fake tensors: {quoted(error)}"))
         refusal.needs_values = _torch_private.asks_for_values(error)
         raise refusal from error
 
@@ -65,10 +65,6 @@ def _unlogged(name: str) -> Iterator[None]:
         yield
     finally:
         other.setLevel(level)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 
 def _needs_observation(model: nn.Module, reason: str) -> StaticProfileError:
@@ -119,5 +115,6 @@ def try_variant(rehearsal: Rehearsal, attach: Attach, name: str) -> StepTrace | 
     try:
         return rehearsal.run(attach)
     except Exception as error:  # e.g. an in-place operator on a kept output: then the technique is not eligible
-        logger.info("%s does not run on this model: %s: %s", name, type(error).__name__, error)
+        logger.info("%s does not run on this model: %s", name, quoted(error))
+        logger.debug("%s failed", name, exc_info=True)
         return None

@@ -32,6 +32,7 @@ from typing import Any
 
 import memscale
 from memscale import zoo
+from memscale._errors import quoted, shown
 from memscale._hardware import Hardware
 from memscale.benchmarks.runs import GB, VARIANTS, Result, Subject, measure_apart, predict_apart
 from memscale.report.shell import table
@@ -171,7 +172,7 @@ def read_results(path: pathlib.Path) -> list[Result]:
     try:
         return [Result.from_dict(entry) for entry in json.loads(path.read_text())["results"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise memscale.MemScaleError(f"{path} does not hold results of this benchmark: {error}") from error
+        raise memscale.MemScaleError(f"{path} does not hold results of this benchmark: {quoted(error)}") from error
 
 
 class Store:
@@ -190,8 +191,11 @@ class Store:
         self.results += [dataclasses.replace(result, commit=commit()) for result in results]
         if self.path is not None:
             partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            partial.write_text(to_json(self.results))
-            partial.replace(self.path)
+            try:
+                partial.write_text(to_json(self.results))
+                partial.replace(self.path)
+            except OSError as error:
+                raise memscale.MemScaleError(f"{self.path} cannot be written: {error.strerror}") from error
 
 
 # ---- running it
@@ -238,13 +242,25 @@ def run(
 ) -> None:
     """The table, on stdout; progress on stderr. `MemScaleError` for what cannot be run."""
     subjects = choose_subjects(fake=fake, quick=quick, factory=factory, only=only)
-    if results is not None and not results.absolute().parent.is_dir():
-        raise memscale.MemScaleError(f"--results {results}: there is no directory {results.parent}")
+    if results is not None:
+        _check_results(results)
     if not fake and importlib.util.find_spec("simgpu") is None:
         raise memscale.MemScaleError("real runs need simgpu, the simulated device: pip install ./simgpu; or use --fake")
     store = Store(results)
     (run_fake if fake else run_real)(subjects, store)
     print(to_json(store.results) if as_json else to_text(store.results, subjects))
+
+
+def _check_results(path: pathlib.Path) -> None:
+    """Before anything that takes long."""
+    try:
+        has_parent, is_other = path.absolute().parent.is_dir(), path.exists() and not path.is_file()
+    except OSError as error:  # a name that is too long
+        raise memscale.MemScaleError(f"--results {shown(str(path))} cannot be used: {error.strerror}") from error
+    if not has_parent:
+        raise memscale.MemScaleError(f"--results {path}: there is no directory {path.parent}")
+    if is_other:
+        raise memscale.MemScaleError(f"--results {path}: that is not a regular file")
 
 
 def choose_subjects(*, fake: bool, quick: bool, factory: str | None, only: str | None) -> tuple[Subject, ...]:
@@ -254,7 +270,9 @@ def choose_subjects(*, fake: bool, quick: bool, factory: str | None, only: str |
         if fake:
             raise memscale.MemScaleError("--fake is for the models of the table; `memscale estimate` predicts yours")
         if not zoo.is_factory(factory):
-            raise memscale.MemScaleError(f"{factory!r} is no path/to/file.py:factory; rows of the table: --only MODEL")
+            raise memscale.MemScaleError(
+                f"{shown(factory)} is no path/to/file.py:factory; rows of the table: --only MODEL"
+            )
         zoo.check_name(factory)
         return (Subject(factory, factory, 0, 0),)
     rows = QUICK if quick else SUBJECTS
@@ -262,7 +280,7 @@ def choose_subjects(*, fake: bool, quick: bool, factory: str | None, only: str |
         return rows
     chosen = tuple(subject for subject in rows if only in (subject.title, subject.name))
     if not chosen:
-        raise memscale.MemScaleError(f"no row called {only!r}; there are: {', '.join(s.name for s in rows)}")
+        raise memscale.MemScaleError(f"no row called {shown(only)}; there are: {', '.join(s.name for s in rows)}")
     return chosen
 
 

@@ -127,7 +127,9 @@ class _Session:
             self._undo.callback(self._give_back_optimizer)
 
     def attach_to(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self.executor = None  # an earlier one goes without ending the session
+        earlier, self.executor = self.executor, None  # it goes without ending the session
+        if earlier is not None:
+            earlier.detach()  # our own: nobody wrapped the model twice
         config = self.config
         if self.conversion is not None:
             config = config.replace(use_8bit_optimizer=True)  # it is, whether the plan needs it or not

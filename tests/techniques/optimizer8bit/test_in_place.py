@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pathlib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import memscale
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
 from memscale import Config
 from memscale._execute import Executor, execute, executor_of
-from memscale._plan import OffloadOptimizer, QuantizeOptimizer
+from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
 from memscale._settings import ExecutionSettings
 from memscale.techniques.optimizer8bit import moments_of
 from memscale.techniques.optimizer8bit.blocks import dequantize, forget_tables, quantize
@@ -334,6 +335,40 @@ def unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     forget_tables()
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, directory: pathlib.Path) -> None:
+    """Installed, and made for another torch."""
+    unavailable(monkeypatch)
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    (directory / "bitsandbytes.py").write_text("raise RuntimeError('CUDA driver is too old ' * 200)")
+    monkeypatch.syspath_prepend(directory)
+
+
+def test_a_broken_bitsandbytes_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    broken(monkeypatch, tmp_path)
+    net = build("cpu")
+    ours = O.AdamW(net.parameters())
+    config = Config(use_8bit_optimizer=True, enable_logging=False)
+    sample = torch.zeros(4, 6, dtype=torch.long)
+    with pytest.warns(UserWarning, match=r"bitsandbytes is installed and cannot be imported.*too old") as caught:
+        memscale.apply_all_optimizations(net, ours, config, sample)
+    step(net, ours, 0)
+    assert max(len(str(warning.message)) for warning in caught) < 1000
+    memscale.detach(net)
+
+
+def test_the_warning_names_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed parameters, which are on the host when the optimizer steps, do not tell."""
+    unavailable(monkeypatch)
+    net = build("simgpu")
+    ours = O.AdamW(net.body.parameters())
+    executor = execute(
+        net, plan_of((StreamParameters("body"), ACTION)), ExecutionSettings(device=torch.device("simgpu"))
+    )
+    with pytest.warns(UserWarning, match="cannot be used on simgpu "):
+        step(net, ours, 0)
+    executor.detach()
 
 
 def test_without_bitsandbytes_one_warning_and_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:

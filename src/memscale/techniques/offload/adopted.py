@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from memscale import _torch_private
-from memscale._errors import OffloadError, PartialStepError
+from memscale._errors import OffloadError, PartialStepError, quoted
 from memscale.techniques.offload.buckets import Bucket, Choose, Waiting, split_into_buckets
 from memscale.techniques.offload.followers import stays_on_host
 from memscale.techniques.offload.loaded_state import cast_state
@@ -203,7 +203,7 @@ class AdoptedOptimizer:
             return
         self._broken = (
             f"the step of {type(optimizer).__name__} failed after {progress.num_done} of {progress.num_buckets} "
-            f"buckets ({type(error).__name__}: {error}). The parameters of those are updated, the others are not: load "
+            f"buckets ({quoted(error)}). The parameters of those are updated, the others are not: load "
             f"a checkpoint of the model and of the optimizer before going on"
         )
         if isinstance(error, Exception):

@@ -22,6 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memscale._errors import quoted
 from memscale._host_rng import HostRng
 
 State = dict[torch.Tensor, dict[Any, Any]]
@@ -205,7 +206,7 @@ def check_separable(optimizer: Optimizer) -> None:
     except NotSeparable:
         raise
     except Exception as error:  # whatever a third party's step does on stand-ins
-        raise NotSeparable(f"a trial step failed ({type(error).__name__}: {error})") from error
+        raise NotSeparable(f"a trial step failed ({quoted(error)})") from error
     if together.shared.keys() != apart.shared.keys() or not _all_same(together.parameters, apart.parameters):
         raise NotSeparable("the update of one parameter depends on the others")
     if not all(_same(value, apart.shared[place]) for place, value in together.shared.items()):

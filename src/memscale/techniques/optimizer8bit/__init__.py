@@ -18,6 +18,7 @@ What that does to a training is measured by
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale._errors import quoted
 from memscale._plan import QuantizeOptimizer
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, dequantize, forget_tables, quantize
 
@@ -38,6 +40,7 @@ __all__ = [
     "embeddings_of",
     "find_problem",
     "is_8bit",
+    "load_bitsandbytes",
     "moments_of",
 ]
 
@@ -73,14 +76,28 @@ def moments_of(optimizer: Optimizer) -> dict[str, bool] | None:
 def find_problem(device: torch.device) -> str | None:
     """Why 8-bit numbers cannot be made on this device; None if they can."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import bitsandbytes as _  # noqa: F401
+        load_bitsandbytes()
         values = torch.linspace(-1, 1, 64, device=device)
         dequantize(*quantize(values, True, 64), True, 64)
     except Exception as error:  # whatever a native library that does not fit this machine raises
-        return f"{type(error).__name__}: {error}"
+        logger.debug("bitsandbytes does not work on %s", device, exc_info=True)
+        return quoted(error)
     return None
+
+
+def load_bitsandbytes() -> Any:
+    """The package; `ImportError` where it is not installed, and where it is and cannot be loaded."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module("bitsandbytes")
+    except ImportError:
+        raise
+    except Exception as error:  # made for another torch, or another driver: it raises what it likes
+        raise ImportError(
+            f"bitsandbytes is installed and cannot be imported ({quoted(error)}). Install one that fits torch "
+            f"{torch.version.__version__}, or set use_8bit_optimizer=False."
+        ) from error
 
 
 def eligible_parameters(model: nn.Module, min_elements: int) -> frozenset[int]:
@@ -100,8 +117,16 @@ def embeddings_of(model: nn.Module) -> frozenset[int]:
 class EightBit:
     """Which state of one model's optimizers waits in 8 bits. Warns once for each wish that is not followed."""
 
-    def __init__(self, action: QuantizeOptimizer, model: nn.Module, undo: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        action: QuantizeOptimizer,
+        model: nn.Module,
+        undo: contextlib.ExitStack,
+        device: torch.device | None = None,
+    ) -> None:
         self.action = action
+        self._device = device
+        """Where the model computes; None: where its parameters are. Those that are streamed do not tell."""
         undo.callback(forget_tables)
         self._eligible = eligible_parameters(model, action.min_elements)
 
@@ -123,7 +148,7 @@ class EightBit:
             problem = find_problem(device)
             if problem is not None:
                 warnings.warn(
-                    f"bitsandbytes cannot be used on {device.type} ({problem}): the state of "
+                    f"bitsandbytes cannot be used on {(self._device or device).type} ({problem}): the state of "
                     f"{type(optimizer).__name__} stays in 32 bits. Install a bitsandbytes that fits this machine, or "
                     "set use_8bit_optimizer=False.",
                     stacklevel=2,

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from memscale import _torch_private
 from memscale._errors import MemScaleError
-from memscale.techniques.optimizer8bit import embeddings_of
+from memscale.techniques.optimizer8bit import embeddings_of, load_bitsandbytes
 from memscale.techniques.optimizer8bit.blocks import dequantize, quantize
 
 BLOCK_SIZE = 256
@@ -142,9 +142,9 @@ def counterpart_of(optimizer: Optimizer, device: torch.device | None = None) -> 
 
 
 def convert(optimizer: Optimizer, model: nn.Module, device: torch.device | None = None) -> Conversion:
-    """Hand groups and state over to bitsandbytes' class. `NoCounterpart` leaves everything as it is."""
-    import bitsandbytes.optim
-
+    """Hand groups and state over to bitsandbytes' class. `NoCounterpart` leaves everything as it is, and so does
+    `ImportError`, where there is no bitsandbytes that works."""
+    bitsandbytes = load_bitsandbytes()
     counterpart = counterpart_of(optimizer, device)
     for parameter in _parameters(optimizer):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memscale import _torch_private
+from memscale._errors import quoted
 from memscale._plan import TileHead
 from memscale.techniques.tiling.attention import ScoreCatcher
 from memscale.techniques.tiling.head import attach_head, product_with
@@ -98,7 +99,7 @@ def record(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] 
     try:
         _run(recording, _Watcher(recording))
     except Exception as error:  # whatever a stranger's forward may raise
-        recording.failure = f"the model does not run on fake tensors ({type(error).__name__}: {error})"
+        recording.failure = f"the model does not run on fake tensors ({quoted(error)})"
     return recording
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memscale import _torch_private
+from memscale._errors import quoted
 from memscale.techniques.tiling.common import dropout_call, dropped
 
 aten = torch.ops.aten
@@ -67,7 +68,7 @@ def why_not_position_wise(
     except _Unsure as unsure:
         return str(unsure)
     except Exception as error:  # whatever a stranger's forward may raise
-        return f"it does not run by itself ({type(error).__name__}: {error})"
+        return f"it does not run by itself ({quoted(error)})"
     if not _are_same(before, _attributes(module)):
         return "its forward changes its attributes"
     if any(stretch.done != whole.done for stretch in stretches):
