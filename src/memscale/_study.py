@@ -85,6 +85,8 @@ class Study:
         self.costs = costs or OptimizerCosts(model, optimizer, hardware, config, replacement)
         device = torch.device(hardware.device_type)
         self.rehearsal, plain = open_rehearsal(model, inputs, device, settings, before_real)
+        untrained = self.rehearsal.untrained
+        self.costs.leave_idle(frozenset(id(p) for name, p in model.named_parameters() if name in untrained))
         self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
         self._tried: set[str] = set()
         self._exact: dict[str, tuple[Action, ...]] = {}

@@ -56,7 +56,10 @@ def open_rehearsal(
             with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
                 rehearsal: Rehearsal = FakeRehearsal(model, inputs, device.type)
                 rehearsal.holds_gradients = settings.holds_gradients
-                return rehearsal, rehearsal.run()
+                plain = rehearsal.run()
+                if rehearsal.holds_gradients and rehearsal.untrained:
+                    plain = rehearsal.run()  # without gradients that no batch leaves behind
+                return rehearsal, plain
         except Exception as error:  # whatever a user's model raises on fake tensors: a real step may still work
             refusals.append(f"on fake tensors: {_said(error)}")
             logger.debug("static profiling failed", exc_info=True)
