@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -18,7 +19,11 @@ from memscale import Config, _torch_private
 from memscale._execute import executor_of
 from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts
-from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer
+from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StreamParameters
+from memscale._policy import Strategy
+from memscale._profile.inputs import Inputs
+from memscale._study import Study
+from memscale.techniques.offload import streaming
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from tests.models import Mlp
 
@@ -94,29 +99,32 @@ def test_offloading_the_state_of_a_small_model_would_gain_nothing(simgpu_device:
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}])
-@pytest.mark.parametrize("num_streamed", [0, 1, 4])
-def test_launches_are_counted_as_the_optimizer_makes_them(
-    num_streamed: int, options: dict[str, Any], simgpu_device: Any
-) -> None:
-    """Two groups: PyTorch steps one by one what is in a group with something on the host, and the other at once."""
-    model = Mlp(width=64, depth=4)
-    streamed = list(model.blocks[:num_streamed].parameters())
+@pytest.mark.parametrize("streamed", [(), (0,), (1, 2), (0, 1, 2, 3)], ids=str)
+def test_a_step_is_counted_as_it_runs(streamed: tuple[int, ...], options: dict[str, Any], simgpu_device: Any) -> None:
+    """Operators and temporaries, also of the step that makes the state; with two groups."""
+    model = Mlp(width=1024, depth=4)  # two matrices make more than one part
     groups = [{"params": list(model.blocks.parameters())}, {"params": list(model.head.parameters())}]
     optimizer = torch.optim.AdamW(groups, **options)
+    left_out = frozenset(id(p) for index in streamed for p in model.blocks[index].parameters())
     costs = OptimizerCosts(model, optimizer, Hardware.detect("simgpu"), Config(device="simgpu"))
-    predicted = costs.cost(without=frozenset(map(id, streamed)))
+    predicted = costs.cost(without=left_out)
     model.to("simgpu")
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    for parameter in streamed:
-        parameter.data, parameter.grad = parameter.data.cpu(), None
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    before = simgpu.counters().kernels
-    optimizer.step()
-    assert predicted.num_launches == simgpu.counters().kernels - before
-    if not options:
-        assert predicted.loop_launches == 8 * sum(p.device.type == "simgpu" for p in model.parameters())
+    with contextlib.ExitStack() as undo:
+        actions = [StreamParameters(f"blocks.{index}") for index in streamed]
+        if actions:
+            streaming.attach(actions, model, torch.device("simgpu"), undo)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        optimizer.step()
+        assert torch.accelerator.memory_allocated() - before == predicted.state_bytes
+        launches = simgpu.counters().kernels
+        optimizer.step()
+        assert predicted.num_launches == simgpu.counters().kernels - launches
+        peak_bytes = torch.accelerator.max_memory_allocated() - before
+        assert predicted.state_bytes + predicted.step_bytes == peak_bytes
+        assert (predicted.split_step_bytes is None) == bool(options)
 
 
 def test_what_is_streamed_is_left_out() -> None:
@@ -126,6 +134,36 @@ def test_what_is_streamed_is_left_out() -> None:
     assert rest.state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in model.head.parameters())
     assert whole.state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
     assert costs.cost(without=frozenset(map(id, model.parameters()))).state_bytes == 0
+
+
+def test_what_is_never_trained_has_no_state() -> None:
+    model = Mlp(width=64, depth=4)
+    hardware, idle = Hardware.from_name("RTX 3090"), frozenset(map(id, model.blocks.parameters()))
+    for kind, options in (("adamw", {}), ("Adagrad", {}), ("Adam", {}), ("AdamW8bit", {"min_8bit_size": 1})):
+        optimizer: Any = kind
+        if kind != "adamw":
+            optimizer = getattr(bnb.optim if "8bit" in kind else torch.optim, kind)(model.parameters(), **options)
+        costs = OptimizerCosts(model, optimizer, hardware, Config())
+        whole, head = costs.cost(), costs.cost(without=idle)
+        costs.leave_idle(idle)
+        expected = whole if kind == "Adagrad" else head  # Adagrad has made state for all when it is made
+        assert costs.cost().state_bytes == expected.state_bytes, kind
+        assert costs.cost().step_bytes == expected.step_bytes, kind
+
+
+def test_a_class_in_8_bits_that_cannot_be_split_is_never_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer in whose place it steps can: only without 8 bits its state may wait elsewhere."""
+    model, x = Mlp(width=512, depth=4), torch.zeros(4, 512)
+    optimizer, eight_bit = torch.optim.AdamW(model.parameters()), bnb.optim.AdamW8bit(model.parameters())
+    monkeypatch.setattr(eight_bit, "all_parameters", list(model.parameters()), raising=False)
+    config = Config(mode="aggressive", force_optimize=True, enable_logging=False)
+    study = Study(model, Inputs((x,), {}), config, optimizer, Hardware.from_name("RTX 3090"), replacement=eight_bit)
+    study.look_into_everything(config)
+    assert study.profile.optimizer.offloaded_step_bytes is not None
+    assert study.profile.eight_bit_optimizer.offloaded_step_bytes is None
+    plan = study.plan(Strategy(config, "rules"))
+    kinds = {type(action) for action in plan.actions}
+    assert not {OffloadOptimizer, QuantizeOptimizer} <= kinds
 
 
 def test_biases_and_norms_stay_on_the_device() -> None:

@@ -34,18 +34,18 @@ def test_a_step_whose_state_waits_elsewhere(overlaps: bool, sizes: tuple[int, ..
     assert model.evaluate(choice).step_ms == pytest.approx(402 + expected)
 
 
-def split_model(**changes: int) -> CostModel:
-    """8 launches a parameter one by one: 10 of the block, 2 beside it."""
-    whole = OptimizerCost("adamw", 50 * MB, 12 * MB, 70 * MB, num_launches=8, launched_bytes=70 * MB, loop_launches=96)
-    rest = OptimizerCost("adamw", 40 * MB, 10 * MB, 56 * MB, num_launches=16, launched_bytes=56 * MB, loop_launches=16)
+def split_model(split_step_bytes: int | None = 3 * MB) -> CostModel:
+    """In parts, the block takes 80 launches and what is beside it 16."""
+    whole = OptimizerCost("adamw", 50 * MB, 12 * MB, 70 * MB, num_launches=8, launched_bytes=70 * MB, split_launches=96)
+    rest = OptimizerCost("adamw", 40 * MB, 2 * MB, 56 * MB, num_launches=16, launched_bytes=56 * MB, split_launches=16)
+    whole = dataclasses.replace(whole, split_step_bytes=split_step_bytes)
     profile = profile_of(ONE, variants=("checkpoint", "stream"), optimizer=whole)
-    rest = dataclasses.replace(rest, **changes)
     return CostModel(
         dataclasses.replace(profile, rest_optimizer=rest), hardware_of(launch_s=0.01, host_bytes_per_s=None)
     )
 
 
-def test_streaming_makes_the_optimizer_step_the_others_one_by_one() -> None:
+def test_streaming_makes_the_optimizer_step_the_others_in_parts() -> None:
     optimizer = split_model().optimizer
     assert optimizer.step_ms(Run(), 0) == pytest.approx(8 * 10)
     assert optimizer.step_ms(Run(), 5 * MB) == pytest.approx(16 * 10)
@@ -59,9 +59,13 @@ def test_buckets_are_stepped_at_once_whatever_is_streamed() -> None:
         assert optimizer.step_ms(run, 5 * MB) < optimizer.step_ms(run, 0)
 
 
-def test_one_by_one_may_need_more_memory_than_at_once() -> None:
-    optimizer = split_model(step_bytes=20 * MB).optimizer
-    assert list(optimizer.step_bytes(Run(), np.array([0, 1, 5 * MB]))) == pytest.approx([12 * MB, 20 * MB, 20 * MB])
+def test_in_parts_the_largest_decides() -> None:
+    streamed = np.array([0, 1, 5 * MB])
+    assert list(split_model().optimizer.step_bytes(Run(), streamed)) == pytest.approx([12 * MB, 3 * MB, 2 * MB])
+    more = split_model(split_step_bytes=20 * MB).optimizer  # of the state that is made, part by part
+    assert list(more.step_bytes(Run(), streamed)) == pytest.approx([12 * MB, 20 * MB, 2 * MB])
+    at_once = split_model(split_step_bytes=None).optimizer
+    assert list(at_once.step_bytes(Run(), streamed)) == pytest.approx([12 * MB, 12 * MB, 2 * MB])
 
 
 def test_the_hosts_share_of_the_step_is_counted_unless_the_clock_does_not() -> None:

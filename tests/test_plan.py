@@ -21,6 +21,7 @@ from memscale._plan import (
     OffloadOptimizer,
     QuantizeOptimizer,
     Reason,
+    StreamParameters,
     TileAttention,
     TileHead,
     TileMlp,
@@ -182,3 +183,11 @@ def test_reasons_read_well() -> None:
     assert "2.61" in text
     assert "GB" in text
     assert "1.5 ms" in text
+
+
+@pytest.mark.parametrize(("device_type", "is_said"), [("cuda", True), ("simgpu", False), ("cpu", False)])
+def test_it_says_where_only_the_formula_is_promised(device_type: str, is_said: bool) -> None:
+    """A GPU's kernels round differently from the host's, which step what is streamed; simgpu's are the host's own."""
+    words = "stepped by the host's kernels"
+    assert (words in plan_of([StreamParameters("a")], device_type=device_type).explain()) == is_said
+    assert words not in plan_of([Checkpoint("a")], device_type=device_type).explain()

@@ -79,9 +79,9 @@ def test_streaming_a_block_does_not_hide_ways_that_leave_the_optimizer_in_one_pi
     # The first two are compared with one another before they are put together with the others.
     found = {"first": first, "second": second, "third": tiny, "fourth": tiny}
     profile, treatments = full_profile(found), ("offload", "stream")
-    for loop_launches, best in ((1, ("first", "stream")), (1000, ("second", "offload"))):
-        optimizer = dataclasses.replace(profile.optimizer, num_launches=1, loop_launches=loop_launches)
-        rest = dataclasses.replace(profile.rest_optimizer, loop_launches=loop_launches)
+    for split_launches, best in ((1, ("first", "stream")), (1000, ("second", "offload"))):
+        optimizer = dataclasses.replace(profile.optimizer, num_launches=1, split_launches=split_launches)
+        rest = dataclasses.replace(profile.rest_optimizer, split_launches=split_launches)
         changed = dataclasses.replace(profile, optimizer=optimizer, rest_optimizer=rest)
         model = CostModel(changed, hardware_of(link_bytes_per_s=1e9, launch_s=1e-2))
         budget = model.evaluate(Choice((("second", "offload"),))).peak_bytes

@@ -158,12 +158,15 @@ def _runs(model: CostModel, config: Config) -> Iterator[Run]:
     for head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes in itertools.product(
         (0, *model.head_rows) if config.enable_tiling else (0,),
         (0, *model.num_tiles) if config.enable_tiling else (0,),
-        _choices(offloads and profile.optimizer.offloaded_step_bytes is not None),
+        _choices(offloads),
         _choices(offloads and bool(config.enable_checkpointing) and bool(profile.rest)),
         _precisions(model, config),
         _choices(quantized and bool(config.use_8bit_optimizer), always=config.asks_for("use_8bit_optimizer")),
     ):
-        yield Run(head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes)
+        run = Run(head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes)
+        # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
+        if not offloads_optimizer or model.optimizer.cost(run).offloaded_step_bytes is not None:
+            yield run
 
 
 def _choices(is_eligible: bool, *, always: bool = False) -> tuple[bool, ...]:

@@ -21,6 +21,7 @@ from memscale._profile import OptimizerCost
 from memscale._profile.optimizers import Prepare, optimizer_cost
 from memscale._writing import OPTIMIZER_BUCKET_BYTES
 from memscale.techniques.offload.buckets import SMALL_BYTES, rounded, split_into_buckets
+from memscale.techniques.offload.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.separable import NotSeparable, check_separable
 from memscale.techniques.offload.stores import PART_BYTES
 from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, embeddings_of, is_8bit, moments_of
@@ -57,7 +58,21 @@ class OptimizerCosts:
         self._prefetches = config.async_offload
         self._has_next_tier = has_next_tier(hardware, config)
         self._can_pack = _is_separable(optimizer) and _has_moments(optimizer)
+        self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
+
+    def leave_idle(self, idle: frozenset[int]) -> None:
+        """The parameters with these ids never get a gradient, for which optimizers make no state.
+
+        What has state already keeps it; Adagrad makes it for all parameters at once.
+        """
+        if self._optimizer == "adagrad":
+            idle = frozenset()
+        if isinstance(self._optimizer, Optimizer):
+            idle -= {id(parameter) for parameter, state in self._optimizer.state.items() if state}
+        if idle != self._idle:
+            self._idle = idle
+            self._found.clear()
 
     def cost(self, *, eight_bit: bool = False, without: frozenset[int] = frozenset()) -> OptimizerCost:
         """Without the parameters with these ids, which are streamed."""
@@ -71,14 +86,17 @@ class OptimizerCosts:
     def _find(self, eight_bit: bool, without: frozenset[int]) -> OptimizerCost:
         optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
         packs = eight_bit and optimizer is self._optimizer
-        can_move = self._has_next_tier and _is_separable(optimizer)
+        is_separable = _is_separable(optimizer)
+        can_move = self._has_next_tier and is_separable
         return optimizer_cost(
             self._model,
             optimizer,
             self._device_type,
             resident=self._stepping(moves=False) if packs else None,
             offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
+            parts=self._stepping(moves=False, eight_bit=False) if is_separable else None,
             without=without,
+            idle=self._idle,
             prepare=self._preparation(optimizer),
         )
 
@@ -101,6 +119,7 @@ class OptimizerCosts:
             eligible=eligible_parameters(self._model, action.min_elements) if eight_bit else frozenset(),
             block_size=action.block_size,
             device_type=self._device_type,
+            bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else BYTES_AT_ONCE,
         )
 
 
@@ -128,9 +147,10 @@ class _InBuckets:
     """Parameters whose state waits in 8 bits."""
     block_size: int
     device_type: str
+    bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
 
     def split(self, sizes: list[int]) -> list[list[int]]:
-        return split_into_buckets(sizes, OPTIMIZER_BUCKET_BYTES)
+        return split_into_buckets(sizes, self.bucket_bytes)
 
     def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
         if value.nbytes <= SMALL_BYTES:

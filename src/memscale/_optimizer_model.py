@@ -50,24 +50,26 @@ class OptimizerModel:
         """What the step needs on top."""
         if run.offloads_optimizer:
             return self._offloaded_step_bytes(run, streamed_bytes)
-        whole, rest = self.cost(run).step_bytes, self.profile.rest_optimizer
+        cost, rest = self.cost(run), self.profile.rest_optimizer
         if rest is None:
-            return whole + 0 * streamed_bytes
-        if run.quantizes_optimizer:
-            return self._left(run, whole, min(whole, rest.step_bytes), streamed_bytes)
-        # One by one, a large parameter may need more than all at once. See NOTE [two devices].
+            return cost.step_bytes + 0 * streamed_bytes
+        if run.quantizes_optimizer or cost.split_step_bytes is None:
+            return self._left(run, cost.step_bytes, min(cost.step_bytes, rest.step_bytes), streamed_bytes)
+        # One part needs less than all at once, or more: state is made part by part. See NOTE [two devices].
         is_split = self._share_left(run, streamed_bytes) < 1
-        split_bytes = max(0, rest.step_bytes - whole) * is_split
-        return self._left(run, whole + split_bytes, rest.step_bytes, streamed_bytes)
+        split_bytes = self._largest_left(run, cost.split_step_bytes, rest.step_bytes, streamed_bytes)
+        return cost.step_bytes + (split_bytes - cost.step_bytes) * is_split
+
+    def _largest_left(self, run: Run, whole: int, rest: int, streamed_bytes: Any) -> Any:
+        """Of a cost of the largest part, which is there until the last block is streamed."""
+        least = min(whole, rest) * (self._rest_left(run) > 0)
+        return least + (whole - least) * (streamed_bytes < self._block_bytes)
 
     def _offloaded_step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
-        """The largest bucket's, which is there until the last block is streamed."""
+        """The largest bucket's."""
         whole, rest = self.cost(run).offloaded_step_bytes, self.profile.rest_optimizer
         assert whole is not None
-        least = whole if rest is None else min(whole, rest.offloaded_step_bytes or 0)
-        if run.streams_rest and not self._rest_left(run):
-            least = 0
-        return least + (whole - least) * (streamed_bytes < self._block_bytes)
+        return self._largest_left(run, whole, whole if rest is None else rest.offloaded_step_bytes or 0, streamed_bytes)
 
     def _unstreamed_bytes(self, run: Run, streamed_bytes: Any) -> Any:
         """State of what is not streamed."""
@@ -118,9 +120,9 @@ class OptimizerModel:
         """
         cost, rest, share = self.cost(run), self.profile.rest_optimizer, self._share_left(run, streamed_bytes)
         num_launches, compute_ms = share * cost.num_launches, self._compute_ms(cost, share)
-        if cost.loop_launches and not run.quantizes_optimizer and rest is not None:
-            looped = self._left(run, cost.loop_launches, rest.loop_launches, streamed_bytes)
-            num_launches = num_launches + (looped - num_launches) * (share < 1)
+        if cost.split_launches and not run.quantizes_optimizer and rest is not None:
+            split = self._left(run, cost.split_launches, rest.split_launches, streamed_bytes)
+            num_launches = num_launches + (split - num_launches) * (share < 1)
         return self.pace.slowest_ms(compute_ms, num_launches, Moved())
 
     def _compute_ms(self, cost: OptimizerCost, share: Any) -> Any:

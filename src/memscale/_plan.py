@@ -12,6 +12,8 @@ from memscale._errors import PlanError, shortened, shown
 from memscale._units import show_bytes, show_speed
 
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
+_HOST_KERNELS = ("cpu", "simgpu")
+"""Devices that compute with the host's own kernels: what the host steps has the bits that they would have."""
 
 
 def _check_count(value: object, name: str, *, minimum: int) -> None:
@@ -297,6 +299,17 @@ class Plan:
             f"  rule:      {self.summary}",
             *([f"  strategy:  {self.strategy}"] if self.strategy is not None else []),
             *([f"  times by:  {self.conditions}"] if self.conditions is not None and self.conditions.speeds else []),
+            *self._bits_lines(),
+        ]
+
+    def _bits_lines(self) -> list[str]:
+        """Where the same bits as the plain model's are not promised, though nothing of the plan is an approximation."""
+        streams = any(isinstance(action, StreamParameters) for action in self.actions)
+        if not streams or self.device_type in _HOST_KERNELS:
+            return []
+        return [
+            "  bits:      parameters that are streamed are stepped by the host's kernels: by the same formula as on "
+            f"{self.device_type}, which may round the last bit differently"
         ]
 
     def _run_lines(self) -> list[str]:

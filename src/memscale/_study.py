@@ -83,6 +83,8 @@ class Study:
         self.rehearsal, plain = open_rehearsal(
             model, inputs, device, static=config.use_static_profiling, holds_gradients=holds_gradients
         )
+        untrained = self.rehearsal.untrained
+        self.costs.leave_idle(frozenset(id(p) for name, p in model.named_parameters() if name in untrained))
         self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
         self._tried: set[str] = set()
         self._exact: dict[str, tuple[Action, ...]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,34 @@ def foreach_device_types() -> list[str]:
     from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
     return list(_get_foreach_kernels_supported_devices())
+
+
+def chooses_by_device(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether PyTorch chooses an optimizer's implementation for this group by where its parameters are.
+
+    Other libraries have options of the same names and rules of their own.
+    """
+    if group.get("foreach", False) is not None or group.get("fused") is not None or group.get("differentiable"):
+        return False
+    # Adam has no multi-tensor implementation for a learning rate in a tensor, and takes the loop on any device.
+    is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    if is_adam and isinstance(group["lr"], torch.Tensor) and not group.get("capturable"):
+        return False
+    return _asks_pytorch(type(optimizer))
+
+
+def _asks_pytorch(kind: type) -> bool:
+    from torch.optim.optimizer import _default_to_fused_or_foreach as chooser
+
+    modules = (sys.modules.get(base.__module__) for base in kind.__mro__ if base is not torch.optim.Optimizer)
+    return any(getattr(module, chooser.__name__, None) is chooser for module in modules)
+
+
+def is_foreach_by_default(parameters: list[torch.Tensor], *, differentiable: bool) -> bool:
+    """Whether PyTorch's optimizers step these parameters with their multi-tensor implementation, if nobody chose."""
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+
+    return bool(_default_to_fused_or_foreach(parameters, differentiable)[1])
 
 
 def run_first(node: Any) -> None:

@@ -114,8 +114,11 @@ class OptimizerCost:
     """Operators of a step on the device."""
     launched_bytes: int = 0
     """Bytes that these read and write, one after the other."""
-    loop_launches: int = 0
-    """Operators of a step of one parameter after the other, as PyTorch's optimizers do it when some are on the host."""
+    split_step_bytes: int | None = None
+    """Temporaries of a step of one part after the other, as it runs when something is streamed; None: it runs at once
+    even then. The largest part decides."""
+    split_launches: int = 0
+    """Operators of such a step."""
     bucket_bytes: tuple[int, ...] = ()
     """In which its state moves, one after the other, when that waits elsewhere."""
     bucket_launches: int = 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,18 +79,21 @@ def optimizer_cost(
     *,
     resident: Stepping | None = None,
     offloaded: Stepping | None = None,
+    parts: Stepping | None = None,
     without: Collection[int] = (),
+    idle: Collection[int] = (),
     prepare: Prepare | None = None,
 ) -> OptimizerCost:
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
     `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
-    it cannot. `without` leaves out parameters, by id; `prepare` is called before any step.
+    it cannot; `parts` how when something is streamed, None: it cannot be split. `without` leaves out parameters that
+    are streamed, `idle` those that get no gradient, both by id; `prepare` is called before any step.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
-        return _Twin(model, optimizer, device_type, without, prepare).cost(resident, offloaded)
+        return _Twin(model, optimizer, device_type, without, idle, prepare).cost(resident, offloaded, parts)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -99,7 +103,7 @@ def optimizer_cost(
             quoted(error),
         )
         logger.debug("%s failed on fake tensors", type(optimizer).__name__, exc_info=True)
-        cost = _Twin(model, "adamw", device_type, without).cost(None, None)
+        cost = _Twin(model, "adamw", device_type, without, idle).cost(None, None, None)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
@@ -142,6 +146,19 @@ class _BucketCost:
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StepCost:
+    """What a step of all parameters takes."""
+
+    state_bytes: int
+    step_bytes: int
+    """Its temporaries."""
+    num_launches: int
+    """Its operators."""
+    launched_bytes: int
+    """What they read and write."""
+
+
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
@@ -155,9 +172,11 @@ class _Twin:
         optimizer: str | Optimizer,
         device_type: str,
         left_out: Collection[int],
+        idle: Collection[int],
         prepare: Prepare | None = None,
     ) -> None:
         self._left_out = left_out
+        self._idle = idle
         self._prepare = prepare
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
         self.device_type = device_type
@@ -166,6 +185,8 @@ class _Twin:
         self.rounding_bytes = rounding_of(device_type)
         self.device = torch.device("cpu" if self.is_emulated else device_type)
         self._fakes: dict[int, nn.Parameter] = {}
+        self._idle_fakes: dict[int, nn.Parameter] = {}
+        """They get no gradient here, either: whether anything is kept for them is for the optimizer to say."""
         if isinstance(optimizer, str):
             class_name, options = OPTIMIZERS[optimizer]
             members = [list(model.parameters())]
@@ -176,18 +197,26 @@ class _Twin:
             members = [group["params"] for group in optimizer.param_groups]
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = _same_class(optimizer, groups)
+        self._runs = self._neighbours(members)
         self._picked = self._pick_foreach()
-        self._split = [i for i in self._picked if any(p.requires_grad and id(p) in left_out for p in members[i])]
+        self._split = [i for i in self._picked if any(self._is_trained(p) and id(p) in left_out for p in members[i])]
+
+    def _neighbours(self, members: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The parameters in the order of the groups, cut where one that is left out lies between them."""
+        every = {id(parameter): parameter for group in members for parameter in group}.values()
+        runs = itertools.groupby(every, key=lambda parameter: id(parameter) in self._left_out)
+        return [list(run) for is_left_out, run in runs if not is_left_out]
 
     def _pick_foreach(self) -> list[int]:
         """As PyTorch does where the device has it, but never for fake tensors. Returns the groups that it is asked for.
 
         NOTE [two devices]: PyTorch does so only for a group whose parameters are all on such a device. When some are
-        streamed, and thus on the host, it steps the group's parameters one by one.
+        streamed, and thus on the host, the optimizer is stepped part by part, each at once; one that cannot be split
+        is left to PyTorch, which steps the group's parameters one by one.
         """
         has_foreach = self.device_type in _torch_private.foreach_device_types()
         groups = self.optimizer.param_groups
-        free = [i for i, g in enumerate(groups) if g.get("foreach", False) is None and not g.get("fused")]
+        free = [i for i, group in enumerate(groups) if _torch_private.chooses_by_device(self.optimizer, group)]
         for index in free:
             groups[index]["foreach"] = has_foreach
         return free if has_foreach else []
@@ -195,36 +224,37 @@ class _Twin:
     def _fake_all(self, parameters: Any) -> list[nn.Parameter]:
         return [self._fake(p) for p in parameters if p.requires_grad and id(p) not in self._left_out]
 
+    def _is_trained(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad and id(parameter) not in self._idle
+
     def _fake(self, parameter: torch.Tensor) -> nn.Parameter:
-        if id(parameter) not in self._fakes:
+        fakes = self._fakes if self._is_trained(parameter) else self._idle_fakes
+        if id(parameter) not in fakes:
             with self.mode:
                 shape, stride = parameter.shape, parameter.stride()
                 empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
-            self._fakes[id(parameter)] = nn.Parameter(empty)
-        return self._fakes[id(parameter)]
+            fakes[id(parameter)] = nn.Parameter(empty)
+        return fakes[id(parameter)]
 
-    def cost(self, resident: Stepping | None, offloaded: Stepping | None) -> OptimizerCost:
+    def cost(self, resident: Stepping | None, offloaded: Stepping | None, parts: Stepping | None) -> OptimizerCost:
         parameters = list(self._fakes.values())
         if not parameters:
             return OptimizerCost(self.name, 0, 0, 0, None if offloaded is None else 0)
-        if resident is None:
-            state_bytes, step_bytes, *launched = self._whole(self._one_by_one(self._split))
-            loop_launches = self._loop_launches() if self._picked else launched[0]
+        split = self._once_split(parts) if self._picked and resident is None else None
+        if resident is not None:
+            step = self._stepped(resident)
         else:
-            buckets = self._try_buckets(resident)
-            state_bytes, step_bytes = self._in_buckets(resident, buckets)
-            launched = [*_launched(buckets)]
-            loop_launches = launched[0]
-        moved_bytes = 3 * sum(parameter.nbytes for parameter in parameters) + 2 * state_bytes
+            step = split if split is not None and self._split else self._whole(self._again())
         cost = OptimizerCost(
             self.name,
-            state_bytes,
-            step_bytes,
-            moved_bytes,
+            step.state_bytes,
+            step.step_bytes,
+            3 * sum(parameter.nbytes for parameter in parameters) + 2 * step.state_bytes,
             num_tensors=len(parameters),
-            num_launches=launched[0],
-            launched_bytes=launched[1],
-            loop_launches=loop_launches,
+            num_launches=step.num_launches,
+            launched_bytes=step.launched_bytes,
+            split_step_bytes=None if split is None else split.step_bytes,
+            split_launches=(split or step).num_launches,
         )
         if offloaded is None:
             return cost
@@ -238,31 +268,28 @@ class _Twin:
             bucket_launches=_launched(buckets)[0],
         )
 
-    def _one_by_one(self, indices: Collection[int]) -> Optimizer:
-        """The same over all parameters, with those of some groups stepped one by one. See NOTE [two devices]."""
+    def _stepped(self, how: Stepping) -> _StepCost:
+        """Of all buckets, one after the other."""
+        buckets = self._try_buckets(how)
+        return _StepCost(*self._in_buckets(how, buckets), *_launched(buckets))
+
+    def _once_split(self, parts: Stepping | None) -> _StepCost:
+        """Of a step when something is streamed. See NOTE [two devices]."""
+        if parts is not None:
+            return self._stepped(parts)
+        return self._whole(self._again(looped=self._split or self._picked))
+
+    def _again(self, looped: Collection[int] = ()) -> Optimizer:
+        """The same over all parameters, without state; those of some groups are stepped one by one."""
         groups = enumerate(self.optimizer.param_groups)
-        return _same_class(self.optimizer, [{**g, "foreach": False} if i in indices else g for i, g in groups])
+        return _same_class(self.optimizer, [{**g, "foreach": False} if i in looped else g for i, g in groups])
 
-    def _loop_launches(self) -> int:
-        """Operators of a step one by one, where PyTorch may choose so."""
-        alike: dict[Any, int] = {}
-        total = 0
-        for index, group in enumerate(self.optimizer.param_groups):
-            is_free = index in self._picked
-            changes = {"foreach": False} if is_free else {}
-            for piece in [[parameter] for parameter in group["params"]] if is_free else [group["params"]]:
-                key = (index, *map(_kind, piece))
-                if key not in alike:
-                    alike[key] = self._whole(_same_class(self.optimizer, [{**group, **changes, "params": piece}]))[2]
-                total += alike[key]
-        return total
-
-    def _whole(self, optimizer: Optimizer) -> tuple[int, int, int, int]:
-        """State, temporaries of a step of all parameters at once, its operators and what they read and write."""
+    def _whole(self, optimizer: Optimizer) -> _StepCost:
+        """Of all parameters at once."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         books = self._books()
         with self.mode:
-            for parameter in parameters:
+            for parameter in self._fakes.values():
                 parameter.grad = torch.empty_like(parameter)
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
@@ -277,7 +304,7 @@ class _Twin:
             step_bytes = books.peak_bytes - before - state_bytes
         work = books.work
         state_bytes -= self._counter_bytes(optimizer)
-        return state_bytes, max(0, step_bytes), work.num_launches, work.matmul_bytes + work.other_bytes
+        return _StepCost(state_bytes, max(0, step_bytes), work.num_launches, work.matmul_bytes + work.other_bytes)
 
     def _books(self) -> Books:
         books = Books(self.device.type, self.rounding_bytes)
@@ -300,17 +327,24 @@ class _Twin:
         return stays_bytes, peak_bytes - stays_bytes
 
     def _try_buckets(self, how: Stepping) -> list[_BucketCost]:
-        parameters = list(self._fakes.items())
         alike: dict[Any, _BucketCost] = {}
         costs = []
-        for indices in how.split([fake.nbytes for _, fake in parameters]):
-            bucket = dict(parameters[index] for index in indices)
+        for bucket in self._filled_buckets(how):
             optimizer = self._over({id(fake) for fake in bucket.values()})
             key = tuple((how.packs(number), _kind(fake)) for number, fake in bucket.items())
             if key not in alike:
                 alike[key] = self._try_bucket(how, optimizer, bucket)
             costs.append(alike[key])
         return costs
+
+    def _filled_buckets(self, how: Stepping) -> Iterator[dict[int, nn.Parameter]]:
+        """Those with parameters that are trained. The others take their room in a bucket, too."""
+        for run in self._runs:
+            for indices in how.split([parameter.nbytes for parameter in run]):
+                numbers = [id(run[index]) for index in indices]
+                bucket = {number: self._fakes[number] for number in numbers if number in self._fakes}
+                if bucket:
+                    yield bucket
 
     def _over(self, inside: set[int]) -> Optimizer:
         groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]

@@ -48,7 +48,10 @@ def open_rehearsal(
         with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
             rehearsal = FakeRehearsal(model, inputs, device.type)
             rehearsal.holds_gradients = holds_gradients
-            return rehearsal, rehearsal.run()
+            plain = rehearsal.run()
+            if holds_gradients and rehearsal.untrained:
+                plain = rehearsal.run()  # without gradients that no batch leaves behind
+            return rehearsal, plain
     except Exception as error:  # whatever a user's model raises on fake tensors: it may still train
         logger.debug("static profiling failed", exc_info=True)
         refusal = StaticProfileError(_refusal(model, f"on fake tensors: {quoted(error)}"))

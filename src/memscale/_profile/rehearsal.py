@@ -24,6 +24,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
+from memscale._profile.untrained import TrainedWatch
 
 CLASSIFIER_WIDTH = 1000
 """An output this wide is taken for class scores when the model computes no loss of its own."""
@@ -51,6 +52,8 @@ class Rehearsal:
         self.target_type = device_type
         self.holds_gradients = False
         """Steps begin with the gradients of earlier batches, to which theirs are added."""
+        self.untrained: frozenset[str] = frozenset()
+        """The names of trainable parameters that get no gradient in any step, as far as the plain step shows it."""
 
     def books(self) -> LiveBytes:
         """Empty books for this stage's tensors."""
@@ -67,7 +70,10 @@ class Rehearsal:
             if attached is not None:
                 undo.callback(attached.detach)
             traffic: Traffic = getattr(attached, "traffic", no_traffic)  # what is attached may move nothing
+            watch = TrainedWatch(self.model, undo) if attached is None and self.is_fake else None
             traces = [self._record(traffic) for _ in range(num_steps)]
+            if watch is not None:
+                self.untrained = watch.untrained(self.num_calls)
         return max(traces, key=lambda trace: trace.peak_bytes)
 
     def _record(self, traffic: Traffic) -> StepTrace:
@@ -95,8 +101,8 @@ class Rehearsal:
         loss.backward()
 
     def _hold_gradients(self, recorder: SegmentRecorder) -> None:
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and name not in self.untrained:
                 parameter.grad = torch.zeros_like(parameter)
                 recorder.see(parameter.grad, "gradients")
 

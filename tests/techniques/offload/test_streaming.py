@@ -410,9 +410,8 @@ OPTIMIZERS = {
     "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
     "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
     "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
-    # Left alone, they take another way of computing (foreach) if all parameters are on the device.
-    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2, foreach=False),
-    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2, foreach=False),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-2),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
 }
 

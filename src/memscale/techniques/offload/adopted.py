@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,13 @@ from memscale._errors import OffloadError, PartialStepError, quoted
 from memscale.techniques.offload.buckets import Bucket, Choose, Waiting, split_into_buckets
 from memscale.techniques.offload.followers import stays_on_host
 from memscale.techniques.offload.loaded_state import cast_state
-from memscale.techniques.offload.separable import SplitStep, idle_shadow, skips_parameters_without_gradient
+from memscale.techniques.offload.separable import (
+    SplitStep,
+    StepCall,
+    idle_shadow,
+    skips_parameters_without_gradient,
+    take_over,
+)
 from memscale.techniques.offload.transfers import Arrival
 from memscale.techniques.offload.visits import Visit, Visits
 
@@ -53,6 +58,7 @@ class AdoptedOptimizer:
 
     def attach(self, optimizer: Optimizer) -> None:
         with contextlib.ExitStack() as undo:
+            take_over(optimizer, undo)
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
             undo.callback(self._step_hook.remove)
             undo.callback(optimizer.register_state_dict_post_hook(self._after_save).remove)
@@ -137,7 +143,7 @@ class AdoptedOptimizer:
             raise PartialStepError(f"an earlier step failed half-way, and no state was loaded since: {self._broken}")
         self._loading = None
         self._raise_failures("the step before was complete")
-        call = _Call(args[1:], kwargs)
+        call = StepCall(args[1:], kwargs)
         call.evaluate_closure()
         self._update_buckets(optimizer)
         split = SplitStep(optimizer)
@@ -147,7 +153,7 @@ class AdoptedOptimizer:
         call.give_back_loss()
         return (idle_shadow(optimizer), *call.args), call.kwargs
 
-    def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: _Call) -> None:
+    def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: StepCall) -> None:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
         progress = _Progress(len(stepped))
@@ -169,7 +175,7 @@ class AdoptedOptimizer:
         self,
         optimizer: Optimizer,
         split: SplitStep,
-        call: _Call,
+        call: StepCall,
         progress: _Progress,
         bucket: Bucket,
         neighbours: tuple[Arrival | None, Bucket | None, Bucket | None],
@@ -263,35 +269,6 @@ class AdoptedOptimizer:
     def _will_wait(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> bool:
         """Whether a state tensor goes into its bucket, so that it need not come to the device before."""
         return self._bucket_of[id(parameter)].takes(parameter, name, value)
-
-
-class _Call:
-    """The arguments of one `step()`. A closure is evaluated once, before any bucket."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = list(args)
-        self.kwargs = dict(kwargs)
-        self._loss: Any = None
-        self._had_closure = False
-
-    def evaluate_closure(self) -> None:
-        closure: Callable[[], Any] | None = self.args[0] if self.args else self.kwargs.get("closure")
-        if callable(closure):
-            with torch.enable_grad():
-                self._loss = closure()
-            self._had_closure = True
-            self._set_closure(None)
-
-    def give_back_loss(self) -> None:
-        """The outer step returns what its closure returns."""
-        if self._had_closure:
-            self._set_closure(lambda: self._loss)
-
-    def _set_closure(self, closure: Callable[[], Any] | None) -> None:
-        if self.args:
-            self.args[0] = closure
-        else:
-            self.kwargs["closure"] = closure
 
 
 class _Progress:

@@ -4,18 +4,21 @@ A part of the parameters is stepped on a *shadow*: an object of the optimizer's 
 `param_groups` name only the chosen parameters (an empty placeholder stands for every other one, so that indices hold)
 and whose `state` holds only theirs. Gradients are never hidden or moved. Values that all parameters share (counters of
 a group, attributes, entries of `state` under a string) advance once: each part starts from the same ones, all must
-arrive at the same ones, and `SplitStep.merge` writes them back.
+arrive at the same ones, and `SplitStep.merge` writes them back. Every part is stepped with the implementation that the
+whole would have had: see NOTE [the implementation of the whole] in implementations.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import random
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
 from memscale._host_rng import HostRng
+from memscale.techniques.offload.implementations import foreach_of_whole
 
 State = dict[torch.Tensor, dict[Any, Any]]
 
 _SHADOW_MARK = "_memscale_shadow"
+_TAKEN_OVER: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _OWN_ATTRIBUTES = {
     "params",
     "state",
@@ -96,11 +101,28 @@ def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
     return {key: copy.deepcopy(optimizer.state[key]) for key in optimizer.state if not isinstance(key, torch.Tensor)}
 
 
+def take_over(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
+    """Its steps are run by us alone, until undone."""
+    _TAKEN_OVER.add(optimizer)
+    undo.callback(_hand_back, weakref.ref(optimizer))
+
+
+def _hand_back(reference: weakref.ref[Optimizer]) -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        _TAKEN_OVER.discard(optimizer)
+
+
+def is_taken_over(optimizer: Optimizer) -> bool:
+    return optimizer in _TAKEN_OVER
+
+
 class SplitStep:
-    """One step in parts."""
+    """One step in parts, with the gradients that there are now."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._foreach = foreach_of_whole(optimizer)
         self._step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without its hooks
         self._changes: list[dict[tuple[str, int, Any], Any]] = []
         self._placeholder = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
@@ -112,7 +134,7 @@ class SplitStep:
     ) -> State:
         """Step these parameters with this state. Returns their state afterwards."""
         chosen = {id(parameter) for parameter in parameters}
-        groups = [self._reduced(group, chosen) for group in self._optimizer.param_groups]
+        groups = [self._reduced(index, chosen) for index in range(len(self._optimizer.param_groups))]
         stand_in = shadow(self._optimizer, groups, {**state, **_shared_state(self._optimizer)})
         before = _shared_values(stand_in)
         self.returned = self._step(stand_in, *args, **kwargs)
@@ -122,9 +144,11 @@ class SplitStep:
         )
         return {key: dict(values) for key, values in stand_in.state.items() if isinstance(key, torch.Tensor)}
 
-    def _reduced(self, group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
+    def _reduced(self, index: int, chosen: set[int]) -> dict[str, Any]:
+        group, foreach = self._optimizer.param_groups[index], self._foreach[index]
         parameters = [p if id(p) in chosen else self._placeholder for p in group["params"]]
-        return {**_copied_options(group), "params": parameters}
+        choice = {} if foreach is None else {"foreach": foreach}
+        return {**_copied_options(group), **choice, "params": parameters}
 
     def merge(self) -> dict[tuple[str, int, Any], Any]:
         """Write the shared values back to the optimizer. Raises if the parts did not agree on them."""
@@ -147,6 +171,35 @@ class SplitStep:
             current.copy_(value)  # others may hold on to it
         else:
             target[name] = value
+
+
+class StepCall:
+    """The arguments of one `step()`. A closure is evaluated once, before any bucket."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = list(args)
+        self.kwargs = dict(kwargs)
+        self._loss: Any = None
+        self._had_closure = False
+
+    def evaluate_closure(self) -> None:
+        closure: Callable[[], Any] | None = self.args[0] if self.args else self.kwargs.get("closure")
+        if callable(closure):
+            with torch.enable_grad():
+                self._loss = closure()
+            self._had_closure = True
+            self._set_closure(None)
+
+    def give_back_loss(self) -> None:
+        """The outer step returns what its closure returns."""
+        if self._had_closure:
+            self._set_closure(lambda: self._loss)
+
+    def _set_closure(self, closure: Callable[[], Any] | None) -> None:
+        if self.args:
+            self.args[0] = closure
+        else:
+            self.kwargs["closure"] = closure
 
 
 def _shared_values(stand_in: Optimizer) -> dict[tuple[str, int, Any], tuple[Any, Any]]:

@@ -226,6 +226,11 @@ class Streamer:
             **{(i, Direction.INFERENCE): (i + 1, Direction.INFERENCE) for i in range(count - 1)},
         }
 
+    def parameters(self) -> list[torch.Tensor]:
+        """All that are streamed, as they are now."""
+        layers = [layer for reference in self.layers if (layer := reference()) is not None]
+        return [parameter for layer in layers for parameter in layer.parameters()]
+
     # ---------------------------------------------------------------------------------------------------- to device
 
     def _load(self, index: int, place: int) -> Visit:

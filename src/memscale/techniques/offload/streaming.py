@@ -10,8 +10,8 @@ the thread that called `backward()`, waits for it. The device's thread meanwhile
 
 Known limits: a parameter that is used outside of its layer, other than by being registered there too, is found on the
 host. Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. The optimizer's update of a
-streamed parameter runs on the host's kernels. Gradients of two devices: `clip_grad_norm_` sums norms device by device,
-so the total may differ from a plain model's in the last bit.
+streamed parameter runs on the host's kernels, with the implementation of the whole (in_parts.py). Gradients of two
+devices: `clip_grad_norm_` sums norms device by device, so the total may differ from a plain model's in the last bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memscale._errors import PlanError
 from memscale._patching import OwnHook, find_module, keep_copies_clean
 from memscale._plan import StreamParameters
 from memscale._recompute import RecomputedForward, Region
-from memscale.techniques.offload import followers
+from memscale.techniques.offload import followers, implementations, in_parts
 from memscale.techniques.offload.homes import (
     LARGEST_SEGMENT_BYTES,
     Homes,
@@ -267,6 +267,10 @@ def attach(
     undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
     keep_copies_clean(model, undo)
     following = followers.attach(model, undo)  # undone after the homes: state follows its parameters both ways
+    if not is_fake:
+        implementations.begin_streaming(streamer)
+        undo.callback(implementations.end_streaming, streamer)
+        in_parts.attach(model, undo)
     undo.callback(streamer.homes.restore)
     streamer.homes.move_in(model, streamed)
     streamer.make_room_for_landings()
