@@ -17,7 +17,7 @@ from memscale._errors import DoesNotFitError
 from memscale._front import by_peak, by_time, pareto_front
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
-from memscale._plan import DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
+from memscale._plan import Action, DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
 from memscale._profile import Profile
 from memscale._search import Candidate, search
 from memscale._writing import asked_for, explain_misfit, write_plan
@@ -101,6 +101,24 @@ def decide(
     if raise_if_unfit and not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, config))
     return plan
+
+
+def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions: tuple[Action, ...], rule: str) -> Plan:
+    """The plan that does just this, whatever else there would be; `plan.fits` says whether it may."""
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    choice, baseline = choice_of(actions, model.blocks), model.evaluate(Choice())
+    budget, outcome = full_budget(hardware, config), model.evaluate(choice)
+    numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
+    return write_plan(
+        model,
+        config,
+        "user_config",
+        baseline,
+        Candidate(choice, outcome),
+        budget.device_bytes,
+        budget.admits(outcome),
+        Reason(rule, {**numbers}),
+    )
 
 
 def _choose(candidates: list[Candidate], baseline: Outcome, budget: Budget, config: Config) -> tuple[Candidate, Reason]:

@@ -28,7 +28,7 @@ from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts, has_next_tier
 from memscale._patching import undo_with
 from memscale._peak import CostModel
-from memscale._pipeline import plan_from
+from memscale._pipeline import keep_plan, plan_from
 from memscale._plan import (
     Action,
     Checkpoint,
@@ -177,13 +177,22 @@ class ObservedSteps:
         return self._decide()
 
     def _decide(self) -> Plan:
-        assert self._profile is not None
-        plan = plan_from(self._profile, self.config, self.hardware, margin_bytes=self._margin_bytes)
+        plan = self._chosen_plan()
         kinds = {type(action) for action in plan.actions}
         asked = [a for a in self.careful.actions if isinstance(a, MixedPrecision) and MixedPrecision not in kinds]
         self.plan = dataclasses.replace(plan, actions=(*plan.actions, *asked))
         self._seen, self._num_plans = [], self._num_plans + 1
         return self.plan
+
+    def _chosen_plan(self) -> Plan:
+        """NOTE [no way back]: to stream other blocks, parameters and their state come to the device in between. Where
+        they do not fit there, what is streamed stays streamed."""
+        profile, config, hardware = self._profile, self.config, self.hardware
+        assert profile is not None
+        if self._treatment == "stream" and profile.static_bytes > full_budget(hardware, config).device_bytes:
+            rule = "careful from the first step on: parameters and optimizer state alone exceed the budget"
+            return keep_plan(profile, config, hardware, self.careful.actions, rule)
+        return plan_from(profile, config, hardware, margin_bytes=self._margin_bytes)
 
     def _with_optimizer(self, model: nn.Module, profile: Profile, costs: OptimizerCosts) -> Profile:
         """With what the optimizer costs in 8 bits, and over what is left when blocks are streamed."""

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide import decide, full_budget
+from memscale._decide import decide, full_budget, plan_as_it_is
 from memscale._errors import DoesNotFitError
 from memscale._fit import smaller_that_fits
 from memscale._hardware import Hardware
-from memscale._plan import FrontPoint, Plan
+from memscale._plan import Action, FrontPoint, Plan
 from memscale._policy import Situation, Strategy, choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
@@ -66,6 +66,14 @@ def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_by
     if not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, strategy.config))
     return dataclasses.replace(plan, strategy=strategy.reason)
+
+
+def keep_plan(profile: Profile, config: Config, hardware: Hardware, actions: tuple[Action, ...], rule: str) -> Plan:
+    """What is done already, as a plan for a step that was observed; `DoesNotFitError` if that does not fit."""
+    plan = plan_as_it_is(profile, hardware, config, actions, rule)
+    if not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, config))
+    return plan
 
 
 def _decided(profile: Profile, strategy: Strategy, hardware: Hardware, margin_bytes: int) -> Plan:

@@ -13,7 +13,7 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale._profile.inputs import Inputs
-from memscale._profile.profiler import ProfileSettings, open_rehearsal
+from memscale._profile.profiler import open_rehearsal
 from memscale._profile.rehearsal import FakeRehearsal
 
 
@@ -99,8 +99,7 @@ def test_models_on_which_it_was_found() -> None:
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_gradients_are_held_of_what_is_trained(holds_gradients: bool) -> None:
     model, inputs = Branches(), Inputs((torch.zeros(2, 8),), {})
-    settings = ProfileSettings(holds_gradients=holds_gradients)
-    rehearsal, trace = open_rehearsal(model, inputs, torch.device("cpu"), settings)
+    rehearsal, trace = open_rehearsal(model, inputs, torch.device("cpu"), holds_gradients=holds_gradients)
     assert rehearsal.untrained
     assert trace.end_bytes == pytest.approx(sum(p.nbytes for p in model.used.parameters()), abs=64)
 
