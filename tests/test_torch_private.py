@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,3 +103,24 @@ def test_version_counters_are_shared_by_views_and_not_by_unsafe_chunks_or_data()
     ):
         assert _torch_private.share_version_counter(one, other) is is_shared
         assert one._version == other._version == 0
+
+
+def test_backward_passes_can_be_watched():
+    seen = []
+
+    def run(backward: Callable[[], Any]) -> Any:
+        seen.append(_torch_private.graph_task_id())
+        return backward()
+
+    engine = torch.autograd.Variable._execution_engine
+    restore = _torch_private.replace_engine(run)
+    try:
+        x = torch.ones(2, requires_grad=True)
+        (gradient,) = torch.autograd.grad((x * 2).sum(), x)
+        (x * 3).sum().backward()
+    finally:
+        restore()
+    assert seen == [-1, -1]
+    assert torch.equal(gradient, torch.full((2,), 2.0))
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+    assert torch.autograd.Variable._execution_engine is engine

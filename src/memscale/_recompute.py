@@ -19,6 +19,7 @@ cache is not recomputed for that call, nor is any inside `torch.func` transforms
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -29,6 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from memscale import _torch_private
+from memscale._backward_errors import wait_on_errors
 from memscale._errors import VerificationError
 from memscale._host_rng import Fingerprint, HostRng
 from memscale._module_state import Flags, Memory, ModuleState
@@ -53,6 +55,19 @@ class RecomputedForward(ForwardOverride):
         training flags."""
         self.state = ModuleState(module)
         self._warned = False
+        self._input_devices: frozenset[torch.device] = frozenset()
+
+    def attach(self, undo: contextlib.ExitStack) -> None:
+        super().attach(undo)
+        wait_on_errors(self, self.module, undo)
+
+    def devices(self) -> set[torch.device]:
+        """Where it computes: its autograd threads."""
+        module = self._module()
+        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+        if self.anchor is not None:
+            tensors.append(self.anchor)
+        return {*self._input_devices, *(tensor.device for tensor in tensors if not _torch_private.is_fake(tensor))}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _torch_private.inside_functional_transform():
@@ -61,6 +76,8 @@ class RecomputedForward(ForwardOverride):
         leaves, spec = _flatten(args, kwargs)
         if isinstance(spec, TreeSpec) and self._holds_cache(args, kwargs):
             return self.compute(args, kwargs, None)
+        if not self._input_devices:
+            self._input_devices = _devices(leaves)
         region = Region(self, args, kwargs, spec)
         if self.anchor is not None:
             leaves, region.num_anchors = [self.anchor, *leaves], 1
@@ -193,6 +210,11 @@ def _unflatten(leaves: tuple[Any, ...], spec: Spec) -> tuple[Any, Any]:
     if not names:
         return leaves, {}
     return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))
+
+
+def _devices(leaves: list[Any]) -> frozenset[torch.device]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not _torch_private.is_fake(leaf)]
+    return frozenset(tensor.device for tensor in tensors)
 
 
 def _versions(leaves: tuple[Any, ...]) -> list[int]:

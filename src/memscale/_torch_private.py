@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,30 @@ def graph_task_id() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call this when the current backward pass is complete; if it fails, the callback is dropped uncalled."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _Engine(torch._C._ImperativeEngine):
+    """Autograd's engine, with somebody around every backward pass that Python starts."""
+
+    def __init__(self, run: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(functools.partial(super().run_backward, *args, **kwargs))
+
+
+def replace_engine(run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let `run(backward)` call every backward pass from now on. Returns what undoes that."""
+    variable: Any = torch.autograd.Variable
+    before = variable._execution_engine
+    ours = variable._execution_engine = _Engine(run)
+
+    def restore() -> None:
+        if variable._execution_engine is ours:
+            variable._execution_engine = before
+
+    return restore
 
 
 def scale_replicator() -> type[Any]:
