@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -298,24 +299,25 @@ def test_what_is_not_ours_blocks_nobody_and_stays(make, tmp_path):
 AS_NOBODY = """
 import os, pathlib, sys
 from memscale.techniques.offload.disk import DiskStore, sweep_stale
-os.chdir(sys.argv[1])  # those above it may be closed to others
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-DiskStore(".").close()
-print("opened, and removed", sweep_stale(pathlib.Path(".")))
+DiskStore(sys.argv[1]).close()
+print("opened, and removed", sweep_stale(pathlib.Path(sys.argv[1])))
 """
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o1733], ids=["shared", "not to be listed"])
-def test_a_stale_file_of_another_user_blocks_nobody(mode, tmp_path):
-    make_stale(tmp_path / STALE_NAME)
-    if os.geteuid() == 0:  # nobody else can become another user
-        tmp_path.chmod(mode)
-        done = run_python(AS_NOBODY, str(tmp_path))
-        assert "opened, and removed 0" in done.stdout, done.stderr
-        assert [path.name for path in tmp_path.iterdir()] == [STALE_NAME]
-    assert sweep_stale(tmp_path) == 1
+def test_a_stale_file_of_another_user_blocks_nobody(mode):
+    with tempfile.TemporaryDirectory() as name:  # not below pytest's, which is closed to others
+        directory = pathlib.Path(name)
+        make_stale(directory / STALE_NAME)
+        if os.geteuid() == 0:  # nobody else can become another user
+            directory.chmod(mode)
+            done = run_python(AS_NOBODY, name)
+            assert "opened, and removed 0" in done.stdout, done.stderr
+            assert [path.name for path in directory.iterdir()] == [STALE_NAME]
+        assert sweep_stale(directory) == 1
 
 
 def test_a_sweep_that_is_quicker_than_the_owner_does_no_harm(tmp_path, monkeypatch):
