@@ -182,7 +182,8 @@ def _patchable() -> dict[str, Any]:
             (torch.autograd.Variable, ("_execution_engine",)),
             (torch.optim.Optimizer, ("zero_grad", "step")),
             (torch.optim.AdamW, ("__init__",)),
-            (checkpoint_internals, ("checkpoint",)),
+            (checkpoint_internals, ("checkpoint", "_checkpoint_without_reentrant_generator")),
+            (checkpoint_internals.CheckpointFunction, ("apply",)),
         )
         for name in names
         if hasattr(owner, name)

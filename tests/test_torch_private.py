@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as checkpoint_internals
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from memscale import _torch_private
 
@@ -124,3 +126,25 @@ def test_backward_passes_can_be_watched():
     assert torch.equal(gradient, torch.full((2,), 2.0))
     assert torch.equal(x.grad, torch.full((2,), 3.0))
     assert torch.autograd.Variable._execution_engine is engine
+
+
+def test_checkpoints_can_be_seen_through():
+    inside, refused = [False], []
+    restore = _torch_private.see_through_checkpoints(lambda: inside[0], refused.append)
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(inside[0])
+        return x.sin()
+
+    try:
+        for inside[0] in (False, True):
+            x = torch.ones(2, requires_grad=True)
+            checkpoint(function, x, use_reentrant=False).sum().backward()
+            assert torch.equal(x.grad, torch.ones(2).cos())
+        assert calls == [False, False, True]  # outside it is computed again
+        checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=True)
+        assert refused == ["use_reentrant=True"]
+    finally:
+        restore()
+    assert "apply" not in vars(checkpoint_internals.CheckpointFunction)

@@ -198,6 +198,40 @@ def replace_engine(run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None
     return restore
 
 
+def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str], None]) -> Callable[[], None]:
+    """While `is_inside()`, `torch.utils.checkpoint` computes its function as if it were not there.
+
+    What would not be the same is given to `refuse`, by its name. Returns what undoes that.
+    """
+    from torch.utils import checkpoint as module
+
+    before: Any = module._checkpoint_without_reentrant_generator
+
+    def start(fn: Any, preserve: bool = True, context_fn: Any = module.noop_context_fn, *args: Any, **kw: Any) -> Any:
+        if not is_inside():
+            return before(fn, preserve, context_fn, *args, **kw)
+        if context_fn is not module.noop_context_fn:
+            refuse("context_fn")
+        return iter([None])
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        if is_inside():
+            refuse("use_reentrant=True")
+        return super(kind, kind).apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    kind: Any = module.CheckpointFunction
+    module._checkpoint_without_reentrant_generator = start
+    kind.apply = apply
+
+    def restore() -> None:
+        if module._checkpoint_without_reentrant_generator is start:
+            module._checkpoint_without_reentrant_generator = before
+        if vars(kind).get("apply") is apply:
+            del kind.apply
+
+    return restore
+
+
 def scale_replicator() -> type[Any]:
     """What `torch.amp.GradScaler` copies its scale to other devices with."""
     from torch.amp.grad_scaler import _MultiDeviceReplicator

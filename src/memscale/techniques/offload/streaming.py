@@ -29,7 +29,7 @@ from memscale._errors import PlanError
 from memscale._patching import OwnHook, find_module, keep_copies_clean
 from memscale._plan import StreamParameters
 from memscale._recompute import RecomputedForward, Region
-from memscale.techniques.offload import followers
+from memscale.techniques.offload import followers, inner_checkpoints
 from memscale.techniques.offload.homes import (
     LARGEST_SEGMENT_BYTES,
     Homes,
@@ -115,7 +115,8 @@ class StreamedForward(RecomputedForward):
         try:
             with self._weights(visit, follows=notes is not None) as lent:
                 del visit
-                output = self.inner()(*args, **kwargs)
+                with inner_checkpoints.seen_through(self.module_fqn):
+                    output = self.inner()(*args, **kwargs)
                 if notes is not None:
                     self._leave_tails([*places.values()], notes, output, since)
             if notes is not None and any(lender.is_used for lender in lent):
@@ -143,7 +144,7 @@ class StreamedForward(RecomputedForward):
             visit = self.streamer.fetch_backward(self.index, notes)
         else:
             visit = Visit(self.parameters(), [hollow_like(p, self.streamer.device) for p in self.parameters()], -1)
-        with self._weights(visit):
+        with self._weights(visit), inner_checkpoints.seen_through(self.module_fqn):
             return self.inner()(*args, **kwargs)
 
     def _leave_tails(
@@ -289,6 +290,7 @@ def attach(
     undo.callback(model.register_forward_pre_hook(_ForwardStart(streamer)).remove)
     undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
     keep_copies_clean(model, undo)
+    inner_checkpoints.attach(model, undo)
     following = followers.attach(model, undo)  # undone after the homes: state follows its parameters both ways
     undo.callback(streamer.homes.restore)
     streamer.homes.move_in(model, streamed)
