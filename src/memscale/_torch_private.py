@@ -203,9 +203,10 @@ def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str
 
     What would not be the same is given to `refuse`, by its name. Returns what undoes that.
     """
-    from torch.utils import checkpoint as module
+    from torch.utils import checkpoint
 
-    before: Any = module._checkpoint_without_reentrant_generator
+    module: Any = checkpoint
+    before = module._checkpoint_without_reentrant_generator
 
     def start(fn: Any, preserve: bool = True, context_fn: Any = module.noop_context_fn, *args: Any, **kw: Any) -> Any:
         if not is_inside():
@@ -217,9 +218,9 @@ def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str
     def apply(*args: Any, **kwargs: Any) -> Any:
         if is_inside():
             refuse("use_reentrant=True")
-        return super(kind, kind).apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return super(kind, kind).apply(*args, **kwargs)
 
-    kind: Any = module.CheckpointFunction
+    kind = module.CheckpointFunction
     module._checkpoint_without_reentrant_generator = start
     kind.apply = apply
 
