@@ -227,9 +227,11 @@ def _patchable() -> dict[str, Any]:
             (F, ("dropout", "scaled_dot_product_attention", "cross_entropy", "multi_head_attention_forward")),
             (torch.Tensor, ("backward", "__torch_function__")),
             (torch.autograd, ("backward", "grad")),
+            (torch.autograd.Variable, ("_execution_engine",)),
             (torch.optim.Optimizer, ("zero_grad", "step")),
             (torch.optim.AdamW, ("__init__",)),
-            (checkpoint_internals, ("checkpoint",)),
+            (checkpoint_internals, ("checkpoint", "_checkpoint_without_reentrant_generator")),
+            (checkpoint_internals.CheckpointFunction, ("apply",)),
         )
         for name in names
         if hasattr(owner, name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as checkpoint_internals
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from memscale import _torch_private
 
@@ -181,3 +184,46 @@ def test_what_pytorch_chooses_for_parameters_on_the_host() -> None:
     assert not _torch_private.is_foreach_by_default([nn.Parameter(torch.ones(2))], differentiable=False)
     assert _torch_private.is_foreach_by_default([], differentiable=False)
     assert not _torch_private.is_foreach_by_default([], differentiable=True)
+
+
+def test_backward_passes_can_be_watched():
+    seen = []
+
+    def run(backward: Callable[[], Any]) -> Any:
+        seen.append(_torch_private.graph_task_id())
+        return backward()
+
+    engine = torch.autograd.Variable._execution_engine
+    restore = _torch_private.replace_engine(run)
+    try:
+        x = torch.ones(2, requires_grad=True)
+        (gradient,) = torch.autograd.grad((x * 2).sum(), x)
+        (x * 3).sum().backward()
+    finally:
+        restore()
+    assert seen == [-1, -1]
+    assert torch.equal(gradient, torch.full((2,), 2.0))
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+    assert torch.autograd.Variable._execution_engine is engine
+
+
+def test_checkpoints_can_be_seen_through():
+    inside, refused = [False], []
+    restore = _torch_private.see_through_checkpoints(lambda: inside[0], refused.append)
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(inside[0])
+        return x.sin()
+
+    try:
+        for inside[0] in (False, True):
+            x = torch.ones(2, requires_grad=True)
+            checkpoint(function, x, use_reentrant=False).sum().backward()
+            assert torch.equal(x.grad, torch.ones(2).cos())
+        assert calls == [False, False, True]  # outside it is computed again
+        checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=True)
+        assert refused == ["use_reentrant=True"]
+    finally:
+        restore()
+    assert "apply" not in vars(checkpoint_internals.CheckpointFunction)

@@ -19,6 +19,7 @@ caller's is not recomputed for that call (see `_caches.py`), nor is any inside `
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -29,6 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from memscale import _caches, _torch_private
+from memscale._backward_errors import wait_on_errors
 from memscale._errors import VerificationError
 from memscale._host_rng import Fingerprint, HostRng
 from memscale._module_state import Flags, Memory, ModuleState
@@ -62,12 +64,27 @@ class RecomputedForward(ForwardOverride):
         training flags."""
         self.state = ModuleState(module)
         self._warned = False
+        self._input_devices: frozenset[torch.device] = frozenset()
+
+    def attach(self, undo: contextlib.ExitStack) -> None:
+        super().attach(undo)
+        wait_on_errors(self, self.module, undo)
+
+    def devices(self) -> set[torch.device]:
+        """Where it computes: its autograd threads."""
+        module = self._module()
+        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+        if self.anchor is not None:
+            tensors.append(self.anchor)
+        return {*self._input_devices, *(tensor.device for tensor in tensors if not _torch_private.is_fake(tensor))}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _torch_private.inside_functional_transform():
             return self.compute(args, kwargs, None)
         # Flat, so that checkpoint sees every tensor: it saves the RNG only of devices that it finds among them.
         leaves, spec = _flatten(args, kwargs)
+        if not self._input_devices:
+            self._input_devices = _devices(leaves)
         region = Region(self, args, kwargs, spec)
         if isinstance(spec, TreeSpec) and (caches := _find_caches(args, kwargs)):
             if not all(map(_caches.may_forget, caches)):
@@ -246,6 +263,11 @@ def _with_each(
     table = {id(before): after for before, after in zip(old, new, strict=True)}
     replaced = {name: table.get(id(value), value) for name, value in kwargs.items()}
     return tuple(table.get(id(value), value) for value in args), replaced
+
+
+def _devices(leaves: list[Any]) -> frozenset[torch.device]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not _torch_private.is_fake(leaf)]
+    return frozenset(tensor.device for tensor in tensors)
 
 
 def _versions(leaves: tuple[Any, ...]) -> list[int]:

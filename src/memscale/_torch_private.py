@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -257,6 +258,65 @@ def graph_task_id() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call this when the current backward pass is complete; if it fails, the callback is dropped uncalled."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _Engine(torch._C._ImperativeEngine):
+    """Autograd's engine, with somebody around every backward pass that Python starts."""
+
+    def __init__(self, run: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(functools.partial(super().run_backward, *args, **kwargs))
+
+
+def replace_engine(run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let `run(backward)` call every backward pass from now on. Returns what undoes that."""
+    variable: Any = torch.autograd.Variable
+    before = variable._execution_engine
+    ours = variable._execution_engine = _Engine(run)
+
+    def restore() -> None:
+        if variable._execution_engine is ours:
+            variable._execution_engine = before
+
+    return restore
+
+
+def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str], None]) -> Callable[[], None]:
+    """While `is_inside()`, `torch.utils.checkpoint` computes its function as if it were not there.
+
+    What would not be the same is given to `refuse`, by its name. Returns what undoes that.
+    """
+    from torch.utils import checkpoint
+
+    module: Any = checkpoint
+    before = module._checkpoint_without_reentrant_generator
+
+    def start(fn: Any, preserve: bool = True, context_fn: Any = module.noop_context_fn, *args: Any, **kw: Any) -> Any:
+        if not is_inside():
+            return before(fn, preserve, context_fn, *args, **kw)
+        if context_fn is not module.noop_context_fn:
+            refuse("context_fn")
+        return iter([None])
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        if is_inside():
+            refuse("use_reentrant=True")
+        return super(kind, kind).apply(*args, **kwargs)
+
+    kind = module.CheckpointFunction
+    module._checkpoint_without_reentrant_generator = start
+    kind.apply = apply
+
+    def restore() -> None:
+        if module._checkpoint_without_reentrant_generator is start:
+            module._checkpoint_without_reentrant_generator = before
+        if vars(kind).get("apply") is apply:
+            del kind.apply
+
+    return restore
 
 
 def scale_replicator() -> type[Any]:

@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -256,19 +257,82 @@ DiskStore(sys.argv[1])
 """
 
 
-def test_files_of_dead_processes_are_swept_and_those_of_living_ones_are_not(tmp_path):
+def test_files_of_dead_processes_are_swept(tmp_path):
     done = run_python(KILLED_BEFORE_UNLINK, str(tmp_path))
     assert done.returncode == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
-    living = tmp_path / "memscale-offload-living"
+    (left,) = tmp_path.iterdir()
+    assert left.stat().st_size == 0
     stranger = tmp_path / "checkpoint.pt"
     stranger.write_text("")
-    with living.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        DiskStore(tmp_path).close()
-        assert set(tmp_path.iterdir()) == {living, stranger}
-    assert sweep_stale(tmp_path) == 1
-    assert set(tmp_path.iterdir()) == {stranger}
+    DiskStore(tmp_path).close()
+    assert list(tmp_path.iterdir()) == [stranger]
+
+
+STALE_NAME = "memscale-offload-abcd_123"
+
+
+def make_stale(path: pathlib.Path, text: str = "", mode: int = 0o600) -> None:
+    path.write_text(text)
+    path.chmod(mode)
+
+
+FOREIGN = {
+    "a directory": lambda path: path.mkdir(),
+    "a dangling link": lambda path: path.symlink_to("/nonexistent/file"),
+    "a link to a file": lambda path: path.symlink_to(path.parent / "results"),
+    "a pipe": lambda path: os.mkfifo(path, 0o600),
+    "a file with something in it": lambda path: make_stale(path, "results"),
+    "a file that others may read": lambda path: make_stale(path, mode=0o644),
+    "another name": lambda path: make_stale(path.with_name("memscale-offload-results")),
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+def test_what_is_not_ours_blocks_nobody_and_stays(make, tmp_path):
+    make_stale(tmp_path / "results")
+    make(tmp_path / STALE_NAME)
+    before = sorted(tmp_path.iterdir())
+    DiskStore(tmp_path).close()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+AS_NOBODY = """
+import os, pathlib, sys
+from memscale.techniques.offload.disk import DiskStore, sweep_stale
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+DiskStore(sys.argv[1]).close()
+print("opened, and removed", sweep_stale(pathlib.Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o1733], ids=["shared", "not to be listed"])
+def test_a_stale_file_of_another_user_blocks_nobody(mode):
+    with tempfile.TemporaryDirectory() as name:  # not below pytest's, which is closed to others
+        directory = pathlib.Path(name)
+        make_stale(directory / STALE_NAME)
+        if os.geteuid() == 0:  # nobody else can become another user
+            directory.chmod(mode)
+            done = run_python(AS_NOBODY, name)
+            assert "opened, and removed 0" in done.stdout, done.stderr
+            assert [path.name for path in directory.iterdir()] == [STALE_NAME]
+        assert sweep_stale(directory) == 1
+
+
+def test_a_sweep_that_is_quicker_than_the_owner_does_no_harm(tmp_path, monkeypatch):
+    unlink = os.unlink
+
+    def sweep_before(path, *args, **kwargs):
+        monkeypatch.setattr(os, "unlink", unlink)
+        assert sweep_stale(tmp_path) == 1
+        unlink(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", sweep_before)
+    store = DiskStore(tmp_path)
+    ticket = store.put(torch.ones(1000))
+    assert torch.equal(store.get(ticket), torch.ones(1000))
+    store.close()
 
 
 def test_freed_room_is_used_again(store):

@@ -1,8 +1,9 @@
 """`DiskStore`: tensors wait in a file that nobody else can see and that cannot outlive the process.
 
 NOTE [no file is left behind]: the file is unlinked as soon as it is open, so the kernel removes it with the process,
-however that ends. Only a kill between the two calls leaves a name; it is removed at the next start by anyone who finds
-it unlocked (the owner holds a lock on it, and locks die with their process, unlike process ids, which are reused).
+however that ends. Only a kill between the two calls leaves a name, of an empty file. The user's next start removes it;
+should its owner still be between the two calls, that is what it was about to do. Nothing else in the directory is ours:
+it is neither opened, followed, nor removed, and disturbs nobody.
 
 NOTE [page cache]: bytes go past the page cache (O_DIRECT, from aligned buffers). Where the file system refuses that,
 they are flushed and dropped from the cache after every move. Either way the RAM that offloading frees stays free.
@@ -18,7 +19,9 @@ import mmap
 import os
 import pathlib
 import queue
+import re
 import shutil
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -36,6 +39,8 @@ CHUNK_BYTES = 8 * 1024 * 1024
 RESERVE_BYTES = 64 * 1024 * 1024
 """Free space that is left to the rest of the machine."""
 _PREFIX = "memscale-offload-"
+_OWN_NAME = re.compile(re.escape(_PREFIX) + "[a-z0-9_]{8}")
+"""The prefix and what `tempfile` adds to it."""
 
 
 class DiskStore(Store):
@@ -47,6 +52,7 @@ class DiskStore(Store):
     """
 
     name = "disk"
+    survives_fork = False
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class DiskStore(Store):
     # ---------------------------------------------------------------------------------------------------- bytes
 
     def write(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
+        self.process.require()
         offset, checksum = ticket.spot, 0
         for chunk in _chunks(parts):
             with self._block_aligned(chunk, fill=True) as buffer:
@@ -84,6 +91,7 @@ class DiskStore(Store):
             self.counters.bytes_in += ticket.num_bytes
 
     def read(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
+        self.process.require()
         offset, checksum = ticket.spot, 0
         for chunk in _chunks(parts):
             with self._block_aligned(chunk, fill=False) as buffer:
@@ -159,6 +167,10 @@ class DiskStore(Store):
             self._extents.give(spot, num_bytes)
 
     def close(self) -> None:
+        if not self.process.is_here():  # this process' descriptor of the parent's file is all that is ours
+            self.closed = True
+            self._file.close()
+            return
         with self._lock:
             if not self.closed:
                 super().close()
@@ -247,9 +259,11 @@ class _UnlinkedFile:
 
 
 def _open_unlinked(directory: pathlib.Path, direct: bool) -> tuple[int, bool]:
+    """See NOTE [no file is left behind]."""
     fd, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):  # somebody's sweep was quicker
+            os.unlink(name)
         if direct and hasattr(os, "O_DIRECT"):
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             direct = _try_direct(fd, flags)
@@ -258,8 +272,6 @@ def _open_unlinked(directory: pathlib.Path, direct: bool) -> tuple[int, bool]:
     except BaseException:
         os.close(fd)
         raise
-    finally:
-        os.unlink(name)
     return fd, direct
 
 
@@ -280,19 +292,24 @@ def _try_direct(fd: int, flags: int) -> bool:
 
 
 def sweep_stale(directory: pathlib.Path) -> int:
-    """Remove offload files whose process is gone. Returns how many."""
-    removed = 0
-    for path in directory.glob(_PREFIX + "*"):
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            continue  # its owner has just unlinked it
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed += 1
-        except BlockingIOError:
-            pass  # its owner lives
-        finally:
-            os.close(fd)
-    return removed
+    """Remove the empty files that killed processes of this user left. Returns how many."""
+    try:
+        with os.scandir(directory) as entries:
+            stale = [pathlib.Path(entry.path) for entry in entries if _is_ours(entry)]
+    except PermissionError:
+        return 0  # a directory in which one may write, but not look around
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return len(stale)
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    """Whether `_open_unlinked` made it: nothing is opened to find that out, and no link is followed."""
+    if not _OWN_NAME.fullmatch(entry.name):
+        return False
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False  # its owner has just unlinked it
+    is_private = stat.S_IMODE(found.st_mode) == stat.S_IRUSR | stat.S_IWUSR
+    return stat.S_ISREG(found.st_mode) and is_private and found.st_uid == os.geteuid() and found.st_size == 0

@@ -14,6 +14,12 @@ A ticket records dtype, shape and stride, and only the bytes that the tensor nee
 - overlapping windows travel as the memory that they span;
 - a view with gaps is packed first (one temporary of its own size on the device) and comes back with its strides, so
   it spans its gaps again. Who keeps many views of one storage should send the storage once instead.
+
+NOTE [fork]: a forked child has the parent's stores, but what lies on a disk is one file for both, and the parent's
+threads do not exist in the child: what the child wrote would silently be the parent's, and it would wait for ever for
+what a thread should do. So a store belongs to the process that made it. Whoever would use it in another one is refused
+with a sentence; whoever only lets go there (finalizers do, when the child ends) does nothing, before any lock: a thread
+that is not there may hold it. Memory is copied by a fork, so stores in memory serve the child as its own.
 """
 
 from __future__ import annotations
@@ -22,13 +28,14 @@ import collections
 import concurrent.futures
 import dataclasses
 import math
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from memscale._errors import StoreFullError
+from memscale._errors import OffloadError, StoreFullError
 
 PART_BYTES = 4096
 """Bytes are moved in multiples of this, except at their end: what direct I/O can do."""
@@ -145,6 +152,7 @@ class Ticket:
 
     def wait_written(self) -> None:
         """Block until the bytes are in the store; raise what the write raised."""
+        self.store.process.require()
         if self.write_job is not None:
             self.write_job.result()
         if self.written is not None:
@@ -189,6 +197,27 @@ class StoreCounters:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
 
+class Process:
+    """The process that made a store. See NOTE [fork]."""
+
+    def __init__(self, what: str, *, survives_fork: bool = False) -> None:
+        self._what = what
+        self._pid = os.getpid()
+        self._survives_fork = survives_fork
+
+    def is_here(self) -> bool:
+        return self._survives_fork or os.getpid() == self._pid
+
+    def require(self) -> None:
+        """Refuse to go on in another one."""
+        if not self.is_here():
+            raise OffloadError(
+                f"{self._what} belongs to process {self._pid}, and this is process {os.getpid()}, which was forked "
+                "from it: what waits there is the parent's. Train in the parent, call memscale.detach(model) before "
+                "the fork, or start the child with the 'spawn' method and wrap its model there"
+            )
+
+
 class Store:
     """What every tier has in common: tickets, books, and blocking moves.
 
@@ -200,9 +229,12 @@ class Store:
     in_memory = False
     """Its spots are host memory (`memory_of`), which a device can copy to and from directly."""
     keeps_bytes = True
+    survives_fork = True
+    """A forked child has all of it as its own. See NOTE [fork]."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
+        self.process = Process(f"this {self.name} store", survives_fork=self.survives_fork)
         self.counters = StoreCounters()
         self.closed = False
         self.abandoned: collections.deque[Ticket] = collections.deque()
@@ -214,6 +246,7 @@ class Store:
 
     def reserve(self, layout: Layout) -> Ticket:
         """Room for a tensor; `StoreFullError` if there is none."""
+        self.process.require()
         self.sweep()
         with self._lock:
             assert not self.closed, f"the {self.name} store is closed"
@@ -229,6 +262,8 @@ class Store:
         """
         if ticket.store is not self:
             ticket.store.free(ticket)
+            return
+        if not self.process.is_here():
             return
         concurrent.futures.wait(ticket.jobs)  # the room is free only when no thread reads or writes there any more
         with self._lock:

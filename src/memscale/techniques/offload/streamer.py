@@ -31,6 +31,7 @@ from memscale._units import round_up
 from memscale.techniques.offload import waits
 from memscale.techniques.offload.homes import CPU, Homes, unviewed
 from memscale.techniques.offload.stores import PART_BYTES, Layout, StoreCounters, Ticket
+from memscale.techniques.offload.sum_order import Tails
 from memscale.techniques.offload.transfers import Arrival, Transfers
 from memscale.techniques.offload.waits import TransferStats
 
@@ -177,6 +178,8 @@ class Expectation:
     stamps: tuple[Stamp, ...]
     kept: Visit | None = None
     """This layer's own copies, kept for a backward that follows at once."""
+    tails: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """By parameter id: where the gradients of later calls are added. See NOTE [order of sums] in sum_order.py."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -214,6 +217,7 @@ class Streamer:
         self._ahead: dict[int, Visit] = {}
         """For the layers that come next in forward."""
         self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
+        self.tails = Tails(device)
 
     def add(self, layer: Layer) -> None:
         self.layers.append(weakref.ref(layer))
@@ -321,6 +325,10 @@ class Streamer:
         before, flight.ahead = flight.ahead, {}
         self._look_ahead(stop, place, before, flight.ahead)
         return visit
+
+    def is_called_again(self, index: int) -> bool:
+        """Whether an earlier call of this layer still waits for its backward."""
+        return len(self._pending[index]) > 1
 
     def drop_ahead(self) -> None:
         """Nobody will use what was fetched ahead."""

@@ -29,7 +29,7 @@ from memscale._errors import PlanError
 from memscale._patching import OwnHook, find_module, keep_copies_clean
 from memscale._plan import StreamParameters
 from memscale._recompute import RecomputedForward, Region
-from memscale.techniques.offload import followers, implementations, in_parts
+from memscale.techniques.offload import followers, implementations, in_parts, inner_checkpoints
 from memscale.techniques.offload.homes import (
     LARGEST_SEGMENT_BYTES,
     Homes,
@@ -43,6 +43,7 @@ from memscale.techniques.offload.host import HostStore
 from memscale.techniques.offload.lending import Lender, hollow_like
 from memscale.techniques.offload.stores import ShapeStore, Store
 from memscale.techniques.offload.streamer import Expectation, Passage, Stamp, Streamer, Visit
+from memscale.techniques.offload.sum_order import Uses, follow
 from memscale.techniques.offload.tiers import has_streams
 from memscale.techniques.offload.transfers import Transfers
 
@@ -97,6 +98,7 @@ class StreamedForward(RecomputedForward):
         self.index = index
         self.anchor = streamer.anchor
         self.slots: list[Slot] = []
+        self._uses = Uses()
         self.needs_weights_in_backward = verify or not _is_lookup(module)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -108,10 +110,15 @@ class StreamedForward(RecomputedForward):
         if region is not None:
             region.notes = notes
         visit = self.streamer.fetch_forward(self.index, notes)
+        since = _torch_private.next_sequence_number()
+        places = {id(parameter): (slot, parameter) for slot in self.slots if (parameter := slot.get()) is not None}
         try:
-            with self._weights(visit) as lent:
+            with self._weights(visit, follows=notes is not None) as lent:
                 del visit
-                output = self.inner()(*args, **kwargs)
+                with inner_checkpoints.seen_through(self.module_fqn):
+                    output = self.inner()(*args, **kwargs)
+                if notes is not None:
+                    self._leave_tails([*places.values()], notes, output, since)
             if notes is not None and any(lender.is_used for lender in lent):
                 notes.kept = None  # they are brought where they are used
             return output
@@ -137,14 +144,26 @@ class StreamedForward(RecomputedForward):
             visit = self.streamer.fetch_backward(self.index, notes)
         else:
             visit = Visit(self.parameters(), [hollow_like(p, self.streamer.device) for p in self.parameters()], -1)
-        with self._weights(visit):
+        with self._weights(visit), inner_checkpoints.seen_through(self.module_fqn):
             return self.inner()(*args, **kwargs)
 
+    def _leave_tails(
+        self, places: list[tuple[Slot, torch.Tensor]], notes: Expectation, output: Any, since: int
+    ) -> None:
+        """See NOTE [order of sums] in sum_order.py."""
+        weights = [slot.get() for slot, _ in places]
+        again, tails = self.streamer.is_called_again(self.index), self.streamer.tails
+        several = self._uses.several(self.module, weights, output, since, is_called_again=again)
+        for position, ((_, parameter), weight) in enumerate(zip(places, weights, strict=True)):
+            follows = parameter.requires_grad and tails.of(parameter) is not None
+            if position in several or follows:
+                tails.leave(parameter, weight, notes)
+
     @contextlib.contextmanager
-    def _weights(self, visit: Visit) -> Iterator[list[Lender]]:
+    def _weights(self, visit: Visit, *, follows: bool = False) -> Iterator[list[Lender]]:
         """Device copies in the place of the parameters."""
         weights = {
-            id(parameter): self._link(parameter, weight)
+            id(parameter): self._link(parameter, weight, follows=follows)
             for parameter, weight in zip(visit.parameters, visit.weights(), strict=True)
         }
         visit.arrivals = []  # the graph alone decides how long the copies live
@@ -173,17 +192,22 @@ class StreamedForward(RecomputedForward):
                 "and a streamed layer would lose that; leave it out of parameter streaming"
             )
 
-    def _link(self, parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _link(self, parameter: torch.Tensor, weight: torch.Tensor, *, follows: bool) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return weight
         if not parameter.requires_grad:
             Lender(weight, parameter, self.streamer).attach()
             return weight
+        tail = self.streamer.tails.of(parameter) if follows else None
+        linked = follow(tail, weight) if tail is not None else self._link_home(parameter, weight)
+        Lender(linked, parameter, self.streamer).attach()
+        return linked
+
+    def _link_home(self, parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         passage = Passage(self.streamer, parameter, self.module_fqn)
         alias = _AtHome.apply(parameter, passage)  # type: ignore[no-untyped-call]
         linked: torch.Tensor = _Visiting.apply(alias, [weight], passage)  # type: ignore[no-untyped-call]
         _torch_private.run_first(linked.grad_fn)  # leave at once, not after the whole layer
-        Lender(linked, parameter, self.streamer).attach()
         return linked
 
 
@@ -266,6 +290,7 @@ def attach(
     undo.callback(model.register_forward_pre_hook(_ForwardStart(streamer)).remove)
     undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
     keep_copies_clean(model, undo)
+    inner_checkpoints.attach(model, undo)
     following = followers.attach(model, undo)  # undone after the homes: state follows its parameters both ways
     if not is_fake:
         implementations.begin_streaming(streamer)

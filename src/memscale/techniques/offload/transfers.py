@@ -40,7 +40,7 @@ from memscale.techniques.offload.disk import CHUNK_BYTES
 from memscale.techniques.offload.host import HostStore, lay_over
 from memscale.techniques.offload.in_flight import Window
 from memscale.techniques.offload.io_threads import IoThreads, Job
-from memscale.techniques.offload.stores import Fence, Layout, Store, Ticket
+from memscale.techniques.offload.stores import Fence, Layout, Process, Store, Ticket
 
 WINDOW_BYTES = 64 * 1024 * 1024
 STAGING_BYTES = 256 * 1024 * 1024
@@ -78,6 +78,9 @@ class Transfers:
             self._in_stream = torch.Stream(device=self.device) if num_streams > 1 else self._out_stream
         has_disk = any(leaf.keeps_bytes and not leaf.in_memory for leaf in store.leaves())
         self._threads = IoThreads(num_threads if asynchronous and has_disk else 0, self.stats)
+        blocks = not asynchronous and all(leaf.survives_fork for leaf in store.leaves())
+        self._process = Process("the tier that tensors wait on", survives_fork=blocks)
+        """Threads and streams do not survive a fork, either. See NOTE [fork] in stores.py."""
 
     # ------------------------------------------------------------------------------------------------------ out
 
@@ -86,6 +89,7 @@ class Transfers:
 
         The tensor must not be written to before `wait_sent(ticket)`; dropping it is always safe.
         """
+        self._process.require()
         with self._lock:
             layout = Layout.of(tensor)
             assert ticket is None or ticket.num_bytes == layout.num_bytes, "a ticket is refilled with its own layout"
@@ -168,11 +172,15 @@ class Transfers:
 
     def wait_sent(self, ticket: Ticket) -> None:
         """From here on its source may be written to: the stream that sent it (or this thread) waits for the copy."""
+        if not self._process.is_here():
+            return
         with self._lock:
             self._window.release(ticket)
 
     def release_sources(self) -> None:
         """Let go of every source: as `wait_sent`, for all of them."""
+        if not self._process.is_here():
+            return
         with self._lock:
             self._window.trim(0)
 
@@ -184,6 +192,7 @@ class Transfers:
         `out` must not be in use by anything but what the current stream has been given, and the current stream must
         have waited for what was sent from it (`wait_sent`).
         """
+        self._process.require()
         with self._lock:
             line = ticket.layout.empty() if out is None else Layout.of(out).flatten(out).view(ticket.layout.dtype)
             arrival = Arrival(self, ticket, line)
@@ -259,12 +268,15 @@ class Transfers:
 
     def free(self, ticket: Ticket) -> None:
         """The tensor is no longer needed, nor is the error if writing it failed."""
+        if not self._process.is_here():
+            return
         ticket.store.free(ticket)
         with self._lock:
             self._threads.forget_write(ticket)
 
     def settle(self) -> None:
         """All that was sent is in the store, no source is held, no thread is busy. Raises what a write raised."""
+        self._process.require()
         with self._lock:
             self._window.trim(0)
             writes = self._threads.finish()
@@ -274,10 +286,16 @@ class Transfers:
 
     def close(self) -> None:
         """Let go of everything. Errors of threads are not raised any more: what they concern is given up."""
+        if not self._process.is_here():
+            return
         with self._lock:
             self._window.trim(0)
             self._threads.close()
             self.staging.close()
+
+    def require_own_process(self) -> None:
+        """See NOTE [fork] in stores.py."""
+        self._process.require()
 
     @property
     def in_flight_bytes(self) -> int:
@@ -343,6 +361,7 @@ class Arrival:
 
     def wait(self) -> torch.Tensor:
         """The tensor, for the current stream. Raises what its read raised."""
+        self._transfers.require_own_process()
         if not self._waited:
             self._transfers.stats.num_hits += self.is_here()
         if self.job is not None:

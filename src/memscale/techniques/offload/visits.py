@@ -196,6 +196,7 @@ class Visits:
         job = bucket.ticket.write_job if bucket.ticket is not None else None
         if job is None:
             return
+        self.transfers.require_own_process()
         concurrent.futures.wait([job])
         error = job.exception()
         if isinstance(error, OffloadError):
