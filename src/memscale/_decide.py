@@ -16,6 +16,7 @@ from memscale._config import Config
 from memscale._errors import DoesNotFitError
 from memscale._front import by_peak, by_time, pareto_front
 from memscale._hardware import Hardware
+from memscale._lowest import Room
 from memscale._peak import CostModel
 from memscale._plan import DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
 from memscale._profile import Profile
@@ -147,7 +148,8 @@ def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config:
             found.append(Candidate(whole, model.evaluate_whole(treatment)))
     allowed = [treatment for treatment in model.treatments if _is_allowed(treatment, config)]
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
-    found += search(model, runs, allowed, counts_waiting=counts_waiting)
+    room = Room(budget.host_bytes, budget.disk_bytes)
+    found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
     return found or [Candidate(Choice(), baseline)]
 
 
