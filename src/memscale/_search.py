@@ -4,9 +4,11 @@ A stretch of neighbouring blocks is known by a *front*: ways of treating it, non
 everything. Of equal blocks in a plain stack only the number that gets each treatment matters, and their best order is
 known; fronts of other neighbours are merged pairwise, up to the whole model, in whatever order a step visits its blocks
 (`_ways`). Short models are searched exactly; on long ones fronts are thinned, by a grid on bytes that keeps the fastest
-of each cell. What thinning could lose is looked for apart: every block treated alike, and the lowest peak that there
-is, which no time has a say in (`_lowest`). Nothing here depends on the device's budget, so a larger one can never give
-a slower plan. Whole bytes and a fixed order: the same inputs give the same front everywhere.
+of each cell. What thinning could lose is looked at apart: blocks that are treated alike, all or up to one of them, and
+the lowest peak that there is, which no time has a say in (`_lowest`).
+
+Nothing here depends on the device's budget, so a larger one can never give a slower plan. Whole bytes and a fixed
+order: the same inputs give the same front everywhere.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ class _Searcher:
         return self._block_of[key]
 
     def _front(self, blocks: Sequence[int]) -> Front:
-        """The whole model's front, thinned once for all runs; and every block treated alike, which is never thinned."""
+        """The whole model's front, thinned once for all runs; and simple ways, which are not thinned."""
         if not blocks:
             return Front(np.zeros((1, SPANS + 4), np.int64), np.zeros(1), np.zeros((1, 0), np.int8))
         if tuple(blocks) not in self._whole:
@@ -191,7 +193,7 @@ class _Searcher:
             if self.counts_waiting and not self.is_exact:
                 # Every run looks at all of it, and host bytes set few ways apart from the others.
                 whole = on_grid(whole, self._needs(whole), _MAX_EACH)
-            self._whole[tuple(blocks)] = self._two_spans(whole.plus(self._uniform(blocks)))
+            self._whole[tuple(blocks)] = self._two_spans(whole.plus(self._simple(blocks)))
         return self._whole[tuple(blocks)]
 
     def _stretches(self, blocks: Sequence[int]) -> Stretches:
@@ -205,10 +207,16 @@ class _Searcher:
             position += length
         return tuple(stretches)
 
-    def _uniform(self, blocks: Sequence[int]) -> Front:
+    def _simple(self, blocks: Sequence[int]) -> Front:
+        """Every block treated alike; and on long models the first so many one way and the others another."""
         fronts = [self._every[block] for block in blocks]
-        same = np.arange(len(fronts[0]))[:, None]
-        return blocks_of(fronts, np.repeat(same, len(blocks), axis=1), self.visits)
+        kinds, length = range(len(fronts[0])), len(blocks)
+        alike = [[kind] * length for kind in kinds]
+        split = [] if self.is_exact else range(1, length)
+        mixed = [[a] * first + [b] * (length - first) for a, b in itertools.permutations(kinds, 2) for first in split]
+        ways = blocks_of(fronts, np.array(alike + mixed), self.visits)
+        best = not_dominated(ways.ms, self._needs(ways))
+        return ways.take(np.unique([*range(len(alike)), *best]))
 
     def _two_spans(self, front: Front) -> Front:
         """Forward and backward, also where nothing is visited in one of them."""
