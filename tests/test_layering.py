@@ -73,7 +73,7 @@ ALLOWED = {
 }
 """Whom each of the pure modules may import, at most."""
 
-MEETING_PLACES = {"_api", "_planner", "_pipeline", "_study", "_estimate", "_fit"}
+MEETING_PLACES = {"_api", "_planner", "_pipeline", "_study", "_estimate", "_fit", "_advice"}
 
 
 def name_of(path: pathlib.Path) -> str:

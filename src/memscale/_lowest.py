@@ -5,7 +5,8 @@ optimizer's step. Each point is a sum over blocks of what their treatments hold 
 the other, in all ways; a way is dropped when at some point it is already, with the least that the blocks to come can
 add, no lower than the best that is known, or when another is no higher at any point that could still be the peak.
 Points between which no block is left to be treated are one, so of a plain stack few ways remain at any time. What is
-left in the end has the lowest peak there is, unless there were ever more than `MAX_WAYS`.
+left in the end has the lowest peak there is, unless there were ever more than `MAX_WAYS`; where host or disk are short
+there often are, and it is the lowest that was found.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from memscale._ways import (
     not_dominated,
 )
 
-MAX_WAYS = 1024
-"""Ways that are followed at a time."""
+MAX_WAYS, MAX_WAYS_IN_ROOM = 1024, 96
+"""Ways that are followed at a time; where what waits elsewhere counts, which sets many more apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Whole:
         """Peak, time, host and movable bytes by way: `CostModel.evaluate` for many at once."""
         model, columns, streamed = self.model, front.columns, -front.columns[:, RESIDENT]
         live = self.base_bytes + columns[:, STATIC] + self.resident_bytes(streamed)
-        peak, forward, backward = live, columns[:, SPANS : SPANS + 2], columns[:, SPANS + 2 : SPANS + 4]
+        peak, (forward, backward) = live, self._spans(columns)
         for high, net in (
             (self.start.peak_bytes, self.start.net_bytes),
             (forward[:, 0], forward[:, 1]),
@@ -74,18 +75,32 @@ class Whole:
         ms = model.step_ms(self.run, front.ms + around_ms, streamed)
         return np.stack([peak, ms, *self.waiting(front)], axis=1)
 
+    def _spans(self, columns: Array) -> tuple[Array, Array]:
+        """Forward's and backward's, also where one of them visits no block."""
+        nothing = np.zeros((len(columns), 2), np.int64)
+        found = [columns[:, at : at + 2] for at in range(SPANS, columns.shape[1], 2)]
+        if len(found) == 2:
+            return found[0], found[1]
+        first = found[0] if found else nothing
+        return (nothing, first) if self.visits.turn == 0 else (first, nothing)
+
     def waiting(self, front: Front) -> tuple[Array, Array]:
         """What waits on the host, and what may wait there or below it."""
         columns = front.columns
         away = self.model.optimizer.bytes_away(self.run, -columns[:, RESIDENT])
-        at_home, anywhere = (np.rint(num_bytes).astype(np.int64) for num_bytes in away)
+        at_home, anywhere = map(_whole_bytes, away)
         return columns[:, HOST] + self.rest.host_bytes + at_home, columns[:, MOVABLE] + anywhere
 
     def resident_bytes(self, streamed: Array) -> Array:
-        return np.rint(self.model.optimizer.resident_bytes(self.run, streamed)).astype(np.int64)
+        return _whole_bytes(self.model.optimizer.resident_bytes(self.run, streamed))
 
     def step_bytes(self, streamed: Array) -> Array:
-        return np.rint(self.model.optimizer.step_bytes(self.run, streamed)).astype(np.int64)
+        return _whole_bytes(self.model.optimizer.step_bytes(self.run, streamed))
+
+
+def _whole_bytes(num_bytes: Array) -> Array:
+    rounded: Array = np.rint(num_bytes).astype(np.int64)
+    return rounded
 
 
 class _Points:
@@ -129,6 +144,11 @@ class _Points:
         return np.unique([0, *changes, len(self.owners) - 1])
 
 
+def least_peak(whole: Whole, fronts: Sequence[Front]) -> int:
+    """What no way can be below."""
+    return int(_Descent(whole, fronts, 0, None).bounds(0)[0])
+
+
 def lowest_peak(whole: Whole, fronts: Sequence[Front], below: int, room: Room | None) -> Front | None:
     """The way with the lowest peak, if there is one with less than `below`. `fronts` are those of single blocks."""
     return _Descent(whole, fronts, below, room).run() if fronts else None
@@ -147,7 +167,7 @@ class _Descent:
         self.at_least = 0
 
     def run(self) -> Front | None:
-        if self._bounds(0)[0] >= self.below:
+        if self.bounds(0)[0] >= self.below:
             return None
         for block in range(len(self.fronts)):
             self._treat(block)
@@ -173,17 +193,18 @@ class _Descent:
         self.ms = self.ms[ways] + front.ms[row]
         self.picks = np.concatenate([self.picks[ways], row[:, None].astype(np.int16)], axis=1)
 
-    def _bounds(self, num_treated: int) -> Array:
+    def bounds(self, num_treated: int) -> Array:
         """By way: what its peak is at least, whatever is done to the other blocks."""
         points, whole = self.points, self.whole
         streamed = -self.columns[:, RESIDENT]
         at_most = streamed + points.streamed[num_treated]
         high = self.held + (points.constant + points.least[num_treated])
         high[:, -1] += np.minimum(whole.step_bytes(streamed), whole.step_bytes(at_most))
-        return high.max(axis=1) + whole.resident_bytes(at_most)
+        bounds: Array = high.max(axis=1) + whole.resident_bytes(at_most)
+        return bounds
 
     def _drop_hopeless(self, num_treated: int) -> None:
-        bounds = self._bounds(num_treated)
+        bounds = self.bounds(num_treated)
         keep = bounds < self.below
         if self.room is not None:
             keep &= self.room.holds(*self.whole.waiting(Front(self.columns, self.ms, self.picks)))
@@ -191,7 +212,7 @@ class _Descent:
         if len(order):
             self.at_least = max(self.at_least, int(bounds[order].min()))
         # The fastest first, so that of equal ones it stays.
-        self._take(order[np.lexsort((np.round(self.ms[order], 9), bounds[order]))])
+        self._take(order[np.argsort(np.round(self.ms[order], 9), kind="stable")])
 
     def _drop_dominated(self, num_treated: int) -> None:
         points, whole, nothing = self.points, self.whole, np.zeros(1, np.int64)
@@ -202,11 +223,11 @@ class _Descent:
         needs = np.maximum(np.maximum.reduceat(highest, points.starts(num_treated), axis=1), certain)
         fixed = [RESIDENT, SPLIT] if self.room is None else [RESIDENT, SPLIT, HOST, MOVABLE]
         needs = np.concatenate([needs, self.columns[:, fixed]], axis=1)
-        needs = needs[:, (needs != needs[:1]).any(axis=0)] if len(needs) > 1 else needs
-        if needs.shape[1]:
-            self._take(np.sort(not_dominated(np.zeros(len(needs)), needs))[:MAX_WAYS])
-        else:
-            self._take(np.arange(1))
+        self._take(rows := not_dominated(np.zeros(len(needs)), needs))
+        limit = MAX_WAYS if self.room is None else MAX_WAYS_IN_ROOM
+        if len(rows) > limit:
+            # The most promising, by bytes alone.
+            self._take(np.lexsort((*needs[rows].T[::-1], self.bounds(num_treated)))[:limit])
 
     def _take(self, rows: Array) -> None:
         self.held, self.columns = self.held[rows], self.columns[rows]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from memscale._choice import Choice, Outcome, Run, Treatment
-from memscale._lowest import Room, Whole, lowest_peak
+from memscale._lowest import Room, Whole, least_peak, lowest_peak
 from memscale._peak import CostModel
 from memscale._stretch import Stretch
 from memscale._ways import (
@@ -53,6 +53,8 @@ _MAX_ROWS = 4_000_000
 """Ways of treating a short model, all runs together, that are evaluated without comparing them first."""
 _MAX_EACH = 1024
 """Ways of treating a whole model that are tried with every run, where the host is tight."""
+_MAX_RUNS_IN_ROOM = 6
+"""Runs that are searched for the lowest peak, where the host is tight."""
 
 FORWARD_PEAK, FORWARD_NET, BACKWARD_PEAK, BACKWARD_NET = range(SPANS, SPANS + 4)
 """Columns of blocks that are visited once each way, and of a whole model."""
@@ -111,9 +113,12 @@ class _Searcher:
         self._every: list[Front] = []
         self._blocks: list[Front] = []
         self._block_of: dict[Any, int] = {}
+        self._in_run: dict[Run, list[int] | None] = {}
         self._merged: dict[tuple[Stretches, int], Front] = {}
         self._whole: dict[tuple[int, ...], Front] = {}
         self._max_product = MIN_FRONT**2
+        self.is_complete = self.is_exact
+        """Whether nothing was thinned so far."""
 
     def candidates(self, run: Run) -> list[Candidate]:
         """The ways that no other beats in peak and time (and waiting bytes), with this run around the blocks."""
@@ -127,15 +132,25 @@ class _Searcher:
         mine = set(runs)
         placed = [c.outcome for c in found if c.choice.run in mine and self._has_room(c.outcome)]
         below, lower = min((outcome.peak_bytes for outcome in placed), default=2**62), []
-        for run in runs:
-            blocks = self._blocks_in(run)
-            if blocks:
-                fronts = [self._every[block] for block in blocks]
-                front = lowest_peak(Whole(self.model, run, self.visits), fronts, below, self.room)
-                if front is not None:
-                    lower += self._candidates(run, front, lambda front, outcomes: [0])
-                    below = lower[-1].outcome.peak_bytes
+        for whole, fronts, least in self._most_promising(runs):
+            front = lowest_peak(whole, fronts, below, self.room) if least < below else None
+            if front is not None:
+                lower += self._candidates(whole.run, front, lambda front, outcomes: [0])
+                below = lower[-1].outcome.peak_bytes
         return lower
+
+    def _most_promising(self, runs: Sequence[Run]) -> list[tuple[Whole, list[Front], int]]:
+        """Runs with their blocks, and what no way can be below; the lowest of these first. None where all is known."""
+        if self.is_complete:
+            return []
+        found = []
+        for run in runs:
+            fronts = [self._every[block] for block in self._blocks_in(run) or ()]
+            if fronts:
+                whole = Whole(self.model, run, self.visits)
+                found.append((whole, fronts, least_peak(whole, fronts)))
+        found.sort(key=lambda entry: entry[2])
+        return found if self.room is None else found[:_MAX_RUNS_IN_ROOM]
 
     def _has_room(self, outcome: Outcome) -> bool:
         host, movable = np.array([outcome.host_bytes]), np.array([outcome.movable_bytes])
@@ -153,10 +168,11 @@ class _Searcher:
 
     def _blocks_in(self, run: Run) -> list[int] | None:
         """The fronts of the single blocks, by number; None where this run cannot be."""
-        treatments = [treatment for treatment in self.allowed if self.model.can_treat(run, treatment)]
-        if not treatments or not self.model.can_run(run):
-            return None
-        return [self._block(run, block, treatments) for block in range(len(self.order))]
+        if run not in self._in_run:
+            treatments = [treatment for treatment in self.allowed if self.model.can_treat(run, treatment)]
+            blocks = [self._block(run, block, treatments) for block in range(len(self.order)) if treatments]
+            self._in_run[run] = blocks if treatments and self.model.can_run(run) else None
+        return self._in_run[run]
 
     def _block(self, run: Run, block: int, treatments: Sequence[Treatment]) -> int:
         """The front of one block: its treatments, with the gaps around it. Equal blocks have the same number."""
@@ -183,7 +199,7 @@ class _Searcher:
     def _front(self, blocks: Sequence[int]) -> Front:
         """The whole model's front, thinned once for all runs; and simple ways, which are not thinned."""
         if not blocks:
-            return Front(np.zeros((1, SPANS + 4), np.int64), np.zeros(1), np.zeros((1, 0), np.int8))
+            return Front(np.zeros((1, SPANS), np.int64), np.zeros(1), np.zeros((1, 0), np.int8))
         if tuple(blocks) not in self._whole:
             stretches = self._stretches(blocks)
             self._max_product = min(60_000, max(MIN_FRONT**2, _MAX_WAYS // len(stretches)))
@@ -192,8 +208,8 @@ class _Searcher:
                 whole = self._thinned(whole)
             if self.counts_waiting and not self.is_exact:
                 # Every run looks at all of it, and host bytes set few ways apart from the others.
-                whole = on_grid(whole, self._needs(whole), _MAX_EACH)
-            self._whole[tuple(blocks)] = self._two_spans(whole.plus(self._simple(blocks)))
+                whole = self._on_grid(whole, _MAX_EACH)
+            self._whole[tuple(blocks)] = whole.plus(self._simple(blocks))
         return self._whole[tuple(blocks)]
 
     def _stretches(self, blocks: Sequence[int]) -> Stretches:
@@ -218,14 +234,6 @@ class _Searcher:
         best = not_dominated(ways.ms, self._needs(ways))
         return ways.take(np.unique([*range(len(alike)), *best]))
 
-    def _two_spans(self, front: Front) -> Front:
-        """Forward and backward, also where nothing is visited in one of them."""
-        missing = SPANS + 4 - front.columns.shape[1]
-        at = SPANS if self.visits.turn == 0 else SPANS + 2
-        nothing = np.zeros((len(front), missing), np.int64)
-        columns = np.concatenate([front.columns[:, :at], nothing, front.columns[:, at:]], axis=1)
-        return dataclasses.replace(front, columns=columns)
-
     def _merge_all(self, stretches: Stretches, position: int) -> Front:
         """The front of these stretches, of which the first block has this position in the model."""
         key = (stretches, -1 if self.is_stack else position)
@@ -245,7 +253,7 @@ class _Searcher:
         if len(earlier) * len(later) <= (max(4 * _MAX_EXACT, self.most_ways) if self.is_exact else self._max_product):
             return earlier, later
         limit = max(MIN_FRONT, math.isqrt(self._max_product), self._max_product // min(len(earlier), len(later)))
-        return on_grid(earlier, self._needs(earlier), limit), on_grid(later, self._needs(later), limit)
+        return self._on_grid(earlier, limit), self._on_grid(later, limit)
 
     def _alike(self, block: int, length: int) -> Front:
         """Equal blocks: how many get which treatment, in the order of treatments with the lowest peak in backward."""
@@ -264,8 +272,12 @@ class _Searcher:
     def _thinned(self, front: Front) -> Front:
         # More than these take long to compare with one another.
         limit = _MAX_EXACT if self.is_exact else max(4 * MIN_FRONT, self._max_product // 16)
-        front = on_grid(front, self._needs(front), limit)
+        front = self._on_grid(front, limit)
         return front.take(not_dominated(front.ms, self._needs(front)))
+
+    def _on_grid(self, front: Front, limit: int) -> Front:
+        self.is_complete &= len(front) <= limit
+        return on_grid(front, self._needs(front), limit)
 
     def _needs(self, front: Front) -> Array:
         return needs_of(front, counts_waiting=self.counts_waiting)

@@ -76,24 +76,23 @@ class Visits:
             self.owners = [position[owner] for owner in model.owners if owner]
             self._middle = model.first_backward()
             self.turn = sum(bool(owner) for owner in model.owners[: self._middle])
+        self._of_block: list[list[int]] = [[] for _ in self.order]
+        for visit, owner in enumerate(self.owners):
+            self._of_block[owner].append(visit)
         self._joins: dict[tuple[int, int, int], Joins] = {}
 
     def of_block(self, run: Run, block: int, treatment: Treatment) -> list[tuple[int, Stretch]]:
         """A block's visits with the gaps around them: which, and what each is."""
-        stretches = []
-        for visit, place in enumerate(self.places):
-            if self.owners[visit] == block:
-                stretch = Stretch() if place is None else self.model.stretch(run, treatment, place)
-                stretches.append((visit, self._with_gaps(run, place, stretch)))
-        return stretches
+        return [(visit, self._visit(run, self.places[visit], treatment)) for visit in self._of_block[block]]
 
-    def _with_gaps(self, run: Run, place: int | None, stretch: Stretch) -> Stretch:
-        """What comes before a visit of forward and after one of backward belongs to it."""
+    def _visit(self, run: Run, place: int | None, treatment: Treatment) -> Stretch:
+        """With what comes before it in forward, or after it in backward."""
         if place is None:
-            return stretch
-        before, after = self._gap(run, place - 1), self._gap(run, place + 1)
-        stretch = before.then(stretch) if place - 1 < self._middle else stretch
-        return stretch.then(after) if place + 1 > self._middle else stretch
+            return Stretch()
+        stretch = self.model.stretch(run, treatment, place)
+        if place - 1 < self._middle:
+            stretch = self._gap(run, place - 1).then(stretch)
+        return stretch.then(self._gap(run, place + 1)) if place + 1 > self._middle else stretch
 
     def _gap(self, run: Run, place: int) -> Stretch:
         """Between two blocks. The model's own beginning, middle and end are no part of that: they differ by run."""
