@@ -265,7 +265,7 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
-        smaller = f"lower the batch size from {batch} to about {suggested} (not tried)" if suggested else ""
+        smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
     remedies = [*([smaller] if smaller else []), f"raise the budget to {show_bytes(peak)}"]
     return (
         f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "
