@@ -22,8 +22,8 @@ logger = logging.getLogger("memscale")
 
 MAX_SIZES = 4
 """Sizes of one dimension that are tried."""
-MAX_OPERATORS = 60_000
-"""Operators that advice may run through, on fake tensors: a few seconds."""
+MAX_OPERATORS = 12_000
+"""Operators that advice may run through, on fake tensors, each of which takes up to a millisecond or so."""
 _RUNS_A_SIZE = 2
 """A step as it is, which other sizes are profiled by, and one under the plan."""
 _NEAR = 0.97
@@ -82,6 +82,8 @@ class _Descent:
             if plan is None:
                 break
             known[probe] = self.peaks[probe] = plan.predicted_peak_bytes
+            if known[probe] >= known[size]:
+                break  # what is too high does not go with this size: the optimizer's step, for one
             if plan.fits:
                 found = max(found, probe)
             too_large = min(number for number in known if number > found)
