@@ -23,6 +23,7 @@ TORCH_FREE = (
     "_hardware",
     "_host",
     "_json",
+    "_lowest",
     "_measure",
     "_optimizer_model",
     "_pace",
@@ -34,6 +35,7 @@ TORCH_FREE = (
     "_search",
     "_stretch",
     "_units",
+    "_ways",
     "_writing",
 )
 
@@ -55,7 +57,9 @@ ALLOWED = {
     "_optimizer_model": {"_calls", "_choice", "_pace", "_profile"},
     "_peak": {"_choice", "_hardware", "_optimizer_model", "_pace", "_profile", "_stretch"},
     "_scaling": {"_choice", "_plan", "_profile"},
-    "_search": {"_choice", "_peak", "_stretch"},
+    "_ways": {"_choice", "_peak", "_stretch"},
+    "_lowest": {"_choice", "_peak", "_ways"},
+    "_search": {"_choice", "_lowest", "_peak", "_stretch", "_ways"},
     "_front": {"_choice", "_plan", "_search"},
     "_decide": {
         "_choice",
@@ -63,6 +67,7 @@ ALLOWED = {
         "_errors",
         "_front",
         "_hardware",
+        "_lowest",
         "_peak",
         "_plan",
         "_profile",
@@ -73,7 +78,7 @@ ALLOWED = {
 }
 """Whom each of the pure modules may import, at most."""
 
-MEETING_PLACES = {"_api", "_planner", "_observed", "_pipeline", "_study", "_estimate", "_fit"}
+MEETING_PLACES = {"_api", "_planner", "_observed", "_pipeline", "_study", "_estimate", "_fit", "_advice"}
 
 
 def name_of(path: pathlib.Path) -> str:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import memscale
-from memscale import Config, Hardware, OptimizationMode
+from memscale import Config, DoesNotFitError, Hardware, OptimizationMode
+from memscale._choice import Choice, Run
 from memscale._decide import decide
+from memscale._peak import CostModel
 from memscale._pipeline import Study
 from memscale._plan import MixedPrecision, Plan, QuantizeOptimizer
+from memscale._policy import choose_strategy
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from tests.models import case
@@ -39,7 +49,7 @@ def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(derandomize=True, max_examples=25, deadline=None)
 @given(shares=st.tuples(st.floats(0.05, 1.1), st.floats(0.05, 1.1)))
 def test_a_larger_budget_is_never_slower_and_none_is_exceeded(
     name: str, mode: OptimizationMode, shares: tuple[float, float]
@@ -56,6 +66,111 @@ def test_a_larger_budget_is_never_slower_and_none_is_exceeded(
         if same_kind:
             assert large.predicted_slowdown <= small.predicted_slowdown + 1e-9
     assert Plan.from_json(small.to_json()) == small
+
+
+# ---- encoders and decoders, shared blocks, blocks that are called twice
+
+SMALL = {"d_model": 32, "vocab_size": 64, "decoder_start_token_id": 0, "pad_token_id": 0}
+LAYERS = {"encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+IDS = torch.ones(2, 32, dtype=torch.long)
+LABELS = torch.ones(2, 16, dtype=torch.long)
+TEXT = {"input_ids": IDS, "labels": LABELS}
+
+
+class Again(nn.Module):
+    """Blocks that are called twice, one after the other and then all of them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks):
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+def t5(num_layers: int = 3) -> nn.Module:
+    numbers = {"d_kv": 8, "d_ff": 64, "num_heads": 2, "num_layers": num_layers, "max_length": 8}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**SMALL, **numbers))
+
+
+def bart() -> nn.Module:
+    numbers = {**SMALL, **LAYERS, **HEADS, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**numbers))
+
+
+def whisper() -> nn.Module:
+    numbers = {"max_source_positions": 16, "num_mel_bins": 8, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**SMALL, **LAYERS, **HEADS, **numbers)
+    )
+
+
+def albert() -> nn.Module:
+    numbers = {"embedding_size": 16, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return transformers.AlbertForMaskedLM(transformers.AlbertConfig(vocab_size=64, intermediate_size=64, **numbers))
+
+
+SHAPES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "t5": (t5, TEXT),
+    "bart": (bart, TEXT),
+    "whisper": (whisper, {"input_features": torch.zeros(2, 8, 32), "labels": LABELS}),
+    "albert": (albert, {"input_ids": IDS, "labels": IDS}),
+    "again": (Again, torch.randn(4, 16)),
+}
+HERE = dataclasses.replace(CARD, device_type="cpu")
+CARD_OF = {name: HERE if name in ("bart", "whisper") else CARD for name in SHAPES}
+"""These two look at values of tensors, which not every device's fake ones have: they are profiled where tests run."""
+
+
+@functools.cache
+def shaped_profile(name: str) -> Profile:
+    build, batch = SHAPES[name]
+    config = Config(device="cpu")
+    study = Study(build(), Inputs.from_sample(batch), config, "adamw", CARD_OF[name])
+    study.look_into_everything(config.resolved_for(has_fast_16bit=True))
+    return study.profile
+
+
+def all_peaks(model: CostModel, run: Run) -> list[int]:
+    """Every treatment for every block."""
+    return [
+        model.evaluate(
+            Choice(tuple((fqn, t) for fqn, t in zip(model.blocks, way, strict=True) if t != "keep"), run)
+        ).peak_bytes
+        for way in itertools.product(("keep", "checkpoint", "selective"), repeat=len(model.blocks))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> None:
+    profile, plain = shaped_profile(name), Config(force_optimize=True, enable_offloading=False)
+    card = CARD_OF[name]
+    faster = dataclasses.replace(card, memory_bytes_per_s=1e13, link_bytes_per_s=1e8, launch_s=1e-4)
+    lowest = min(all_peaks(CostModel(profile, card), Run()))
+    for hardware in (card, faster):
+        assert decide(profile, hardware, plain).predicted_peak_bytes == lowest
+        within = Config(memory_budget_gb=lowest / 1e9, enable_offloading=False)
+        assert decide(profile, hardware, within).predicted_peak_bytes <= lowest
+        with pytest.raises(DoesNotFitError):
+            decide(profile, hardware, within.replace(memory_budget_gb=(lowest - 1) / 1e9))
+    both = [decide(profile, hardware, Config(force_optimize=True)).predicted_peak_bytes for hardware in (card, faster)]
+    assert both[0] == both[1] <= lowest
+
+
+@pytest.mark.slow
+def test_a_deep_encoder_and_decoder_fit_what_they_can() -> None:
+    """Blocks of the one are treated alike and mostly left out of a rehearsal; those of the other are not."""
+    config = Config(mode="conservative", force_optimize=True)
+    study = Study(t5(10), Inputs.from_sample(TEXT), config, "adamw", CARD)
+    lowest = study.plan(choose_strategy(config))
+    modelled = min(point.peak_bytes for point in lowest.front)
+    assert lowest.predicted_peak_bytes == pytest.approx(modelled, rel=0.02)
+    within = Config(mode="conservative", memory_budget_gb=1.02 * lowest.predicted_peak_bytes / 1e9)
+    assert study.plan(choose_strategy(within)).fits
 
 
 @pytest.mark.parametrize("name", NAMES)

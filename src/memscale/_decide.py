@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from memscale._choice import Choice, Outcome, Run, Treatment, choice_of
@@ -16,6 +16,7 @@ from memscale._config import Config
 from memscale._errors import DoesNotFitError
 from memscale._front import by_peak, by_time, pareto_front
 from memscale._hardware import Hardware
+from memscale._lowest import Room
 from memscale._peak import CostModel
 from memscale._plan import Action, DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
 from memscale._profile import Profile
@@ -24,6 +25,9 @@ from memscale._writing import asked_for, explain_misfit, write_plan
 
 HOST_MARGIN = 0.1
 """The share of available host memory that offloading leaves alone, unless told how much it may use."""
+FORCED = "force_optimize: the lowest peak that the mode allows"
+LOWEST = "the lowest peak that the mode allows"
+DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does not"
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
 
 
@@ -47,7 +51,7 @@ class Budget:
 def budget_bytes(hardware: Hardware, config: Config) -> int:
     """What a plan may fill: the hard budget, else the utilisation's share of the memory, or what others leave of it."""
     if config.memory_budget_gb is not None:
-        return int(config.memory_budget_gb * 1e9)
+        return round(config.memory_budget_gb * 1e9)
     return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
 
 
@@ -56,7 +60,7 @@ def full_budget(hardware: Hardware, config: Config) -> Budget:
     if hardware.device_type == "cpu":
         host = 0
     elif config.max_cpu_offload_gb is not None:
-        host = int(config.max_cpu_offload_gb * 1e9)
+        host = round(config.max_cpu_offload_gb * 1e9)
     else:
         host = int(hardware.host_available_bytes * (1 - HOST_MARGIN))
     disk = (hardware.disk_free_bytes or 0) if config.offload_dir is not None else 0
@@ -76,11 +80,13 @@ def decide(
     decision_source: DecisionSource = "user_config",
     *,
     margin_bytes: int = 0,
+    rehearsed: Mapping[Choice, int] | None = None,
     raise_if_unfit: bool = True,
 ) -> Plan:
     """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none.
 
-    `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added.
+    `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added. Those
+    that were `rehearsed` count with the peaks that this showed.
     """
     model = CostModel(profile, hardware, overlaps=config.async_offload)
     baseline = model.evaluate(Choice())
@@ -88,12 +94,12 @@ def decide(
     if not needs_optimizing(profile, hardware, config):
         numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
         chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
-        candidates, note = [chosen], NOTHING_ELSE
+        candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(baseline)
     else:
-        tighter = dataclasses.replace(budget, device_bytes=budget.device_bytes - margin_bytes)
         candidates, note = find_candidates(model, baseline, budget, config), ""
-        chosen, summary = _choose(candidates, baseline, tighter, config)
-    fits = budget.admits(chosen.outcome)
+        expected = _Expected(model, margin_bytes, _by_blocks(rehearsed or {}))
+        chosen, summary = _choose(candidates, baseline, budget, config, expected)
+        fits = budget.admits(expected.of(chosen).outcome)
     front = pareto_front(_placeable(candidates, budget), baseline, chosen)
     plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
     if not chosen.choice.num_actions:
@@ -121,22 +127,70 @@ def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions:
     )
 
 
-def _choose(candidates: list[Candidate], baseline: Outcome, budget: Budget, config: Config) -> tuple[Candidate, Reason]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Expected:
+    """What candidates are expected to peak at, where rehearsals have said something about it."""
+
+    model: CostModel
+    margin_bytes: int
+    rehearsed: Mapping[_Blocks, int]
+
+    def of(self, candidate: Candidate) -> Candidate:
+        peak_bytes = self.rehearsed.get(_key(candidate.choice))
+        if peak_bytes is None:
+            margin = 0 if self._was_traced(candidate.choice) else self.margin_bytes
+            peak_bytes = candidate.outcome.peak_bytes + margin
+        return dataclasses.replace(candidate, outcome=dataclasses.replace(candidate.outcome, peak_bytes=peak_bytes))
+
+    def _was_traced(self, choice: Choice) -> bool:
+        """With every block treated alike and nothing else: the profile holds the trace of such a step."""
+        is_alike = len({treatment for _, treatment in choice.blocks}) <= 1
+        return choice.run == Run() and is_alike and len(choice.blocks) in (0, len(self.model.blocks))
+
+
+_Blocks = tuple[frozenset[tuple[str, Treatment]], Run]
+
+
+def _key(choice: Choice) -> _Blocks:
+    """A choice, in whatever order its blocks are named."""
+    return frozenset(choice.blocks), choice.run
+
+
+def _by_blocks(peaks: Mapping[Choice, int]) -> dict[_Blocks, int]:
+    return {_key(choice): peak_bytes for choice, peak_bytes in peaks.items()}
+
+
+def _choose(
+    candidates: list[Candidate], baseline: Outcome, budget: Budget, config: Config, expected: _Expected
+) -> tuple[Candidate, Reason]:
+    """One of the candidates. Its rule does not say that it does not fit: whether it does, its rehearsal tells."""
     placeable = _placeable(candidates, budget)
     numbers: dict[str, int | float | str] = {
         "baseline_bytes": baseline.peak_bytes,
         "budget_bytes": budget.device_bytes,
         "candidates": len(candidates),
     }
+
+    def lowest(candidate: Candidate) -> tuple[float, ...]:
+        return by_peak(expected.of(candidate))
+
     if config.force_optimize:
-        return min(placeable, key=by_peak), Reason("force_optimize: the lowest peak that the mode allows", numbers)
-    fitting = [c for c in placeable if budget.admits(c.outcome)]
+        return min(placeable, key=lowest), Reason(FORCED, numbers)
+    fitting = [c for c in placeable if budget.admits(expected.of(c).outcome)]
     if not fitting:
-        return min(placeable, key=by_peak), Reason("nothing fits: the lowest peak that the mode allows", numbers)
+        return min(placeable, key=lowest), Reason(LOWEST, numbers)
     exact = [c for c in fitting if c.choice.run.is_exact]
     if exact or all(c.choice.run.is_exact for c in candidates):
         return min(exact, key=by_time), Reason("the fastest of the candidates that fit", numbers)
     return min(fitting, key=by_time), Reason("nothing exact fits: the fastest of the others that do", numbers)
+
+
+def confirmed(plan: Plan, peak_bytes: int, *, fits: bool) -> Plan:
+    """The plan with what its rehearsal showed. Its rule does not go on saying what that has disproved."""
+    summary = plan.summary
+    if plan.fits and not fits and summary.rule != FORCED:
+        summary = Reason(DISPROVED, {**summary.numbers, "predicted_bytes": plan.predicted_peak_bytes})
+    return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True, summary=summary)
 
 
 def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
@@ -165,7 +219,8 @@ def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config:
             found.append(Candidate(whole, model.evaluate_whole(treatment)))
     allowed = [treatment for treatment in model.treatments if _is_allowed(treatment, config)]
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
-    found += search(model, runs, allowed, counts_waiting=counts_waiting)
+    room = Room(budget.host_bytes, budget.disk_bytes)
+    found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
     return found or [Candidate(Choice(), baseline)]
 
 

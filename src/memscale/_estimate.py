@@ -9,11 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale import _json
+from memscale._advice import find_smaller
 from memscale._choice import Choice
 from memscale._config import Config, OptimizationMode
 from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
-from memscale._fit import smaller_that_fits
 from memscale._hardware import Hardware
 from memscale._peak import CostModel
 from memscale._pipeline import device_of
@@ -51,7 +51,7 @@ class Estimate:
     optimizer_name: str
     inputs: tuple[str, ...]
     advice: str = ""
-    """When no mode fits: the batch or the sequence length that the last of them would fit, if there is one."""
+    """When no mode fits: a batch or a sequence length that the last of them was found to fit, if any was."""
 
     def to_json(self) -> str:
         return _json.dumps(self)
@@ -84,7 +84,7 @@ def estimate(
     baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())
     budget = budget_bytes(hardware, config)
     recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
-    advice = smaller_that_fits(study, config.replace(mode=mode)) if recommended is None else ""
+    advice = find_smaller(study, config.replace(mode=mode), plan) if recommended is None else None
     return Estimate(
         baseline_peak_bytes=baseline,
         breakdown=breakdown_at_peak(profile, baseline),
@@ -95,7 +95,7 @@ def estimate(
         device_name=hardware.device_name,
         optimizer_name=profile.optimizer.name,
         inputs=next(iter(by_mode.values())).plan.inputs,
-        advice=advice or "",
+        advice="" if advice is None else advice.remedy,
     )
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from memscale._choice import Choice
 from memscale._config import Config, OptimizationMode
 from memscale._decide import budget_bytes, decide
-from memscale._errors import MemScaleError, ProfileError
+from memscale._errors import ProfileError
 from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts
 from memscale._peak import CostModel
@@ -216,40 +216,3 @@ def _anchors(vary: Vary, limit: int | None) -> tuple[int, int]:
         return 2, 4
     longest = min(limit or 2048, 2048)
     return max(1, longest // 2), max(2, longest)
-
-
-def smaller_that_fits(study: Study, config: Config) -> str | None:
-    """The nearest smaller batch, or shorter sequence, for which there is a plan, as a remedy.
-
-    "" when there is none; None when that cannot be known without real data. The study is that of the size that does
-    not fit.
-    """
-    if not study.rehearsal.is_fake:
-        return None
-    for dimension, what in ((0, "batch size"), (1, "sequence length")):
-        size = study.inputs.size(dimension)
-        found = _largest_below(study, config, dimension, size) if size is not None and size > 1 else 0
-        if found:
-            return f"lower the {what} from {size} to {found}"
-    return ""
-
-
-def _largest_below(study: Study, config: Config, dimension: int, size: int) -> int:
-    half = size // 2
-    search = _Search(
-        study.model,
-        lambda number: study.inputs.resized(dimension, number),
-        config,
-        study.optimizer,
-        study.hardware,
-        (half, size),
-        size,
-        logger.debug,
-    )
-    known, make = study, search.study_at
-    search.study_at = lambda number: known if number == size else make(number)
-    try:
-        return search.largest(config.replace(force_optimize=False), "smaller").size
-    except MemScaleError as error:
-        logger.debug("no smaller size was found: %s", error)
-        return 0

@@ -151,6 +151,16 @@ class CostModel:
         back = [fqn for fqn in reversed(order) if len(self._places[fqn]) == 2]
         return order if called == [*order, *back] else None
 
+    def places(self, module_fqn: str) -> list[int]:
+        """Which stretches of the step are this block's."""
+        return self._places[module_fqn]
+
+    def first_backward(self) -> int:
+        """The first stretch with a piece of backward in it."""
+        runs = self._grouped(self.profile.plain)
+        found = (i for i, (_, segments) in enumerate(runs) if any(s.phase == "backward" for s in segments))
+        return next(found, len(runs))
+
     # ---- stretches
 
     def _rest(self, run: Run) -> list[Stretch]:

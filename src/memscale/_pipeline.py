@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale._advice import find_smaller
 from memscale._config import Config
 from memscale._decide import decide, full_budget, plan_as_it_is
 from memscale._errors import DoesNotFitError
-from memscale._fit import smaller_that_fits
 from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._policy import Situation, Strategy, choose_strategy
@@ -49,8 +49,9 @@ def make_plan(
         strategy = strategy.widened()
         plan = study.plan(strategy)
     if not plan.fits:
-        smaller = smaller_that_fits(study, strategy.config)
-        raise DoesNotFitError(explain_misfit(study.profile, plan, strategy.config, smaller))
+        advice = find_smaller(study, strategy.config, plan)
+        smaller, tried = (None, "") if advice is None else (advice.remedy, advice.tried)
+        raise DoesNotFitError(explain_misfit(study.profile, plan, strategy.config, smaller, tried))
     if on_front is not None:
         on_front(study.full_front(strategy, plan))
     return dataclasses.replace(plan, strategy=strategy.reason)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from memscale import _torch_private
 from memscale._choice import INSIDE, REST, TILE_HEAD, Choice, Outcome, choice_of, tile_name
 from memscale._config import Config
-from memscale._decide import decide, full_budget, full_front, half_type, needs_optimizing
+from memscale._decide import confirmed, decide, full_budget, full_front, half_type, needs_optimizing
 from memscale._execute import Executor
 from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts, has_next_tier
@@ -130,14 +130,15 @@ class Study:
 
     def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
-        margin_bytes = 0
-        for _ in range(_MAX_REHEARSALS):
+        margin_bytes, rehearsed = 0, dict[Choice, int]()
+        for attempt in range(_MAX_REHEARSALS + 1):
             decided = decide(
                 self.profile,
                 self.hardware,
                 strategy.config,
                 strategy.source,
                 margin_bytes=margin_bytes,
+                rehearsed=rehearsed,
                 raise_if_unfit=False,
             )
             plan = self.confirm(decided, strategy.config)
@@ -145,8 +146,14 @@ class Study:
                 break
             # What this plan was above the model: with so much to spare it is not chosen again.
             margin_bytes = max(margin_bytes, plan.predicted_peak_bytes - decided.predicted_peak_bytes)
+            rehearsed[self._choice_of(plan.actions)] = plan.predicted_peak_bytes
+            if attempt + 2 > _MAX_REHEARSALS:
+                margin_bytes = plan.budget_bytes  # the last time, only what was traced as a whole is trusted
             logger.debug("the rehearsal peaked %d bytes above the peak model: deciding again", margin_bytes)
         return plan
+
+    def _choice_of(self, actions: tuple[Action, ...]) -> Choice:
+        return choice_of(actions, {layer.module_fqn for layer in self.profile.layers if layer.is_block})
 
     def confirm(self, plan: Plan, config: Config) -> Plan:
         """The number holds: run this very plan on the stage, and promise what that shows."""
@@ -155,11 +162,11 @@ class Study:
         trace = self._rehearsed(plan.actions, config)
         if any(isinstance(action, QuantizeOptimizer) for action in plan.actions):
             self._cost_in_8_bits()
-        choice = choice_of(plan.actions, {layer.module_fqn for layer in self.profile.layers if layer.is_block})
+        choice = self._choice_of(plan.actions)
         peak_bytes = self._peak_of(trace, choice)
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
-        return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True)
+        return confirmed(plan, peak_bytes, fits=fits)
 
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         without_reasons = [dataclasses.replace(action, reason=Reason("")) for action in actions]

@@ -261,11 +261,11 @@ def _with_tiles(reason: Reason, run: Run) -> Reason:
     return Reason(f"{reason.rule}; tiles inside", {**reason.numbers, "tiles": run.num_tiles})
 
 
-def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | None = None) -> str:
+def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | None = None, tried: str = "") -> str:
     """What is missing, and the nearest thing that does fit.
 
-    `smaller` is a batch or a sequence that was found to fit, "" when there is none; None: nobody looked, and the batch
-    that the activations' share suggests is named.
+    `smaller` is a batch or a sequence that was found to fit, "" when there is none, and `tried` is what was looked at
+    for it; None: nobody looked, and the batch that the activations' share suggests is named.
     """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
     switches = ("enable_checkpointing", "enable_offloading", "enable_tiling")
@@ -273,11 +273,12 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
-        smaller = f"lower the batch size from {batch} to {suggested}" if suggested else ""
+        smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
     remedies = [*([smaller] if smaller else []), f"raise the budget to {show_bytes(peak)}"]
     return (
         f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "
         f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
+        + (f" Sizes that were rehearsed: {tried}{'' if smaller else '; none of them fits'}." if tried else "")
         + (f" Off, and not tried: {untried}." if untried else "")
     )
 

@@ -149,6 +149,32 @@ def test_what_is_treated_differently_is_rehearsed_whole() -> None:
     assert rehearse_short(rehearsal, actions, lambda here: lambda model: _attached(model, here)) is None
 
 
+class Pair(nn.Module):
+    """An encoder and a decoder, whose blocks all look at what the encoder gives."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block(16) for _ in range(depth))
+        self.decoder = nn.ModuleList(Block(16) for _ in range(depth))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.encoder:
+            hidden = layer(hidden)
+        decoded = hidden
+        for layer in self.decoder:
+            decoded = layer(decoded + hidden)
+        return decoded
+
+
+def test_blocks_of_a_container_without_a_cut_are_treated_too() -> None:
+    """The decoder's are all treated alike, and most are left out; the encoder's are not, and none is."""
+    rehearsal = FakeRehearsal(Pair(12), Inputs.from_sample(torch.randn(2, 32, 16)), "cuda")
+    actions = tuple(Checkpoint(fqn) for i, fqn in enumerate(find_blocks(rehearsal.model)) if i % 2 or i >= 12)
+    short = rehearse_short(rehearsal, actions, lambda here: lambda model: _attached(model, here))
+    assert short is not None
+    assert short.segments == rehearsal.run(lambda model: _attached(model, actions)).segments
+
+
 def _attached(model: nn.Module, actions: tuple[Action, ...]) -> Executor:
     executor = Executor(model)
     executor.attach(actions)

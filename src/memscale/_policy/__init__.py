@@ -36,7 +36,7 @@ class Strategy:
         """The last resort."""
         assert self.wider is not None
         numbers = {} if self.reason is None else self.reason.numbers
-        reason = Reason(f"nothing fits under {self.config.mode.value}: everything is eligible", numbers)
+        reason = Reason(f"{self.config.mode.value} does not suffice: everything is eligible", numbers)
         return Strategy(self.wider, self.source, reason)
 
 

@@ -117,9 +117,10 @@ def rehearse_short(
     cuts = find_runs(rehearsal.model, lambda module_fqn: tuple(treatments.get(module_fqn, ())))
     if not cuts:
         return None
+    # Blocks of other containers, which no cut touches, are treated as the plan says.
+    left_out = {cut.name(position) for cut in cuts for position in cut.left_out}
     with shortened(rehearsal.model, cuts) as names:
-        blocks_of = [(action, _block_of(action, blocks)) for action in actions]
-        here = tuple(_renamed_action(action, names) for action, block in blocks_of if block is None or block in names)
+        here = tuple(_renamed_action(a, names) for a in actions if _block_of(a, blocks) not in left_out)
         try:
             segments = rehearsal.run(attach(here)).segments
         except Exception as error:

@@ -1,0 +1,96 @@
+"""Advice where nothing fits: true, bounded, and it says what was tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memscale import Config, DoesNotFitError
+from memscale import _advice as advice
+from memscale._pipeline import make_plan
+from memscale._plan import Plan
+from memscale._policy import choose_strategy
+from memscale._profile.inputs import Inputs
+from memscale._study import Study
+from tests.profiles import hardware_of
+
+HARDWARE = hardware_of()
+CONSERVATIVE = Config(mode="conservative")
+
+
+def encoder() -> nn.Module:
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(50, 32), *blocks)
+
+
+def batch_of(size: int, length: int = 32) -> Inputs:
+    return Inputs((torch.zeros(size, length, dtype=torch.long, device="meta"),))
+
+
+def lowest(inputs: Inputs) -> tuple[Study, Plan]:
+    study = Study(encoder(), inputs, CONSERVATIVE, "adamw", HARDWARE)
+    return study, study.plan(choose_strategy(CONSERVATIVE.replace(force_optimize=True)))
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[int, int]:
+    """What the lowest plan peaks at with a batch of 8, and with one sample."""
+    return lowest(batch_of(8))[1].predicted_peak_bytes, lowest(batch_of(1))[1].predicted_peak_bytes
+
+
+@pytest.fixture
+def sizes_rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    plan_at = advice._Descent._plan_at
+
+    def counted(self: advice._Descent, size: int) -> Plan | None:
+        found.append(size)
+        return plan_at(self, size)
+
+    monkeypatch.setattr(advice._Descent, "_plan_at", counted)
+    return found
+
+
+def test_a_batch_is_named_that_fits_and_what_was_tried(small: tuple[int, int], sizes_rehearsed: list[int]) -> None:
+    config = CONSERVATIVE.replace(memory_budget_gb=small[0] * 1.01 / 1e9)
+    with pytest.raises(DoesNotFitError, match="lower the batch size from 64 to") as caught:
+        make_plan(encoder(), batch_of(64), config, hardware=HARDWARE)
+    named = int(str(caught.value).split("from 64 to ")[1].split()[0])
+    assert named >= 8
+    assert make_plan(encoder(), batch_of(named), config, hardware=HARDWARE).fits
+    assert len(sizes_rehearsed) <= advice.MAX_SIZES
+    assert f"Sizes that were rehearsed: batch size {', '.join(map(str, sizes_rehearsed))}." in str(caught.value)
+
+
+def test_a_shorter_sequence_is_named_where_no_batch_fits(small: tuple[int, int]) -> None:
+    study, plan = lowest(batch_of(1, 256))
+    found = advice.find_smaller(study, CONSERVATIVE.replace(memory_budget_gb=small[1] * 1.01 / 1e9), plan)
+    assert found is not None
+    assert found.remedy.startswith("lower the sequence length from 256 to ")
+    assert found.tried.startswith("sequence length 128, ")
+
+
+def test_where_nothing_fits_no_more_is_tried_than_the_bound(sizes_rehearsed: list[int]) -> None:
+    study, plan = lowest(batch_of(64))
+    found = advice.find_smaller(study, CONSERVATIVE.replace(memory_budget_gb=1e-6), plan)
+    assert found is not None
+    assert found.remedy == ""
+    assert found.tried.startswith("batch size 32, ")
+    assert " and sequence length 16, " in found.tried
+    assert len(sizes_rehearsed) <= 2 * advice.MAX_SIZES
+
+
+def test_long_steps_are_tried_less_often_and_the_longest_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, sizes_rehearsed: list[int]
+) -> None:
+    study, plan = lowest(batch_of(64))
+    num_operators = sum(segment.num_launches for segment in study.profile.plain.segments)
+    config = CONSERVATIVE.replace(memory_budget_gb=1e-6)
+    monkeypatch.setattr(advice, "MAX_OPERATORS", 5 * num_operators)
+    assert advice.find_smaller(study, config, plan) is not None
+    assert len(sizes_rehearsed) == 2
+    monkeypatch.setattr(advice, "MAX_OPERATORS", num_operators)
+    assert advice.find_smaller(study, config, plan) is None
+    assert len(sizes_rehearsed) == 2
