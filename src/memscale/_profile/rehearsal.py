@@ -159,9 +159,18 @@ class FakeRehearsal(Rehearsal):
         packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
         # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with super().stage(), host_rng_kept(), drawn_by_host(self.values), readable_by_numpy(), packing, one_thread:
-            with self.mode, self.values, kernels:
-                yield
+        with (
+            super().stage(),
+            host_rng_kept(),
+            drawn_by_host(self.values),
+            readable_by_numpy(),
+            packing,
+            one_thread,
+            self.mode,
+            self.values,
+            kernels,
+        ):
+            yield
 
 
 class RealRehearsal(Rehearsal):

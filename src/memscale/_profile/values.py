@@ -1,4 +1,4 @@
-"""Values for integers, shapes for floats: what a step on fake tensors decides by indices, masks and lengths is followed.
+"""Values for integers, shapes for floats: what a fake step decides by indices, masks and lengths is followed.
 
 A fake tensor has no values, so a model that looks at one (`.item()`, `nonzero`, a boolean mask as an index, a list of
 lengths) stops there. Most such values are integers that come from the batch or from constants: they are small, and
@@ -18,9 +18,9 @@ What has no value, and what is done about it:
 - **`isnan` and `isinf`** are false.
 - Any other float that is asked for its value: the question is refused, as fake tensors do.
 
-NOTE [values alias as tensors do]: a view of a tensor with values carries the same view of its values, and an operator in
-place runs in place on them. Where the new contents are not known, everything that shares the memory loses its values,
-through the `Cell` that its storage holds.
+NOTE [values alias as tensors do]: a view of a tensor with values carries the same view of its values, and an operator
+in place runs in place on them. Where the new contents are not known, everything that shares the memory loses its
+values, through the `Cell` that its storage holds.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from memscale import _torch_private
+from memscale._profile.kernels import FAKE_KERNELS
 
 logger = logging.getLogger("memscale")
 
@@ -126,7 +127,7 @@ class Values(TorchDispatchMode):
             return func(*args, **kwargs)
         values = [value_of(tensor) for tensor in _tensors_of((*args, *kwargs.values()))]
         try:
-            result = func(*args, **kwargs)
+            result = FAKE_KERNELS.get(func, func)(*args, **kwargs)
         except _torch_private.data_dependent_errors():
             answer = self._answer(func, args, kwargs, values)
             if answer is NotImplemented:
@@ -347,7 +348,7 @@ SHAPED_BY_VALUES: dict[Any, Callable[..., Any]] = {
     _aten.masked_select.default: _selected,
     _aten._ctc_loss.Tensor: _ctc_loss,
 }
-"""What can be answered where not all arguments are known: with a mask of which nothing is known, the most that can be."""
+"""What can be answered where not all arguments are known; of a mask of which nothing is known, the most there can be."""
 
 _EMPTY = frozenset(
     (
@@ -392,7 +393,7 @@ def _uniform(high: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _uniform_in_place(high: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    start, end = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+    start, end = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
     drawn: torch.Tensor = args[0].fill_(start + (end - start) * (HIGHEST_DRAW if high else LOWEST_DRAW))
     return drawn
 
@@ -450,9 +451,12 @@ def drawn_by_host(values: Values) -> Iterator[None]:
 
     random.seed(SEED)
     torch.default_generator.manual_seed(SEED)  # not those of devices
-    with mock.patch.object(random, "random", share), mock.patch.object(random, "uniform", between):
-        with _drawn_by_numpy(share):
-            yield
+    with (
+        mock.patch.object(random, "random", share),
+        mock.patch.object(random, "uniform", between),
+        _drawn_by_numpy(share),
+    ):
+        yield
 
 
 @contextlib.contextmanager
