@@ -25,6 +25,7 @@ from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
+from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, readable_by_numpy
 
@@ -134,6 +135,7 @@ class FakeRehearsal(Rehearsal):
             fake_model.train()
         fake_inputs = _fake_inputs(inputs, self.mode, torch.device(on))
         self.values = Values()
+        self._caches = Caches(fake_model)
         self._is_worst_draw_known = False
         super().__init__(fake_model, fake_inputs, on, rounding_of(device_type))
         self.target_type = device_type
@@ -160,6 +162,7 @@ class FakeRehearsal(Rehearsal):
         # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with (
+            self._caches.without_fakes(),
             super().stage(),
             host_rng_kept(),
             drawn_by_host(self.values),

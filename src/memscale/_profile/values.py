@@ -348,7 +348,7 @@ SHAPED_BY_VALUES: dict[Any, Callable[..., Any]] = {
     _aten.masked_select.default: _selected,
     _aten._ctc_loss.Tensor: _ctc_loss,
 }
-"""What can be answered where not all arguments are known; of a mask of which nothing is known, the most there can be."""
+"""What is answered where not all arguments are known; of a mask of which nothing is known, the most there can be."""
 
 _EMPTY = frozenset(
     (

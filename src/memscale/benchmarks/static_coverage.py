@@ -1,10 +1,10 @@
-"""Which architectures are profiled without running them: tiny models of transformers, timm and diffusers on fake tensors.
+"""Which architectures are profiled without being run: tiny models of transformers, timm and diffusers on fake tensors.
 
-    python -m memscale.benchmarks.static_coverage [--library NAME] [--only NAME ...] [--seconds N] [--out FILE] [--resume]
+    python -m memscale.benchmarks.static_coverage [--library NAME] [--only NAME ...] [--seconds N] [--out FILE]
 
 Every architecture that builds from the installed libraries with random weights, in a tiny configuration, is trained for
-one real step; those that train are rehearsed on fake tensors. The table names those that are not profiled statically, and
-what stopped them. What does not build or train here (an architecture that needs images, files or other inputs than this
+one real step; those that train are rehearsed on fake tensors. The table names those that are not profiled statically,
+and what stopped them. What does not build or train here (an architecture that needs files, or other inputs than this
 command can make up) is counted apart: nothing is said about it. No network is used.
 
 Models are tried in a process of their own, which is ended and started again when one takes more than `--seconds`.
@@ -16,6 +16,7 @@ import argparse
 import collections
 import contextlib
 import copy
+import importlib
 import importlib.util
 import inspect
 import json
@@ -193,8 +194,7 @@ _SMALL_WORDS = ("atto", "femto", "pico", "nano", "xxs", "test", "tiny", "_xs", "
 
 def timm_names() -> list[str]:
     """The smallest, by its name, of each of timm's families."""
-    import timm
-
+    timm = importlib.import_module("timm")
     found = []
     for module in timm.list_modules():
         names = timm.list_models(module=module)
@@ -212,8 +212,7 @@ def build_timm(name: str) -> Iterator[Callable[[], Built]]:
 
 
 def _timm_model(name: str) -> Built:
-    import timm
-
+    timm = importlib.import_module("timm")
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in timm.create_model(name, num_classes=10).parameters())
     if num_parameters > MAX_PARAMETERS:
@@ -365,8 +364,7 @@ def build_diffusers(name: str) -> Iterator[Callable[[], Built]]:
 
 
 def _diffusers_model(name: str) -> Built:
-    import diffusers
-
+    diffusers = importlib.import_module("diffusers")
     settings, shapes = DIFFUSERS[name]
     inputs = {
         key: torch.ones(shape, dtype=torch.long) if key == "timestep" else torch.randn(shape)
@@ -529,8 +527,8 @@ def describe(results: list[dict[str, str]], missing: list[str]) -> str:
         if trained:
             share = f"{100 * found['static'] / trained:.1f} %"
             lines.append(
-                f"{library}: {found['static']} of {trained} architectures that train in a tiny configuration are profiled "
-                f"statically ({share}); {found['not built']} more do not build or train with made-up inputs."
+                f"{library}: {found['static']} of {trained} architectures that train in a tiny configuration are "
+                f"profiled statically ({share}); {found['not built']} more do not build or train with made-up inputs."
             )
     stopped = [result for result in results if result["status"] == "stopped"]
     lines += ["", "Not profiled statically:" if stopped else "All of them are profiled statically."]
