@@ -47,7 +47,7 @@ class Caches:
     @contextlib.contextmanager
     def without_fakes(self) -> Iterator[None]:
         """What fake tensors were put into the caches inside is taken out again."""
-        before = [{name: each for name, each in vars(space).items() if _may_hold(each)} for space in self._namespaces]
+        before = [dict(vars(namespace)) for namespace in self._namespaces]
         try:
             yield
         finally:
@@ -57,7 +57,10 @@ class Caches:
 
     def _clean_lru_caches(self) -> None:
         if self._lru_caches is None:  # after the first step: its imports are done
-            self._lru_caches = [each for each in gc.get_objects() if type(each) is _LruCache]
+            # By name, too: the collector does not show what was frozen (`gc.freeze`).
+            named = [each for namespace in self._namespaces for each in vars(namespace).values()]
+            found = {id(each): each for each in [*gc.get_objects(), *named] if type(each) is _LruCache}
+            self._lru_caches = list(found.values())
         for cache in self._lru_caches:
             misses = cache.cache_info().misses
             if self._misses.get(id(cache)) != misses:
@@ -69,10 +72,6 @@ class Caches:
 
 def _is_torch(module_name: str) -> bool:
     return module_name.partition(".")[0] in ("torch", "builtins", "typing", "abc")
-
-
-def _may_hold(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | _CONTAINERS)
 
 
 def _clean_namespace(namespace: Any, before: dict[str, Any]) -> None:

@@ -125,6 +125,7 @@ class Values(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace != "aten":
             return func(*args, **kwargs)
+        args, kwargs = _spared(func, args, kwargs)
         values = [value_of(tensor) for tensor in _tensors_of((*args, *kwargs.values()))]
         try:
             result = FAKE_KERNELS.get(func, func)(*args, **kwargs)
@@ -148,8 +149,6 @@ class Values(TorchDispatchMode):
         results = _tensors_of([result])
         if not results or func in _RESHAPING or not all(_is_small(tensor) for tensor in results):
             return False
-        if func._schema.is_mutable and not all(map(_torch_private.is_fake, results)):
-            return False  # a real tensor, which must not change
         try:
             real = self._compute(func, args, kwargs)
         except Exception as error:  # the CPU has no such kernel, or an assumed index is out of range
@@ -224,15 +223,34 @@ def _attach(
             _set_value(fake, real, cell)
 
 
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    is_write = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    return _tensors_of(named.get(argument.name) for argument, write in zip(arguments, is_write, strict=True) if write)
+
+
+def _spared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With copies in the place of real tensors that would be written to: a counter of a Python module, for one."""
+    real = {id(each) for each in _written(func, args, kwargs) if not _torch_private.is_fake(each)}
+    if not real:
+        return args, kwargs
+    with _torch_private.real_tensors():
+        spared: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
+            lambda leaf: leaf.clone() if id(leaf) in real else leaf, (args, kwargs)
+        )
+    return spared
+
+
 def _forget_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What an operator writes to holds something unknown now."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for tensor in _tensors_of([named.get(argument.name)]):
-                cell = _cell_of(tensor) if _torch_private.is_fake(tensor) else None
-                if cell is not None:
-                    cell.is_known = False
+    """What an operator has written to holds something unknown now."""
+    for tensor in _written(func, args, kwargs):
+        cell = _cell_of(tensor) if _torch_private.is_fake(tensor) else None
+        if cell is not None:
+            cell.is_known = False
 
 
 # ---- what nothing is known of
@@ -426,7 +444,10 @@ def readable_by_numpy() -> Iterator[None]:
 
     def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         value = value_of(tensor)
-        return unreadable(tensor, *args, **kwargs) if value is None else value.real.numpy(*args, **kwargs).copy()
+        if value is None:
+            return unreadable(tensor, *args, **kwargs)
+        with _torch_private.real_tensors():
+            return value.real.numpy(*args, **kwargs).copy()
 
     def array(tensor: torch.Tensor, dtype: Any = None, **_: Any) -> Any:
         return numpy(tensor) if dtype is None else numpy(tensor).astype(dtype)
