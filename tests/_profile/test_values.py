@@ -79,6 +79,7 @@ WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "repeat_interleave": lambda ids, x: x[0].repeat_interleave(ids[0], 0),
     "loop over rows": lambda ids, x: torch.cat([row[: int((i != 0).sum())] for i, row in zip(ids, x, strict=True)]),
     "numpy": lambda ids, x: x.repeat(1, int(ids.cpu().numpy().max()), 1),
+    "text": lambda ids, x: x.repeat(1, len(f"{ids[1, 1]}{ids[0, 0]:03d}"), 1),
     "memory written": _written,
     "arange compared": lambda ids, x: x[
         torch.arange(6, device=x.device).expand(2, 6) < (ids != 0).sum(1, keepdim=True)
@@ -214,7 +215,9 @@ def test_a_float_of_the_model_is_refused(question: Callable[[torch.Tensor], Any]
 def test_broken_numbers_are_not_expected() -> None:
     def way(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         wide = x.repeat(1, 1, 2 * values_module.MAX_INTEGERS // x.numel())
-        return x.clamp(-1, 1) if torch.isinf(wide).any() or torch.isnan(x).any() else x
+        broken = torch.isinf(wide).any() or torch.isnan(x).any() or not torch.isfinite(wide).all()
+        assert torch.isfinite(x).all()
+        return x.clamp(-1, 1) if broken else x
 
     FakeRehearsal(Decides(way), Inputs((IDS,)), "cpu").run()
 

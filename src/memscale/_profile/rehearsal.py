@@ -27,7 +27,7 @@ from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpack
 from memscale._profile.layers import find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
-from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, readable_by_numpy
+from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, readable
 
 logger = logging.getLogger("memscale")
 
@@ -166,7 +166,7 @@ class FakeRehearsal(Rehearsal):
             super().stage(),
             host_rng_kept(),
             drawn_by_host(self.values),
-            readable_by_numpy(),
+            readable(),
             packing,
             one_thread,
             self.mode,

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,7 @@ logger = logging.getLogger("memscale")
 MAX_INTEGERS = 2**20
 """Integer and boolean tensors of at most so many elements carry values."""
 MAX_FLOATS = 2**12
+"""Floats too, if they are constants or buffers; what is computed from known numbers may be as large as integers."""
 HIGHEST_DRAW, LOWEST_DRAW = 1.0 - 2.0**-10, 2.0**-10
 """Inside of the interval in every dtype: a probability of 0 or 1 stays certain."""
 SEED = 0
@@ -99,6 +101,10 @@ def _set_value(fake: torch.Tensor, real: torch.Tensor, cell: Cell) -> None:
     fake.untyped_storage().__dict__["_memscale_cell"] = cell
 
 
+def _is_uniform(real: torch.Tensor) -> bool:
+    return real.numel() > 1 and not any(real.stride())
+
+
 def _cell_of(fake: torch.Tensor) -> Cell | None:
     """Of whatever lies in the same memory and has values, if anything does."""
     cell: Cell | None = fake.untyped_storage().__dict__.get("_memscale_cell")
@@ -106,8 +112,11 @@ def _cell_of(fake: torch.Tensor) -> Cell | None:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return tensor.numel() <= (MAX_FLOATS if is_float else MAX_INTEGERS)
+    return tensor.numel() <= _limit(tensor)
+
+
+def _limit(tensor: torch.Tensor) -> int:
+    return MAX_FLOATS if tensor.dtype.is_floating_point or tensor.dtype.is_complex else MAX_INTEGERS
 
 
 class Values(TorchDispatchMode):
@@ -147,7 +156,13 @@ class Values(TorchDispatchMode):
     ) -> bool:
         """The operator once more, on values; whether its results carry them now."""
         results = _tensors_of([result])
-        if not results or func in _RESHAPING or not all(_is_small(tensor) for tensor in results):
+        if func in _LOGIC and values and all(value and _is_uniform(value.real) for value in values):
+            return self._follow_uniform(func, args, results[0], values)
+        # Floats made of known numbers are few (masks, rotary tables); zeros and the like are as many as gradients.
+        is_derived = bool(values) and func not in FROM_SHAPES
+        limits = [MAX_INTEGERS if is_derived else _limit(tensor) for tensor in results]
+        is_large = any(tensor.numel() > limit for tensor, limit in zip(results, limits, strict=True))
+        if not results or func in _RESHAPING or is_large:
             return False
         try:
             real = self._compute(func, args, kwargs)
@@ -155,6 +170,15 @@ class Values(TorchDispatchMode):
             logger.debug("no values for %s: %s", func, error)
             return False
         _attach(results, _tensors_of([real]), [value for value in values if value], is_drawn=_is_draw(func))
+        return True
+
+    def _follow_uniform(
+        self, func: Any, args: tuple[Any, ...], result: torch.Tensor, values: list[Value | None]
+    ) -> bool:
+        """Where every element is the same, one of them is enough."""
+        with _torch_private.real_tensors():
+            scalars = [value.real.as_strided((), ()) if value else None for value in values]
+            _set_value(result, func(*scalars, *args[len(scalars) :]).expand(tuple(result.shape)), Cell())
         return True
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Value | None]) -> Any:
@@ -297,6 +321,13 @@ def _assume_false(result: torch.Tensor, *_: Any, **__: Any) -> None:
         _set_value(result, torch.zeros((), dtype=result.dtype).expand(tuple(result.shape)), Cell())
 
 
+def _assume_finite(result: torch.Tensor, number: torch.Tensor, other: Any, *_: Any, **__: Any) -> None:
+    """`x == x` and `x != inf`: this is how it is asked whether a number is finite."""
+    if number is other or other == math.inf:
+        with _torch_private.real_tensors():
+            _set_value(result, torch.ones((), dtype=result.dtype).expand(tuple(result.shape)), Cell())
+
+
 ASSUMPTIONS: dict[Any, Callable[..., None]] = {
     _aten.topk.default: _assume_highest,
     _aten.sort.default: _assume_sorted,
@@ -308,6 +339,8 @@ ASSUMPTIONS: dict[Any, Callable[..., None]] = {
     _aten.multinomial.default: _assume_drawn,
     _aten.isnan.default: _assume_false,
     _aten.isinf.default: _assume_false,
+    _aten.eq.Tensor: _assume_finite,
+    _aten.ne.Scalar: _assume_finite,
 }
 """Operators whose integer results say which float is the highest, or whether one is broken."""
 
@@ -392,6 +425,20 @@ FROM_SHAPES = frozenset(
     )
 )
 """They read the shape of their argument, not its contents."""
+_LOGIC = frozenset(
+    (
+        _aten.mul.Tensor,
+        _aten.logical_not.default,
+        _aten.logical_and.default,
+        _aten.logical_or.default,
+        _aten.bitwise_not.default,
+        _aten.bitwise_and.Tensor,
+        _aten.bitwise_or.Tensor,
+        _aten.any.default,
+        _aten.all.default,
+    )
+)
+"""Of equal elements they make equal elements, or the element itself."""
 _RESHAPING = frozenset((_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor))
 """They give a tensor other memory."""
 
@@ -437,8 +484,8 @@ _DRAWS: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 @contextlib.contextmanager
-def readable_by_numpy() -> Iterator[None]:
-    """`tensor.numpy()` and `numpy.asarray(tensor)` give what a fake tensor carries."""
+def readable() -> Iterator[None]:
+    """`tensor.numpy()`, `numpy.asarray(tensor)` and `f"{tensor}"` give what a fake tensor carries."""
     fake_tensor = _torch_private.fake_tensor_class()
     unreadable = torch.Tensor.numpy
 
@@ -452,7 +499,14 @@ def readable_by_numpy() -> Iterator[None]:
     def array(tensor: torch.Tensor, dtype: Any = None, **_: Any) -> Any:
         return numpy(tensor) if dtype is None else numpy(tensor).astype(dtype)
 
+    def text(tensor: torch.Tensor, form: str) -> str:
+        value = value_of(tensor)
+        if value is None or tensor.dim():
+            return object.__format__(tensor, form)
+        return format(numpy(tensor).item(), form)
+
     with (
+        mock.patch.object(fake_tensor, "__format__", text, create=True),
         mock.patch.object(fake_tensor, "numpy", numpy, create=True),
         mock.patch.object(fake_tensor, "__array__", array, create=True),
     ):
