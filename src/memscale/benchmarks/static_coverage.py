@@ -528,8 +528,8 @@ def describe(results: list[dict[str, str]], missing: list[str]) -> str:
             share = f"{100 * found['static'] / trained:.1f} %"
             lines.append(
                 f"{library}: {found['static']} of {trained} architectures that train in a tiny configuration are "
-                f"profiled statically ({share}). {found['not built']} more do not build or train with made-up inputs, and "
-                f"{found['too slow']} took too long or ended the process, in building, training or rehearsal."
+                f"profiled statically ({share}). {found['not built']} more do not build or train with made-up inputs, "
+                f"and {found['too slow']} took too long or ended the process, in building, training or rehearsal."
             )
     stopped = [result for result in results if result["status"] == "stopped"]
     lines += ["", "Not profiled statically:" if stopped else "All of them are profiled statically."]
