@@ -17,6 +17,7 @@ import collections
 import contextlib
 import copy
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -517,7 +518,8 @@ def _append(result: dict[str, str]) -> None:
 
 def describe(results: list[dict[str, str]], missing: list[str]) -> str:
     lines = [
-        f"Measured with torch {torch.__version__}, Python {platform.python_version()}, on {platform.machine()}.",
+        f"Measured with torch {importlib.metadata.version('torch')}, Python {platform.python_version()}, "
+        f"on {platform.machine()}.",
         "",
     ]
     lines += [f"{library} is not installed, so nothing of it was measured." for library in missing]
