@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import checkpoint as checkpoint_internals
@@ -31,6 +32,15 @@ def test_fake_tensors_have_no_memory_and_run_a_training_step() -> None:
     assert _torch_private.device_type_of(weight) == "cpu"
     assert not _torch_private.is_fake(torch.ones(1))
     assert _torch_private.device_type_of(torch.ones(1, device="meta")) == "meta"
+
+
+def test_fake_tensors_say_where_a_value_decides() -> None:
+    with _torch_private.fake_tensor_mode():
+        numbers = torch.empty(4)
+        assert type(numbers) is _torch_private.fake_tensor_class()
+        for question in (numbers.nonzero, numbers.sum().item):
+            with pytest.raises(_torch_private.data_dependent_errors()):
+                question()
 
 
 def test_questions_where_a_fake_tensor_is_reach_modes_as_an_operator() -> None:

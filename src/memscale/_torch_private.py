@@ -23,6 +23,19 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_tensor_class() -> type[torch.Tensor]:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise where an operator's result, or its shape, depends on values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException
+
+
 def real_tensors() -> Any:
     """Inside, operators run without any mode: fake tensors are not made."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -147,6 +147,14 @@ def test_data_dependent_operators():
     assert torch.tril(torch.ones(3, 3, device="simgpu")).sum().item() == 6
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_histograms_of_integers_as_on_a_card(dtype):
+    experts = torch.randint(0, 60, (1000,))
+    counted = torch.histc(experts.to("simgpu", dtype), bins=60, min=0, max=59)
+    assert counted.dtype == dtype
+    assert torch.equal(counted.cpu().long(), torch.bincount(experts, minlength=60))
+
+
 def test_save_and_load_keep_the_device_and_can_change_it():
     buffer = io.BytesIO()
     torch.save({"a": torch.arange(3, device="simgpu:1"), "b": torch.ones(2, device="simgpu").t()}, buffer)

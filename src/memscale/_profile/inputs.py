@@ -49,7 +49,11 @@ class Inputs:
         return Inputs(args, kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in _named_tensors("", (self.args, self.kwargs))]
+        return [tensor for _, tensor in self.named_tensors()]
+
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """With their place, as "0.1" or "1.attention_mask"."""
+        return list(_named_tensors("", (self.args, self.kwargs)))
 
     def size(self, dimension: int) -> int | None:
         """What all tensors with that dimension agree on: 0 is the batch, 1 the length of integer sequences."""

@@ -12,6 +12,9 @@ workspaces, which do not, are not emulated.
 What the CPU's own kernels save and fake tensors do not show: an LSTM of oneDNN keeps a workspace of a size that only
 oneDNN knows, and the fake one is empty. `CpuKernels` asks it, by running the layer once on real zeros.
 
+What fake tensors refuse and every device has: grouped matrix products, by which mixtures of experts compute, in other
+types than bfloat16.
+
 What some losses keep and fake tensors do not show: a mean that lies in the memory of all that it is the mean of.
 
 Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
@@ -34,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale import _torch_private
+from memscale._units import round_up
 
 _DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
 
@@ -167,6 +171,31 @@ def sequences_unpacked() -> Iterator[None]:
 
 
 _aten = torch.ops.aten
+_ROW_ALIGNMENT_BYTES = 16
+
+
+def _grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What a grouped product gives: groups of rows, of the summed dimension, or whole matrices; rows are aligned."""
+    rows, columns = first.shape[-2], second.shape[-1]
+    groups = [first.shape[0]] if first.dim() == 3 == second.dim() else []
+    if first.dim() == 2 == second.dim():
+        assert offs is not None
+        groups = [offs.shape[0]]
+    dtype = out_dtype or first.dtype
+    width = round_up(columns, _ROW_ALIGNMENT_BYTES // dtype.itemsize)
+    strides = [rows * width, width, 1] if groups else [width, 1]
+    return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=first.device)
+
+
+FAKE_KERNELS: dict[Any, Any] = {_aten._grouped_mm.default: _grouped_mm}
+"""Shapes of results where PyTorch's own fake kernel refuses what devices compute."""
+
 WIDE_LOSSES = frozenset(
     (
         _aten.mse_loss.default,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
@@ -23,8 +24,12 @@ from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
+from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.untrained import TrainedWatch
+from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, readable
+
+logger = logging.getLogger("memscale")
 
 CLASSIFIER_WIDTH = 1000
 """An output this wide is taken for class scores when the model computes no loss of its own."""
@@ -134,9 +139,29 @@ class FakeRehearsal(Rehearsal):
         fake_model = fake_copy(model, self.mode, torch.device(on))
         if not fake_model.training:
             fake_model.train()
-        fake_inputs = inputs.map_tensors(lambda tensor: _fake_like(tensor, self.mode, torch.device(on)))
+        fake_inputs = _fake_inputs(inputs, self.mode, torch.device(on))
+        self.values = Values()
+        self._caches = Caches(fake_model)
+        self._is_worst_draw_known = False
         super().__init__(fake_model, fake_inputs, on, rounding_of(device_type))
         self.target_type = device_type
+
+    def run(self, attach: Attach | None = None, *, num_steps: int = 1) -> StepTrace:
+        """With the draws, of those that decide something, of which the first step showed the higher peak."""
+        trace = super().run(attach, num_steps=num_steps)
+        if self._is_worst_draw_known or not self.values.was_draw_asked:
+            return trace
+        self._is_worst_draw_known = True
+        self.values.draws_high = False
+        untrained = self.untrained
+        try:
+            other = super().run(attach, num_steps=num_steps)
+        except Exception as error:  # e.g. a step in which all layers are dropped, and nothing has a gradient
+            logger.debug("the step does not run with the lowest draws: %s: %s", type(error).__name__, error)
+            other = trace
+        self.untrained &= untrained  # what any draw trains is trained
+        self.values.draws_high = other.peak_bytes <= trace.peak_bytes
+        return trace if self.values.draws_high else other
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -144,7 +169,18 @@ class FakeRehearsal(Rehearsal):
         packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
         # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with super().stage(), host_rng_kept(), packing, one_thread, self.mode, kernels:
+        with (
+            self._caches.without_fakes(),
+            super().stage(),
+            host_rng_kept(),
+            drawn_by_host(self.values),
+            readable(),
+            packing,
+            one_thread,
+            self.mode,
+            self.values,
+            kernels,
+        ):
             yield
 
 
@@ -188,11 +224,31 @@ def fake_copy(model: nn.Module, mode: Any, device: torch.device) -> nn.Module:
 
 
 def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    """Parameters are shapes; what a model holds beside them (positions, masks, tables) keeps its values if small."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    if not tensor.requires_grad:
+        keep_value(fake, tensor)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def _fake_inputs(inputs: Inputs, mode: Any, device: torch.device) -> Inputs:
+    """Integers of the batch keep their values; of those that never had any, masks hide nothing and all else is 0."""
+    masks = {id(tensor) for name, tensor in inputs.named_tensors() if name.endswith("mask")}
+
+    def fake_input(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            if tensor.device.type == "meta":
+                assume_value(fake, int(id(tensor) in masks or tensor.dtype == torch.bool))
+            else:
+                keep_value(fake, tensor)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    return inputs.map_tensors(fake_input)
 
 
 def device_exists(device_type: str) -> bool:

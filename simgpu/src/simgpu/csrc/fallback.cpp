@@ -23,6 +23,7 @@ struct OperatorFacts {
   bool draws = false;           // random
   bool is_matmul = false;
   bool is_lookup = false;       // touches few rows of a large operand
+  bool counts = false;          // a histogram
   int weight_argument = -1;     // of a convolution
   int generator_argument = -1;
   int host_argument = -1;       // may be a CPU tensor that is no scalar
@@ -98,6 +99,7 @@ OperatorFacts read_facts(const c10::OperatorHandle& op) {
   facts.is_matmul = is_matmul(name);
   facts.is_lookup = is_lookup(name);
   facts.overwrites = overwrites(name);
+  facts.counts = name == "aten::histc" && schema.overload_name().empty();
   if (name == "aten::convolution") facts.weight_argument = 1;
   if (name == "aten::convolution_backward") facts.weight_argument = 2;
   return facts;
@@ -216,10 +218,16 @@ class BoxedCall {
   void compute() {
     KernelScope scope;
     DrawFromDevice draw(call_.device(), facts_.draws && !has_generator_);
-    const bool halves = multiplies_halves();
+    const bool halves = multiplies_halves(), integers = counts_integers();
     if (halves) cast_arguments(at::kFloat);
+    if (integers) cast_arguments(at::kDouble);
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
-    if (halves) stack_->back() = stack_->back().toTensor().to(last_operand_.scalar_type());
+    if (halves || integers) stack_->back() = stack_->back().toTensor().to(last_operand_.scalar_type());
+  }
+
+  // A real device has histograms of integers (mixtures of experts count tokens with them), the CPU only of floats.
+  bool counts_integers() const {
+    return facts_.counts && last_operand_.defined() && c10::isIntegralType(last_operand_.scalar_type(), false);
   }
 
   // NOTE [products of halves]: a real device multiplies 16-bit numbers, adds in 32 bits and rounds once. So do we, by
