@@ -6,12 +6,14 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import memscale
@@ -380,3 +382,94 @@ def test_without_the_fallback_a_sample_that_cannot_be_rehearsed_is_an_error() ->
     with pytest.raises(memscale.ProfileError, match="on fake tensors"):
         memscale.wrap(model, CAREFUL.replace(use_empirical_fallback=False), SAMPLE)
     assert executor_of(model) is None
+
+
+def test_two_models_and_a_hook_of_the_users_share_an_optimizer() -> None:
+    """Nobody takes a hook off the table that PyTorch is going through."""
+    models = [memscale.wrap(ByValue(2), CAREFUL) for _ in range(2)]
+    calls: list[int] = []
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    for step in range(4):
+        loss = sum(square_loss(model(SAMPLE)) for model in models)
+        if step == 0:
+            handle = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    assert len(calls) >= 4
+    assert not any(attached_plan(model).provisional for model in models)
+
+
+def test_a_plan_holds_for_what_was_seen_and_for_nothing_larger() -> None:
+    model = memscale.wrap(ByValue(), CAREFUL.replace(force_optimize=False, warmup_steps=2))
+    for rows in (16, 16, 256, 256):
+        square_loss(model(torch.ones(rows, 32))).backward()
+    plan = attached_plan(model)
+    assert plan.inputs == ("0: 256x32 float32",), "the larger batch was observed before the plan was made"
+
+
+def test_shapes_that_take_turns_are_planned_for_together(caplog: pytest.LogCaptureFixture) -> None:
+    model = memscale.wrap(case("gpt2").build(), CAREFUL.replace(use_static_profiling=False, warmup_steps=2))
+    shapes = [(1, 24), (2, 16), (4, 8)]
+    for step in range(12):
+        ids = torch.ones(shapes[step % 3], dtype=torch.long)
+        model(input_ids=ids, labels=ids).loss.backward()
+        if step > 6:
+            assert not attached_plan(model).provisional
+
+
+def test_parameters_put_in_later_are_planned_for() -> None:
+    model = memscale.wrap(Mlp(depth=2), CAREFUL, torch.ones(8, 64))
+    before = attached_plan(model)
+    model.blocks.append(nn.Linear(64, 64))
+    model(torch.ones(8, 64))
+    assert attached_plan(model) is not before
+
+
+def test_a_backward_that_was_not_seen_is_not_counted() -> None:
+    """In another thread than the forward: the plan stays careful."""
+    model = memscale.wrap(ByValue(), CAREFUL)
+    for _ in range(3):
+        loss = square_loss(model(SAMPLE))
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert attached_plan(model).provisional
+    memscale.detach(model)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_an_optimizer_that_steps_in_backward_leaves_no_mode_behind() -> None:
+    model = memscale.wrap(ByValue(), CAREFUL)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    for _ in range(4):
+        square_loss(model(SAMPLE)).backward()
+    assert not attached_plan(model).provisional
+    memscale.detach(model)
+    assert _get_current_dispatch_mode_stack() == []
+    for handle in handles:
+        handle.remove()
+
+
+def test_gradients_that_are_asked_for_directly_are_a_backward() -> None:
+    model = memscale.wrap(ByValue(), CAREFUL)
+    for _ in range(4):
+        torch.autograd.grad(square_loss(model(SAMPLE)), list(model.parameters()))
+    assert not attached_plan(model).provisional
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_other_parameters_may_stand_in_for_an_observed_models() -> None:
+    model = memscale.wrap(ByValue(), CAREFUL)
+    for _ in range(3):
+        others = {name: p.detach().clone().requires_grad_() * 1 for name, p in model.named_parameters()}
+        square_loss(torch.func.functional_call(model, others, (SAMPLE,))).backward()
+    memscale.detach(model)

@@ -75,7 +75,7 @@ class _Guard:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_users = 0
         self._inner = _InnerPasses()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage may be collected in here, and with it a model of ours
         self._undo = contextlib.ExitStack()
         self._settling = threading.local()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ class Demand:
     """Of one forward of a model in training."""
 
     device: str
-    parameters: tuple[tuple[bool, torch.dtype] | None, ...]
-    """Which of them are trained, and in which type; None for one that is gone."""
+    parameters: tuple[tuple[bool, torch.dtype, int], ...]
+    """Which of them are trained, in which type, and of how many elements."""
     inputs: tuple[TensorSpec, ...]
     options: tuple[Any, ...]
     attention: str | None
@@ -50,20 +49,13 @@ def _spans(mine: TensorSpec, theirs: TensorSpec) -> bool:
     )
 
 
-class DemandReader:
-    """Reads the demand of a forward, quickly: it is asked for at every step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-
-    def read(self, model: nn.Module, inputs: Inputs, device: torch.device) -> Demand:
-        alive = (reference() for reference in self._parameters)
-        return Demand(
-            device=str(device.type),
-            parameters=tuple(None if p is None else (p.requires_grad, p.dtype) for p in alive),
-            inputs=inputs.specs(),
-            options=tuple(
-                leaf for leaf in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(leaf, _OPTION_TYPES)
-            ),
-            attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
-        )
+def read_demand(model: nn.Module, inputs: Inputs, device: torch.device) -> Demand:
+    """The demand of a forward of this model with these inputs."""
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
+    return Demand(
+        device=device.type,
+        parameters=tuple((p.requires_grad, p.dtype, p.numel()) for p in model.parameters()),
+        inputs=inputs.specs(),
+        options=tuple(leaf for leaf in leaves if isinstance(leaf, _OPTION_TYPES)),
+        attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+    )

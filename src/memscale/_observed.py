@@ -2,7 +2,7 @@
 
     steps = ObservedSteps(model, config, hardware, costs)
     executor.apply(steps.careful)               # every block recomputed; see `careful_plan`
-    steps.open(model, inputs, traffic)          # at the beginning of each of these forwards
+    steps.open(model, inputs, demand, traffic)  # at the beginning of each of these forwards
     plan = steps.make_plan(model, costs)        # when enough of them have been seen; `DoesNotFitError` where none fits
 
 The plan's own first step is observed, too: where it shows more than was promised, the promise is corrected, and where
@@ -21,9 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memscale import _torch_private
 from memscale._choice import choice_of
 from memscale._config import Config
 from memscale._decide import full_budget, half_type
+from memscale._demand import Demand
 from memscale._hardware import Hardware
 from memscale._optimizer_costs import OptimizerCosts, has_next_tier
 from memscale._patching import undo_with
@@ -130,15 +132,19 @@ class ObservedSteps:
         self.plan: Plan | None = None
         """None while the careful plan is in force."""
         self._profile: Profile | None = None
+        self.demands: list[Demand] = []
+        """Of the steps that were seen under the careful plan: what the plan holds for."""
+        self._demand: Demand | None = None
         self._seen: list[ObservedStep] = []
         self._margin_bytes = 0
         self._num_plans = 0
         self._observation: Observation | None = None
         self._closing = contextlib.ExitStack()
 
-    def open(self, model: nn.Module, inputs: Inputs, traffic: Traffic) -> None:
+    def open(self, model: nn.Module, inputs: Inputs, demand: Demand, traffic: Traffic) -> None:
         """Observe the step that begins with this forward; until the optimizer steps, or `close`."""
         self.abandon()
+        self._demand = demand
         observation = Observation(model, self.hardware.device_type, inputs, traffic)
         with contextlib.ExitStack() as undo:
             undo_with(model, observation.abandon, undo)
@@ -154,20 +160,31 @@ class ObservedSteps:
 
     def close(self) -> None:
         """The observed step is over. One without a backward is not counted."""
-        observation = self._observation
-        if observation is not None and observation.saw_backward:
-            self._seen.append(observation.close())
+        self.end_step()
         self.abandon()
+
+    def end_step(self) -> None:
+        """Take down what was seen. Hooks of the process stay until `abandon`: one of them may be what calls this."""
+        observation, self._observation = self._observation, None
+        step = observation.close() if observation is not None and observation.saw_backward else None
+        if step is None:
+            return
+        self._seen.append(step)
+        if self.plan is None and self._demand is not None:
+            self.demands.append(self._demand)
 
     def abandon(self) -> None:
         """Stop observing, if a step is being observed."""
         self._closing.close()
         self._observation = None
 
-    def is_ready(self) -> bool:
-        """Whether enough was seen: `warmup_steps` steps, at least one, under the careful plan; one under another."""
-        wanted = max(1, self.config.warmup_steps) if self.plan is None else 1
-        return len(self._seen) >= wanted
+    def is_ready(self, demand: Demand) -> bool:
+        """Whether enough was seen: `warmup_steps` steps, at least one, under the careful plan, also of what comes now;
+        or one under another plan."""
+        if self.plan is not None:
+            return bool(self._seen)
+        is_covered = any(seen.covers(demand) for seen in self.demands)
+        return is_covered and len(self._seen) >= max(1, self.config.warmup_steps)
 
     def make_plan(self, model: nn.Module, costs: OptimizerCosts) -> Plan:
         """From what was seen under the careful plan; the highest of these steps counts."""
@@ -245,7 +262,9 @@ class _StepHook:
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         steps = self._steps()
+        if _torch_private.graph_task_id() >= 0:
+            return  # it steps in the middle of backward, which goes on
         if steps is not None and any(
             id(p) in self._parameter_ids for group in optimizer.param_groups for p in group["params"]
         ):
-            steps.close()
+            steps.end_step()

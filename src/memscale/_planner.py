@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from memscale import _torch_private
 from memscale._config import Config
 from memscale._decide import full_budget
-from memscale._demand import Demand, DemandReader
+from memscale._demand import Demand, read_demand
 from memscale._errors import DoesNotFitError, StaticProfileError
 from memscale._execute import Executor
 from memscale._hardware import Hardware
@@ -58,7 +58,6 @@ class Planner(OwnHook):
         self.optimizer = optimizer
         self.replacement = replacement
         self.holds_gradients = holds_gradients
-        self._reader = DemandReader(executor.model)
         self._known: list[tuple[Demand, Plan]] = []
         """What was planned for; none of these demands covers another."""
         self._observed: ObservedSteps | None = None
@@ -75,7 +74,7 @@ class Planner(OwnHook):
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
         inputs = Inputs(args, kwargs)
-        demand = self._reader.read(model, inputs, self._device(model))
+        demand = read_demand(model, inputs, self._device(model))
         known = next((plan for planned, plan in self._known if planned.covers(demand)), None)
         if self._observed is not None:
             self._go_on_observing(model, inputs, demand, is_known=known is not None)
@@ -106,10 +105,9 @@ class Planner(OwnHook):
     def plan(self, model: nn.Module, inputs: Inputs, *, inside: bool = False, is_guess: bool = False) -> None:
         """`inside`: in the first moment of a forward, which is to follow the plan already. `is_guess`: the inputs were
         derived, not given, so an error about them is no error of the user's."""
-        self._reader = DemandReader(model)
         device = self._device(model)
         self._turn_to(device)
-        demand = self._reader.read(model, inputs, device)
+        demand = read_demand(model, inputs, device)
         try:
             plan = self._rehearsed_plan(model, inputs)
         except StaticProfileError as error:
@@ -188,7 +186,7 @@ class Planner(OwnHook):
         self._observed = ObservedSteps(model, self.config, self.hardware, self._costs(model))
         self._put_in_force(self._observed.careful, inputs if inside else None)
         if inside:
-            self._open(model, inputs)
+            self._open(model, inputs, read_demand(model, inputs, self._device(model)))
 
     def _go_on_observing(self, model: nn.Module, inputs: Inputs, demand: Demand, *, is_known: bool) -> None:
         """A further training step begins: what the one before has shown is used."""
@@ -198,23 +196,24 @@ class Planner(OwnHook):
         if steps.plan is not None and not is_known:
             self.plan(model, inputs, inside=True)  # this step is another: what was seen does not tell of it
             return
-        if steps.is_ready():
+        if steps.is_ready(demand):
             was_planned = steps.plan is not None
             plan = steps.check(model, self._costs(model)) if was_planned else steps.make_plan(model, self._costs(model))
             if plan is not None:
-                self._remember(demand, plan)
+                for seen in steps.demands:
+                    self._remember(seen, plan)
                 self._put_in_force(plan, inputs)
                 self._announce(plan)
             if was_planned and (plan is None or plan.rehearsed):
                 self._observed = None
                 return
-        self._open(model, inputs)
+        self._open(model, inputs, demand)
 
-    def _open(self, model: nn.Module, inputs: Inputs) -> None:
+    def _open(self, model: nn.Module, inputs: Inputs, demand: Demand) -> None:
         """Observe the step that begins; one that is being traced by others is let go by."""
         assert self._observed is not None
         if _torch_private.can_take_outermost_mode():
-            self._observed.open(model, inputs, self.executor.traffic)
+            self._observed.open(model, inputs, demand, self.executor.traffic)
 
     def _stop_observing(self) -> None:
         if self._observed is not None:
@@ -226,4 +225,5 @@ class Planner(OwnHook):
 
 
 def _held_bytes(model: nn.Module) -> int:
-    return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
+    leaves = [parameter for parameter in model.parameters() if parameter.is_leaf]  # others have none
+    return sum(parameter.grad.nbytes for parameter in leaves if parameter.grad is not None)

@@ -231,3 +231,52 @@ def test_a_dataclass_is_looked_into() -> None:
 def test_an_output_without_gradients_is_refused() -> None:
     with pytest.raises(RuntimeError, match="does not depend"):
         loss_of(torch.ones(3))
+
+
+# ---- what is beside the model
+
+
+TABLE = torch.zeros(4)
+
+
+class Outside(nn.Module):
+    """Writes to a tensor beside the model through views of it, and uses up what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
+        TABLE[0] += 1
+        TABLE[1:].mul_(1.1)
+        TABLE[1:].add_(1)
+        if isinstance(extra, numpy.ndarray):
+            extra += 1
+        elif extra is not None:
+            extra.count += 1
+        return self.linear(x)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_a_rehearsal_writes_to_nothing_beside_the_model() -> None:
+    TABLE.zero_()
+    make_plan(Outside(), Inputs((torch.ones(2, 4),)), FORCED)
+    assert torch.equal(TABLE, torch.zeros(4))
+
+
+@pytest.mark.parametrize("make", [Counter, lambda: numpy.zeros(3)], ids=["object", "array"])
+def test_a_rehearsal_changes_no_argument(make: Any) -> None:
+    extra = make()
+    make_plan(Outside(), Inputs((torch.ones(2, 4),), {"extra": extra}), FORCED)
+    assert (extra.count if isinstance(extra, Counter) else extra.sum()) == 0
+
+
+def test_an_argument_that_would_be_used_up_is_not_rehearsed_with() -> None:
+    batches = iter([torch.ones(2, 4)] * 3)
+    with pytest.raises(memscale.ProfileError, match="cannot be copied"):
+        make_plan(Outside(), Inputs((torch.ones(2, 4),), {"extra": (each for each in batches)}), FORCED)
+    assert len(list(batches)) == 3

@@ -48,6 +48,15 @@ class Inputs:
         args, kwargs = _map(lambda tensor: mapped[id(tensor)], (self.args, self.kwargs))
         return Inputs(args, kwargs)
 
+    def map_others(self, function: Callable[[Any], Any]) -> Inputs:
+        """What is neither a tensor nor a dataclass."""
+
+        def mapped(leaf: Any) -> Any:
+            return leaf if isinstance(leaf, torch.Tensor) or _is_record(leaf) else function(leaf)
+
+        args, kwargs = tree_map(mapped, (self.args, self.kwargs))
+        return Inputs(args, kwargs)
+
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for _, tensor in self.named_tensors()]
 

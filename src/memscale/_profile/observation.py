@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -74,12 +75,15 @@ class Observation:
             self._input_bytes = self._recorder.total_bytes - before
             self._recorder.open()
             for parameter in model.parameters():
-                if parameter.grad is not None:  # of an earlier batch: the step's are added to them
+                if (
+                    parameter.is_leaf and parameter.grad is not None
+                ):  # of an earlier batch: the step's are added to them
                     self._recorder.see(parameter.grad, "gradients")
             # NOTE [outermost mode]: the step goes on in the user's code when the forward is over, so the mode stays on
             # this thread; below all that the user may enter or leave meanwhile. Autograd takes it to its own threads.
+            _sweep()
             _torch_private.insert_outermost_mode(self._recorder)
-            undo.callback(_torch_private.remove_mode, self._recorder)
+            undo.callback(_take_off, self._recorder)
             self._undo = undo.pop_all()
 
     def _watch(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -95,12 +99,15 @@ class Observation:
 
     @property
     def saw_backward(self) -> bool:
-        return self._recorder.num_gradients > 0
+        return self._recorder.saw_backward
 
-    def close(self) -> ObservedStep:
-        """What was seen; nothing of the observation is left on the model or on this thread."""
+    def close(self) -> ObservedStep | None:
+        """What was seen; nothing of the observation is left on the model or on this thread. None: backward ran where
+        it could not be seen, in another thread than the forward."""
         trace = self._recorder.close()
         self.abandon()
+        if not any(segment.num_launches for segment in trace.segments if segment.phase == "backward"):
+            return None
         recomputes = set(self._recorder.recomputes)
         pieces = tuple(Piece(segment, index in recomputes) for index, segment in enumerate(trace.segments))
         return ObservedStep(
@@ -115,6 +122,25 @@ class Observation:
     def abandon(self) -> None:
         """Stop watching. A second call does nothing."""
         self._undo.close()
+        if _torch_private.graph_task_id() < 0:
+            _sweep()
+
+
+_LEFT_OVER: weakref.WeakSet[SegmentRecorder] = weakref.WeakSet()
+
+
+def _take_off(recorder: SegmentRecorder) -> None:
+    """From this thread's modes; where it is another thread's, or autograd will put it back, the next time."""
+    recorder.is_off = True
+    if not _torch_private.remove_mode(recorder) or _torch_private.graph_task_id() >= 0:
+        _LEFT_OVER.add(recorder)
+
+
+def _sweep() -> None:
+    """Take off what could not be taken off before. It lets everything through meanwhile."""
+    for recorder in list(_LEFT_OVER):
+        if _torch_private.remove_mode(recorder):
+            _LEFT_OVER.discard(recorder)
 
 
 def profile_observed(

@@ -27,7 +27,7 @@ from memscale._profile.layers import find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.untrained import TrainedWatch
-from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, readable
+from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, private_values, readable
 
 logger = logging.getLogger("memscale")
 
@@ -170,6 +170,7 @@ class FakeRehearsal(Rehearsal):
         # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with (
+            private_values(),
             self._caches.without_fakes(),
             super().stage(),
             host_rng_kept(),
@@ -248,7 +249,22 @@ def _fake_inputs(inputs: Inputs, mode: Any, device: torch.device) -> Inputs:
                 keep_value(fake, tensor)
         return fake.requires_grad_(tensor.requires_grad)
 
-    return inputs.map_tensors(fake_input)
+    return inputs.map_tensors(fake_input).map_others(_own_copy)
+
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
+
+
+def _own_copy(leaf: Any) -> Any:
+    """An argument that the rehearsal may change or use up. Its tensors are not copied: they are read."""
+    if isinstance(leaf, _IMMUTABLE) or isinstance(leaf, nn.Module) or callable(leaf):
+        return leaf
+    held = vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    memo = {id(value): value for value in held if isinstance(value, torch.Tensor)}
+    try:
+        return copy.deepcopy(leaf, memo)
+    except Exception as error:
+        raise NotImplementedError(f"an argument of type {type(leaf).__name__} cannot be copied") from error
 
 
 def device_exists(device_type: str) -> bool:

@@ -57,8 +57,9 @@ class SegmentRecorder(LiveBytes):
         self._opened_by_kind = dict(self.by_kind)
         self._handles: list[RemovableHandle] = []
         """Of hooks on tensors of the step, some of which may be the user's own and outlive it."""
-        self.num_gradients = 0
-        """Of parameters, that have arrived."""
+        self.is_off = False
+        """Nothing is seen any more: operators go through."""
+        self.saw_backward = False
         self.ends_with_backward = False
         """The step is the user's, whose code goes on when backward is over."""
         self._finishing = -1
@@ -72,6 +73,8 @@ class SegmentRecorder(LiveBytes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
         # Autograd asks every tensor where it is, many times: answered here that is twice as fast, and no traffic.
         if _torch_private.is_device_question(func) and _torch_private.is_fake(args[0]):
             return _torch_private.device_answer(args[0])
@@ -144,17 +147,20 @@ class SegmentRecorder(LiveBytes):
 
     def watch_gradients(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.is_leaf:  # others stand in for it, as in `functional_call`
                 handle = parameter.register_post_accumulate_grad_hook(self._see_gradient)
                 undo.callback(handle.remove)
 
     def _see_gradient(self, parameter: torch.Tensor) -> None:
-        self.num_gradients += 1
+        self._note_backward()
+        if parameter.grad is not None:
+            self.see(parameter.grad, "gradients")
+
+    def _note_backward(self) -> None:
+        self.saw_backward = True
         if self.ends_with_backward and self._finishing != _torch_private.graph_task_id():
             self._finishing = _torch_private.graph_task_id()
             _torch_private.at_end_of_backward(self.finish_backward)
-        if parameter.grad is not None:
-            self.see(parameter.grad, "gradients")
 
     def watch(self, module_fqn: str, module: nn.Module, undo: contextlib.ExitStack) -> None:
         enter = _Hook(self._enter_forward, module_fqn)
@@ -197,6 +203,7 @@ class SegmentRecorder(LiveBytes):
 
     def _enter_backward(self, module_fqn: str, call: int, key: int, gradient: torch.Tensor) -> None:
         """The first gradient of an output has arrived: the layer's backward begins, once."""
+        self._note_backward()
         if key not in self._entered:
             self._entered.add(key)
             self.move_to("backward", module_fqn, call)

@@ -92,8 +92,38 @@ def value_of(tensor: torch.Tensor) -> Value | None:
         value: Value | None = tensor.__dict__.get("_memscale_value")
         return value if value is not None and value.cell.is_known else None
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and _is_small(tensor):
-        return Value(tensor.detach(), Cell())
+        return _private_value(tensor)
     return None
+
+
+_PRIVATE: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+"""Copies of the storages of real tensors, beside the storages themselves, so that none is taken for another."""
+MAX_PRIVATE_BYTES = 1 << 24
+
+
+def _private_value(tensor: torch.Tensor) -> Value | None:
+    """NOTE [private values]: a rehearsal may write to what a model keeps beside its modules. It writes to a copy, one
+    for all views of a storage; the user's memory is never written to."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() > MAX_PRIVATE_BYTES:
+        return None
+    key = _torch_private.storage_key(storage)
+    with _torch_private.real_tensors():
+        if key not in _PRIVATE:
+            _PRIVATE[key] = (storage, storage.clone())
+        copied = torch.empty(0, dtype=tensor.dtype)
+        copied.set_(_PRIVATE[key][1], tensor.storage_offset(), tensor.size(), tensor.stride())
+    return Value(copied, Cell())
+
+
+@contextlib.contextmanager
+def private_values() -> Iterator[None]:
+    """Copies of real tensors live as long as one rehearsal. See NOTE [private values]."""
+    _PRIVATE.clear()
+    try:
+        yield
+    finally:
+        _PRIVATE.clear()
 
 
 def _set_value(fake: torch.Tensor, real: torch.Tensor, cell: Cell) -> None:
