@@ -175,7 +175,7 @@ def test_estimate_under_a_budget_lowers_the_peak(shell: Shell, model_file: str) 
     plain = json.loads(shell(*arguments, "1"))["estimate"]
     budget_gb = plain["baseline_peak_bytes"] * 0.8 / 1e9
     tight = json.loads(shell(*arguments, str(budget_gb)))["estimate"]
-    assert tight["budget_bytes"] == int(budget_gb * 1e9)
+    assert tight["budget_bytes"] == round(budget_gb * 1e9)
     assert not tight["baseline_fits"]
     assert tight["recommended_mode"] == "conservative"
     assert tight["by_mode"]["conservative"]["predicted_peak_bytes"] <= tight["budget_bytes"]

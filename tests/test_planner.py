@@ -16,7 +16,7 @@ import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config, DoesNotFitError
 from memscale._execute import executor_of
-from tests.models import Mlp, case, small, square_loss
+from tests.models import case, small, square_loss
 from tests.parity import assert_same, attached_plan, seed, train
 
 QUIET = Config(force_optimize=True, enable_logging=False)
@@ -198,13 +198,15 @@ def test_optimizer_state_follows_a_model_that_is_moved(tmp_path: pathlib.Path) -
 
 
 def test_what_does_not_fit_the_host_may_fit_where_the_model_goes() -> None:
-    """Weights are most of it, and only a device has a host to send them to."""
-    model, sample = Mlp(depth=6), torch.ones(4, 64)
-    plain = memscale.estimate(model, sample, config=QUIET).baseline_peak_bytes
-    memscale.wrap(model, QUIET.replace(force_optimize=False, memory_budget_gb=0.6 * plain / 1e9), sample)
+    """Nobody gave a batch, and on the CPU nothing can wait elsewhere."""
+    entry = case("gpt2")
+    model = entry.build()
+    plain = memscale.estimate(model, config=QUIET).baseline_peak_bytes
+    memscale.wrap(model, QUIET.replace(force_optimize=False, memory_budget_gb=0.35 * plain / 1e9))
     assert attached_plan(model) is None
     model.to("simgpu")
-    square_loss(model(sample.to("simgpu"))).backward()
+    batch = {name: value.to("simgpu") for name, value in entry.batch(0).items()}
+    model(**{name: value[:1] for name, value in batch.items()}).loss.backward()
     assert attached_plan(model).device_type == "simgpu"
     assert attached_plan(model).fits
 

@@ -130,7 +130,7 @@ def shaped_profile(name: str) -> Profile:
     build, batch = SHAPES[name]
     config = Config(device="cpu")
     study = Study(build(), Inputs.from_sample(batch), config, "adamw", CARD_OF[name])
-    study.look_into_everything(config.resolved_for(has_fast_16bit=True))
+    study.look_into_everything(config)
     return study.profile
 
 

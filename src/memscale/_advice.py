@@ -15,6 +15,7 @@ from memscale._config import Config
 from memscale._decide import budget_bytes
 from memscale._errors import MemScaleError
 from memscale._plan import Plan
+from memscale._policy import choose_strategy
 from memscale._study import Study
 from memscale._units import show_bytes
 
@@ -90,7 +91,20 @@ class _Descent:
             probe = _next_size(known, budget, found, too_large)
             if not found < probe < too_large or (found and known[found] >= _NEAR * budget):
                 break
+        if not found and self.peaks and len(self.peaks) < self.num_sizes and self._fits_anew(min(self.peaks)):
+            return min(self.peaks)
         return found
+
+    def _fits_anew(self, size: int) -> bool:
+        """Whether another plan fits at this size: the lowest one at a larger size need not be the lowest here."""
+        known = self.study
+        try:
+            inputs = known.inputs.resized(self.dimension, size)
+            study = Study(known.model, inputs, self.config, known.optimizer, known.hardware, costs=known.costs)
+            return study.plan(choose_strategy(self.config.replace(auto_policy=False))).fits
+        except MemScaleError as error:
+            logger.debug("size %d was not planned for: %s", size, error)
+            return False
 
     def _plan_at(self, size: int) -> Plan | None:
         """This very plan, rehearsed at this size; None where the model does not run so."""

@@ -230,12 +230,13 @@ def _attach(
 
 
 def _plan_now(planner: Planner, model: nn.Module, inputs: Inputs, *, is_guess: bool) -> None:
-    """Plan before the first forward. What does not fit the host may still fit the device that the model moves to."""
+    """Plan before the first forward. Inputs that nobody gave may be too large, and what does not fit the host may fit
+    the device that the model moves to: then its first training forward decides."""
     try:
         planner.plan(model, inputs, is_guess=is_guess)
     except DoesNotFitError as error:
         may_move = planner.config.device is None and planner.hardware.device_type == "cpu"
-        if not (may_move and torch.accelerator.is_available()):
+        if not (is_guess and may_move and torch.accelerator.is_available()):
             raise
         logger.info("on the CPU, where the model is now: %s It is planned at its first training forward.", error)
 

@@ -149,17 +149,19 @@ class FakeRehearsal(Rehearsal):
     def run(self, attach: Attach | None = None, *, num_steps: int = 1) -> StepTrace:
         """With the draws, of those that decide something, of which the first step showed the higher peak."""
         trace = super().run(attach, num_steps=num_steps)
-        if self._is_worst_draw_known or not self.values.was_draw_asked:
+        if not self.values.was_draw_asked:
+            return trace
+        self.untrained = frozenset()  # another draw may train it
+        if self._is_worst_draw_known:
             return trace
         self._is_worst_draw_known = True
         self.values.draws_high = False
-        untrained = self.untrained
         try:
             other = super().run(attach, num_steps=num_steps)
         except Exception as error:  # e.g. a step in which all layers are dropped, and nothing has a gradient
             logger.debug("the step does not run with the lowest draws: %s: %s", type(error).__name__, error)
             other = trace
-        self.untrained &= untrained  # what any draw trains is trained
+        self.untrained = frozenset()
         self.values.draws_high = other.peak_bytes <= trace.peak_bytes
         return trace if self.values.draws_high else other
 
@@ -257,7 +259,7 @@ _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 
 def _own_copy(leaf: Any) -> Any:
     """An argument that the rehearsal may change or use up. Its tensors are not copied: they are read."""
-    if isinstance(leaf, _IMMUTABLE) or isinstance(leaf, nn.Module) or callable(leaf):
+    if isinstance(leaf, _IMMUTABLE) or callable(leaf):
         return leaf
     held = vars(leaf).values() if hasattr(leaf, "__dict__") else ()
     memo = {id(value): value for value in held if isinstance(value, torch.Tensor)}

@@ -110,7 +110,9 @@ class Uses:
         key = (module.training, *(node is not None for node in nodes))
         if key not in self._several or self._counts_always:
             kept = [value for part in module.modules() for value in vars(part).values()]
-            roots = [leaf.grad_fn for leaf in (*tree_leaves(output), *kept) if isinstance(leaf, torch.Tensor)]
+            leaves = [leaf for leaf in (*tree_leaves(output), *kept) if isinstance(leaf, torch.Tensor)]
+            # Lazy logits would build themselves for whoever asks; they use their weight once, whatever their tiles.
+            roots = [leaf.grad_fn for leaf in leaves if not getattr(leaf, "is_lazy", False)]
             counts = _count(roots, nodes, since)
             self._several[key] = {position for position, count in enumerate(counts) if count > 1}
         return self._several[key]
