@@ -271,7 +271,9 @@ def _attach(
         cell = _cell_of(fake)
         is_view = _torch_private.storage_key(real.untyped_storage()) in given
         if cell is None:
-            _set_value(fake, real.clone() if is_view else real, Cell(is_drawn=is_drawn))
+            with _torch_private.real_tensors():
+                own = real.clone() if is_view else real
+            _set_value(fake, own, Cell(is_drawn=is_drawn))
         elif is_view:
             cell.is_drawn |= is_drawn
             _set_value(fake, real, cell)
