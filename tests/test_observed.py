@@ -468,8 +468,16 @@ def test_gradients_that_are_asked_for_directly_are_a_backward() -> None:
 
 
 def test_other_parameters_may_stand_in_for_an_observed_models() -> None:
-    model = memscale.wrap(ByValue(), CAREFUL)
+    seed(1)
+    model = ByValue()
+    twin = copy.deepcopy(model)
+    memscale.wrap(model, CAREFUL)
     for _ in range(3):
-        others = {name: p.detach().clone().requires_grad_() * 1 for name, p in model.named_parameters()}
-        square_loss(torch.func.functional_call(model, others, (SAMPLE,))).backward()
+        found = []
+        for each in (model, twin):
+            leaves = {name: p.detach().clone().requires_grad_() for name, p in each.named_parameters()}
+            others = {name: leaf * 1 for name, leaf in leaves.items()}
+            square_loss(torch.func.functional_call(each, others, (SAMPLE,))).backward()
+            found.append([leaf.grad for leaf in leaves.values()])
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     memscale.detach(model)
