@@ -24,9 +24,9 @@ from torch.optim import optimizer as optimizer_internals
 from torch.utils import _python_dispatch
 from torch.utils import checkpoint as checkpoint_internals
 
-from memscale._execute import Executor
-from memscale._memory import LiveBytes, measure
-from memscale._patching import ForwardOverride, OwnHook
+from memscale._execute.executor import Executor
+from memscale._torch.live_bytes import LiveBytes, measure
+from memscale._torch.overrides import ForwardOverride, OwnHook
 
 _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()

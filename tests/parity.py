@@ -12,10 +12,10 @@ import numpy
 import torch
 from torch import nn
 
-from memscale._execute import Executor, execute, executor_of
+from memscale._execute.executor import Executor, execute, executor_of
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, Plan, Reason
 from memscale._profile.layers import find_blocks
-from memscale._settings import ExecutionSettings
 from tests.models import Case
 
 Prepare = Callable[[nn.Module], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from memscale._choice import TILE_HEAD, tile_name
+from memscale._decide.choice import TILE_HEAD, tile_name
 from memscale._hardware import Hardware
 from memscale._plan import TileHead
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace, TensorSpec

@@ -12,7 +12,7 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale._pipeline import make_plan
+from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
 from tests.models import square_loss
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from memscale import Config, DoesNotFitError
-from memscale import _advice as advice
-from memscale._pipeline import make_plan
+from memscale._decide.policy import choose_strategy
 from memscale._plan import Plan
-from memscale._policy import choose_strategy
+from memscale._planning import advice as advice
+from memscale._planning import make_plan
+from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs
-from memscale._study import Study
 from tests.profiles import hardware_of
 
 HARDWARE = hardware_of()

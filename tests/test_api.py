@@ -13,7 +13,7 @@ from torch import nn
 
 import memscale
 from memscale import Config, ConfigError, DoesNotFitError, ProfileError
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from tests.models import Mlp, small, square_loss
 from tests.parity import attached_plan
 from tests.test_patching import snapshot

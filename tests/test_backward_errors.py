@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import simgpu  # noqa: F401  (registers the device)
-from memscale import _backward_errors
-from memscale._patching import find_module
 from memscale._plan import Checkpoint, StreamParameters
+from memscale._torch.overrides import find_module
 from memscale.techniques import checkpointing
-from memscale.techniques.offload import streaming
+from memscale.techniques.offload.parameters import streaming
+from memscale.techniques.recompute import backward_errors
 from tests.parity import seed
 
 DEVICE = torch.device("simgpu", 0)
@@ -199,7 +199,7 @@ class Broken:
 def test_the_users_error_comes_through_when_nobody_can_wait(caplog: pytest.LogCaptureFixture):
     module, owner = nn.Linear(2, 2), Broken()
     with contextlib.ExitStack() as undo:
-        _backward_errors.wait_on_errors(owner, module, undo)
+        backward_errors.wait_on_errors(owner, module, undo)
         module.weight.register_hook(lambda gradient: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             module(torch.ones(1, 2)).sum().backward()
@@ -222,7 +222,7 @@ class Interrupted:
 def test_an_interrupt_does_not_cut_the_wait_short():
     module, owner = nn.Linear(2, 2), Interrupted()
     with contextlib.ExitStack() as undo:
-        _backward_errors.wait_on_errors(owner, module, undo)
+        backward_errors.wait_on_errors(owner, module, undo)
         module.weight.register_hook(lambda gradient: 1 / 0)
         with pytest.raises(KeyboardInterrupt):
             module(torch.ones(1, 2)).sum().backward()

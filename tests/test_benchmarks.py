@@ -116,7 +116,7 @@ def test_the_hooked_side_recomputes_as_often_as_the_direct_one() -> None:
 
 def test_the_skipped_model_has_nothing_attached() -> None:
     import memscale
-    from memscale._execute import executor_of
+    from memscale._execute.executor import executor_of
 
     model = memscale.wrap(Mlp(width=128), memscale.Config(enable_logging=False), torch.randn(64, 128))
     executor = executor_of(model)

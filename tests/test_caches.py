@@ -17,12 +17,12 @@ from transformers import DynamicCache
 
 import memscale
 import simgpu  # noqa: F401  # the device
-from memscale import _caches
-from memscale._execute import execute, executor_of
-from memscale._memory import measure
+from memscale._execute.executor import execute, executor_of
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import StreamParameters
 from memscale._profile.layers import find_blocks
-from memscale._settings import ExecutionSettings
+from memscale._torch.live_bytes import measure
+from memscale.techniques.recompute import key_value_caches
 from tests.parity import SELECTIVE, checkpoint_all, plan_of
 
 TOKENS = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -247,7 +247,7 @@ def test_an_error_in_a_forward_leaves_no_frame() -> None:
     with pytest.raises(KeyboardInterrupt):
         model(**batch())
     handle.remove()
-    assert _caches._forwards.frame is None
+    assert key_value_caches._forwards.frame is None
     assert same(step(model, batch()), step(plain, batch()))
 
 

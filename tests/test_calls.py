@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from memscale._choice import Choice
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
 from memscale._profile import Profile, StepTrace
 from tests.profiles import hardware_of, profile_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memscale._cards import KNOWN_CARDS, find_card
+from memscale._hardware.cards import KNOWN_CARDS, find_card
 
 GIB = 1024**3
 

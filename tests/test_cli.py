@@ -16,7 +16,7 @@ import transformers  # noqa: F401  its own set-up is not a trace that a test lea
 import memscale
 from memscale import zoo
 from memscale.cli import main
-from memscale.report import diagnosis
+from memscale.report import doctor
 
 GIB = 1024**3
 HUGE = "1" + "0" * 400
@@ -287,7 +287,7 @@ def test_a_plan_that_does_not_fit_exits_with_1(shell: Shell, model_file: str) ->
 def test_doctor_shows_hardware_versions_and_extras(shell: Shell) -> None:
     text = shell("doctor")
     assert memscale.Hardware.detect().device_name in text
-    for name in ("total_bytes", "host_available_bytes", "memscale", "torch", "python", *diagnosis.EXTRA_OF, "simgpu"):
+    for name in ("total_bytes", "host_available_bytes", "memscale", "torch", "python", *doctor.EXTRA_OF, "simgpu"):
         assert f"\n  {name} " in text
 
 
@@ -295,13 +295,13 @@ def test_doctor_as_json(shell: Shell) -> None:
     data = json.loads(shell("doctor", "--json"))
     assert data["versions"]["memscale"] == memscale.__version__
     assert data["hardware"]["total_bytes"] == memscale.Hardware.detect().total_bytes
-    assert {entry["name"] for entry in data["optional"]} == {*diagnosis.EXTRA_OF, "simgpu"}
+    assert {entry["name"] for entry in data["optional"]} == {*doctor.EXTRA_OF, "simgpu"}
 
 
 def test_doctor_names_the_extra_of_what_is_missing() -> None:
-    findings = diagnosis.examine()
-    absent = diagnosis.Optional("peft", None, diagnosis.install_command("hf"))
-    lines = diagnosis.lines(diagnosis.Findings(findings.hardware, findings.versions, (absent,)))
+    findings = doctor.examine()
+    absent = doctor.Optional("peft", None, doctor.install_command("hf"))
+    lines = doctor.lines(doctor.Findings(findings.hardware, findings.versions, (absent,)))
     assert any(
         line.startswith("  peft ") and 'missing; pip install -c constraints.txt ".[hf]"' in line for line in lines
     )
@@ -311,7 +311,7 @@ def test_every_extra_of_the_package_is_known_to_doctor() -> None:
     import importlib.metadata
 
     declared = set(importlib.metadata.metadata("memscale").get_all("Provides-Extra") or ())
-    assert set(diagnosis.EXTRA_OF.values()) == declared - {"dev"}
+    assert set(doctor.EXTRA_OF.values()) == declared - {"dev"}
 
 
 # ---- bad input: exit code 2 and a sentence

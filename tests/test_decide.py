@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
-from memscale._choice import Choice, choice_of
 from memscale._decide import budget_bytes, confirmed, decide, half_type, needs_optimizing
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice, choice_of
+from memscale._decide.cost_model import CostModel
 from memscale._plan import Checkpoint, Plan, TileHead
 from tests.profiles import MB, Block, hardware_of, profile_of, with_tiled_head
 
@@ -292,7 +292,7 @@ import sys
 import torch
 from torch import nn
 from memscale import Config, Hardware
-from memscale._pipeline import make_plan
+from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
 from tests.profiles import hardware_of
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ import pytest
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
 
 import memscale
-from memscale._cards import KNOWN_CARDS
 from memscale._config import OptimizationMode
+from memscale._hardware.cards import KNOWN_CARDS
 from memscale.cli import app
 from memscale.zoo import MODELS
 

@@ -8,11 +8,11 @@ from torch import nn
 
 import memscale
 from memscale import Plan, PlanError
-from memscale._execute import execute, executor_of
-from memscale._pipeline import make_plan
+from memscale._execute.executor import execute, executor_of
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint
+from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
-from memscale._settings import ExecutionSettings
 from tests.models import Mlp, case, square_loss
 from tests.parity import checkpoint_all, plan_of
 from tests.test_patching import snapshot

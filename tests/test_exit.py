@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from memscale import _exit
+from memscale._execute import orderly_exit
 
 LATE_THREAD = r"""
 #include <Python.h>
@@ -45,8 +45,8 @@ SCRIPT = """
     import ctypes, sys
     from memscale import _exit
     if {orderly}:
-        _exit.be_orderly()
-        _exit.be_orderly()
+        orderly_exit.be_orderly()
+        orderly_exit.be_orderly()
     library = ctypes.CDLL({library!r})
     library.start.argtypes = (ctypes.c_char_p, ctypes.c_double)
     library.start(b"pt_late", 0.5)
@@ -83,13 +83,13 @@ def test_a_late_thread_is_waited_for(library: pathlib.Path) -> None:
 
 def test_the_wait_ends_when_nobody_is_on_the_way() -> None:
     """In a process with idle threads of PyTorch, or with none, and with threads of others that are busy."""
-    _exit.let_threads_finish()
-    assert _exit._busy_threads() == []
+    orderly_exit.let_threads_finish()
+    assert orderly_exit._busy_threads() == []
 
 
 def test_names_with_brackets_are_read(tmp_path: pathlib.Path) -> None:
     (tmp_path / "stat").write_text("17 (pt_odd) (name) R 1 17 17 0 -1 4194368")
-    assert _exit._read(tmp_path) == ("pt_odd) (name", "R")
+    assert orderly_exit._read(tmp_path) == ("pt_odd) (name", "R")
 
 
 def test_the_names_are_pytorchs() -> None:
@@ -99,9 +99,9 @@ def test_the_names_are_pytorchs() -> None:
         from memscale import _exit
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(1))
-        names = [_exit._read(task)[0] for task in _exit.TASKS.iterdir()]
+        names = [orderly_exit._read(task)[0] for task in orderly_exit.TASKS.iterdir()]
         dist.destroy_process_group()
-        print(sum(name.startswith(_exit.PREFIX + "gloo") for name in names) > 0)
+        print(sum(name.startswith(orderly_exit.PREFIX + "gloo") for name in names) > 0)
     """
     answer = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

@@ -10,13 +10,13 @@ from torch import nn
 
 import memscale
 from memscale import Config, DoesNotFitError, Hardware, OptimizationMode, zoo
-from memscale._choice import Choice
-from memscale._fit import Fit, fit
-from memscale._peak import CostModel
-from memscale._pipeline import make_plan
-from memscale._policy import choose_strategy
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import choose_strategy
+from memscale._planning import make_plan
+from memscale._planning.largest_batch import Fit, fit
+from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs, derive_inputs
-from memscale._study import Study
 from tests.profiles import hardware_of
 
 HARDWARE = hardware_of()

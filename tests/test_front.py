@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config
-from memscale._choice import Choice, Run
 from memscale._decide import decide, find_candidates, full_budget, full_front
-from memscale._front import describe, pareto_front
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice, Run
+from memscale._decide.cost_model import CostModel
+from memscale._decide.pareto import describe, pareto_front
 from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileMlp
 from memscale._profile import Profile
-from memscale.report.pareto import draw
+from memscale.report.pareto_svg import draw
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
 HARDWARE = hardware_of(link_bytes_per_s=1e9)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import memscale
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
 from memscale import Config, MemScaleError
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadOptimizer, QuantizeOptimizer, StreamParameters
 from tests.techniques.optimizer8bit.test_in_place import unavailable
 from tests.test_patching import snapshot

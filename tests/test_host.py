@@ -7,7 +7,7 @@ import pathlib
 import psutil
 import pytest
 
-from memscale._host import _cgroup_limit, host_memory
+from memscale._hardware.host import _cgroup_limit, host_memory
 
 GIB = 1024**3
 

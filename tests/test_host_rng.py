@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from memscale._execute import Executor
-from memscale._host_rng import Fingerprint, HostRng, _python_view
+from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
+from memscale._torch.host_rng import Fingerprint, HostRng, _python_view
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "random.random": random.random,

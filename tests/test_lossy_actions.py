@@ -13,7 +13,7 @@ from torch import nn
 import memscale
 from memscale import Config, Plan, _api
 from memscale._decide import decide
-from memscale._execute import execute, executor_of
+from memscale._execute.executor import execute, executor_of
 from memscale._plan import Checkpoint, MixedPrecision, QuantizeOptimizer
 from tests.models import Mlp, square_loss
 from tests.parity import plan_of

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import _malloc
+from memscale._execute import malloc
 
 _TRAIN = """
 import gc, json, sys, threading
 import psutil, torch
 import memscale
-from memscale._execute import Executor
-from memscale._settings import ExecutionSettings
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint, OffloadOptimizer
 from memscale._profile.layers import find_blocks
 from memscale.benchmarks.models import Mlp
@@ -73,8 +73,8 @@ def test_users_are_counted_and_the_last_one_puts_it_back() -> None:
     model, start = nn.Linear(1, 1), _num_users()
     with contextlib.ExitStack() as outer:
         with contextlib.ExitStack() as inner:
-            assert _malloc.return_freed_memory(model, outer)
-            assert _malloc.return_freed_memory(model, inner)
+            assert malloc.return_freed_memory(model, outer)
+            assert malloc.return_freed_memory(model, inner)
             assert _num_users() == start + 2
         assert _num_users() == start + 1
     assert _num_users() == start
@@ -87,7 +87,7 @@ def test_memory_is_returned_where_it_is_short(
     """Fresh pages cost time, which a machine with memory to spare need not pay."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
     start = _num_users()
-    monkeypatch.setattr(_malloc, "host_memory", lambda: (10_000_000_000, available_bytes))
+    monkeypatch.setattr(malloc, "host_memory", lambda: (10_000_000_000, available_bytes))
     memscale.wrap(model, memscale.Config(force_optimize=True, enable_logging=False), torch.zeros(512, 64))
     assert _num_users() == start + num_users
     memscale.detach(model)
@@ -96,7 +96,7 @@ def test_memory_is_returned_where_it_is_short(
 
 def test_a_model_that_is_dropped_lets_go_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody called `detach`: what the whole process sees is undone all the same."""
-    monkeypatch.setattr(_malloc, "host_memory", lambda: (10_000_000_000, 0))
+    monkeypatch.setattr(malloc, "host_memory", lambda: (10_000_000_000, 0))
     start, before = _num_users(), _num_hooks()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
     config = memscale.Config(force_optimize=True, enable_logging=False, use_8bit_optimizer=True)
@@ -113,7 +113,7 @@ def test_a_model_that_is_dropped_lets_go_of_the_process(monkeypatch: pytest.Monk
 
 def _num_users() -> int:
     gc.collect()  # models that earlier tests have dropped
-    return _malloc._num_users
+    return malloc._num_users
 
 
 def _num_hooks() -> dict[str, int]:

@@ -17,9 +17,16 @@ import pytest
 import torch
 
 import simgpu
-from memscale import Hardware, _measure
-from memscale._hardware import _measured
-from memscale._measure import FILE_NAME, Figures, NotMeasuredError, cache_dir, device_figures, disk_bytes_per_s
+from memscale import Hardware
+from memscale._hardware import _measured, benchmark
+from memscale._hardware.benchmark import (
+    FILE_NAME,
+    Figures,
+    NotMeasuredError,
+    cache_dir,
+    device_figures,
+    disk_bytes_per_s,
+)
 
 FOUND = Figures(1e11, 2e10, 3e10, 4e-6)
 
@@ -28,13 +35,13 @@ FOUND = Figures(1e11, 2e10, 3e10, 4e-6)
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     monkeypatch.setenv("MEMSCALE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("MEMSCALE_MEASURE", "1")
-    monkeypatch.setattr(_measure, "_MAX_S", 0.0)  # twice each: what comes out is of no interest here
+    monkeypatch.setattr(benchmark, "_MAX_S", 0.0)  # twice each: what comes out is of no interest here
     return tmp_path / "cache" / FILE_NAME
 
 
 def remember(cache: pathlib.Path, entry: object, device_name: str = "card") -> None:
     cache.parent.mkdir(parents=True, exist_ok=True)
-    cache.write_text(json.dumps({_measure._key(device_name): entry}))
+    cache.write_text(json.dumps({benchmark._key(device_name): entry}))
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -57,9 +64,7 @@ def test_measured_once(cache: pathlib.Path) -> None:
 
 
 def test_processes_that_begin_at_once_have_the_same_figures(cache: pathlib.Path) -> None:
-    code = (
-        "import torch\nfrom memscale._measure import device_figures\nprint(device_figures(torch.device('cpu'), 'card'))"
-    )
+    code = "import torch\nfrom memscale._hardware.benchmark import device_figures\nprint(device_figures(torch.device('cpu'), 'card'))"
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert len({run.communicate()[0] for run in runs}) == 1
     assert [run.returncode for run in runs] == [0, 0, 0]
@@ -80,10 +85,10 @@ def test_others_figures_are_kept(cache: pathlib.Path) -> None:
 
 
 def test_another_number_of_threads_is_another_device() -> None:
-    key, threads = _measure._key("card"), torch.get_num_threads()
+    key, threads = benchmark._key("card"), torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert _measure._key("card") != key
+        assert benchmark._key("card") != key
     finally:
         torch.set_num_threads(threads)
 
@@ -128,7 +133,7 @@ def test_a_card_that_is_not_here_is_not_measured(cache: pathlib.Path) -> None:
 
 
 def test_the_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_measure, "_DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(benchmark, "_DISK_BYTES", 1 << 20)
     directory = tmp_path / "offload"
     directory.mkdir()
     hardware = Hardware.detect("cpu", str(directory))
@@ -142,7 +147,7 @@ def test_the_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_lock_that_nobody_releases_is_not_waited_for(
     cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_measure, "_LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(benchmark, "_LOCK_WAIT_S", 0.0)
     cache.parent.mkdir()
     with cache.with_suffix(".lock").open("w") as held, caplog.at_level(logging.INFO, "memscale"):
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -152,7 +157,7 @@ def test_a_lock_that_nobody_releases_is_not_waited_for(
 
 
 def test_a_lock_that_is_released_in_time_is_waited_for(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_measure, "_LOCK_WAIT_S", 600.0)
+    monkeypatch.setattr(benchmark, "_LOCK_WAIT_S", 600.0)
     cache.parent.mkdir()
     held = cache.with_suffix(".lock").open("w")
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -161,14 +166,14 @@ def test_a_lock_that_is_released_in_time_is_waited_for(cache: pathlib.Path, monk
         remember(cache, dataclasses.asdict(FOUND))
         held.close()
 
-    monkeypatch.setattr(_measure.time, "sleep", finish)
+    monkeypatch.setattr(benchmark.time, "sleep", finish)
     assert device_figures(torch.device("cpu"), "card") == FOUND
 
 
 @pytest.mark.parametrize("name", ["hardware.lock", FILE_NAME])
 def test_no_file_behind_a_link_is_touched(cache: pathlib.Path, tmp_path: pathlib.Path, name: str) -> None:
     victim = tmp_path / "victim"
-    victim.write_text(json.dumps({_measure._key("card"): dataclasses.asdict(FOUND)}))
+    victim.write_text(json.dumps({benchmark._key("card"): dataclasses.asdict(FOUND)}))
     before = victim.read_text(), victim.stat().st_mtime_ns
     cache.parent.mkdir()
     (cache.parent / name).symlink_to(victim)
@@ -240,8 +245,8 @@ def card() -> Iterator[None]:
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same steps, with less to compute."""
-    sizes = tuple(_measure._Sizes(line, 64) for line in (2**18, 2**17, 2**16))
-    monkeypatch.setattr(_measure, "_ON_ACCELERATOR", sizes)
+    sizes = tuple(benchmark._Sizes(line, 64) for line in (2**18, 2**17, 2**16))
+    monkeypatch.setattr(benchmark, "_ON_ACCELERATOR", sizes)
 
 
 def state_of_the_card() -> tuple[int, ...]:
@@ -274,10 +279,10 @@ def test_what_is_measured_with_leaves_half_of_the_free_memory_alone(
     card: None, small_sizes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = []
-    monkeypatch.setattr(_measure, "_figures", lambda device, sizes: used.append(sizes) or FOUND)
+    monkeypatch.setattr(benchmark, "_figures", lambda device, sizes: used.append(sizes) or FOUND)
     for free_bytes in (10_000_000, 3_000_000, 1_300_000):
         leave_free(free_bytes)
-        _measure._measure(GPU)
+        benchmark._measure(GPU)
     assert [sizes.line for sizes in used] == [2**18, 2**17, 2**16]
 
 

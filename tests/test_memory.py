@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _python_dispatch
 
 import memscale
-from memscale._memory import KINDS, LiveBytes
+from memscale._torch.live_bytes import KINDS, LiveBytes
 
 F32 = 4
 

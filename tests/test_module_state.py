@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memscale
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
 from tests.models import Mlp, small, square_loss
 from tests.parity import checkpoint_all, seed

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale._plan import OffloadOptimizer, StreamParameters
 from tests.models import Mlp, case, square_loss
 from tests.parity import assert_same, assert_same_training, attached_plan, seed, train

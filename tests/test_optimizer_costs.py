@@ -15,15 +15,16 @@ from torch import nn
 
 import memscale
 import simgpu
-from memscale import Config, _torch_private
-from memscale._execute import executor_of
+from memscale import Config
+from memscale._decide.policy import Strategy
+from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
-from memscale._optimizer_costs import OptimizerCosts
 from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StreamParameters
-from memscale._policy import Strategy
+from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs
-from memscale._study import Study
-from memscale.techniques.offload import streaming
+from memscale._torch import private
+from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from tests.models import Mlp
 
@@ -270,7 +271,7 @@ def test_on_a_card_bitsandbytes_steps_without_temporaries() -> None:
     assert cost.state_bytes == pytest.approx(wide + narrow * (1 + 4 / 256), rel=0.02)
     assert not eight_bit.state, "the twin leaves the optimizer alone"
     assert {book.device.type for book in eight_bit.name2qmap.values()} == {"cpu"}
-    assert not any(_torch_private.is_fake(book) for book in eight_bit.name2qmap.values())
+    assert not any(private.is_fake(book) for book in eight_bit.name2qmap.values())
 
 
 def test_what_bitsandbytes_was_told_of_single_parameters_counts() -> None:
@@ -287,5 +288,5 @@ def test_what_bitsandbytes_was_told_of_single_parameters_counts() -> None:
 
 def test_devices_that_bitsandbytes_has_kernels_for(simgpu_device: Any) -> None:
     for device_type in ("cpu", "simgpu"):
-        has_kernel = _torch_private.has_own_kernel("bitsandbytes::quantize_blockwise", device_type)
+        has_kernel = private.has_own_kernel("bitsandbytes::quantize_blockwise", device_type)
         assert (table_bytes(device_type) == 1024) == has_kernel

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from memscale._choice import Choice, Run
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice, Run
+from memscale._decide.cost_model import CostModel
 from memscale._profile import OptimizerCost
 from tests.profiles import MB, Block, hardware_of, profile_of
 

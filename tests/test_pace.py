@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memscale._pace import Moved, Pace
+from memscale._decide.step_time import Moved, Pace
 from memscale._profile import Segment
 from tests.profiles import MB, hardware_of
 

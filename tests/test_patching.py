@@ -18,9 +18,9 @@ from torch import nn
 
 import memscale
 from memscale import PlanError
-from memscale._execute import execute
-from memscale._patching import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module, set_attribute
+from memscale._execute.executor import execute
 from memscale._plan import Checkpoint
+from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module, set_attribute
 from tests.models import Case, Chain, Mlp, MlpBlock, Parallel, ResNet, TwoLinears, case, odd, square_loss
 from tests.parity import assert_same, checkpoint_all, plan_of, seed, train
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from memscale._choice import Choice, choice_of
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice, choice_of
+from memscale._decide.cost_model import CostModel
 from memscale._plan import Checkpoint
 from memscale._profile import OptimizerCost, Segment, StepTrace
 from tests.profiles import MB, Block, hardware_of, profile_of, trace_of

@@ -15,7 +15,7 @@ from torch import nn
 import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config, DoesNotFitError
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from tests.models import case, small, square_loss
 from tests.parity import assert_same, attached_plan, seed, train
 

@@ -12,11 +12,11 @@ import torch
 import memscale
 from memscale import Config, ConfigError, DoesNotFitError, OptimizationMode, Plan, _json
 from memscale._decide import Budget, full_budget
-from memscale._pipeline import make_plan
-from memscale._policy import Situation, choose_strategy, learned, rules
-from memscale._policy.features import features_of
-from memscale._policy.strategies import STRATEGIES
-from memscale._policy.trees import Forest, Tree
+from memscale._decide.policy import Situation, choose_strategy, learned, rules
+from memscale._decide.policy.features import features_of
+from memscale._decide.policy.strategies import STRATEGIES
+from memscale._decide.policy.trees import Forest, Tree
+from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
 from tests.models import Chain, TwoLinears
 from tests.profiles import MB, full_profile, hardware_of, profile_of

@@ -14,7 +14,7 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale._pipeline import make_plan
+from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
 from memscale.benchmarks.prediction import settled_plan
 from tests.models import SUITE, Case, Mlp, case, square_loss

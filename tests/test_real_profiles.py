@@ -17,12 +17,12 @@ from torch import nn
 
 import memscale
 from memscale import Config, DoesNotFitError, Hardware, OptimizationMode
-from memscale._choice import Choice, Run
 from memscale._decide import decide
-from memscale._peak import CostModel
-from memscale._pipeline import Study
+from memscale._decide.choice import Choice, Run
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import choose_strategy
 from memscale._plan import MixedPrecision, Plan, QuantizeOptimizer
-from memscale._policy import choose_strategy
+from memscale._planning import Study
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from tests.models import case

@@ -16,11 +16,11 @@ from torch import nn
 
 import memscale
 from memscale import Config, DoesNotFitError, Plan, PlanError
-from memscale._execute import executor_of
-from memscale._pipeline import make_plan
+from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, StreamParameters
+from memscale._planning import make_plan
+from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._profile.inputs import Inputs
-from memscale._saved import device_for, refuse_plan
 from tests.models import Mlp, square_loss
 from tests.parity import plan_of
 from tests.test_patching import snapshot

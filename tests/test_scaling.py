@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from memscale import Config
-from memscale._choice import Choice, Run
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice, Run
+from memscale._decide.cost_model import CostModel
+from memscale._planning.planner import Study
+from memscale._planning.profile_scaling import at_size, can_scale
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
-from memscale._scaling import at_size, can_scale
-from memscale._study import Study
 from tests.profiles import Block, full_profile, hardware_of, profile_of, with_tiled_head
 
 HARDWARE = hardware_of()

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config
-from memscale._choice import Choice, Outcome, Run
 from memscale._decide import decide
-from memscale._lowest import Room
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice, Outcome, Run
+from memscale._decide.cost_model import CostModel
+from memscale._decide.lowest_peak import Room
+from memscale._decide.partial_choices import Front
+from memscale._decide.search import EXACT_BLOCKS, Candidate, search
 from memscale._plan import Plan, TileHead
-from memscale._search import EXACT_BLOCKS, Candidate, search
-from memscale._ways import Front
 from memscale.benchmarks import search as benchmark
 from tests.profiles import Block, full_profile, hardware_of, trace_of, with_tiled_head
 
@@ -117,9 +117,9 @@ def only_the_fastest(front: Front, needs: object, limit: int) -> Front:
 def test_the_lowest_peak_is_found_whatever_is_thinned(seed: int, shape: str) -> None:
     model = shaped(seed, shape, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memscale._search.on_grid", only_the_fastest)
-        patch.setattr("memscale._search.EXACT_BLOCKS", 0)
-        patch.setattr("memscale._search._MAX_ROWS", 0)
+        patch.setattr("memscale._decide.search.on_grid", only_the_fastest)
+        patch.setattr("memscale._decide.search.EXACT_BLOCKS", 0)
+        patch.setattr("memscale._decide.search._MAX_ROWS", 0)
         ours = found_by(model)
     assert min(c.outcome.peak_bytes for c in ours) == min(outcome.peak_bytes for outcome in all_outcomes(model))
 
@@ -134,8 +134,8 @@ def test_the_lowest_peak_within_a_small_host(seed: int, shape: str, share: float
         return outcome.host_bytes + outcome.movable_bytes <= room.host_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memscale._search.on_grid", only_the_fastest)
-        patch.setattr("memscale._search.EXACT_BLOCKS", 0)
+        patch.setattr("memscale._decide.search.on_grid", only_the_fastest)
+        patch.setattr("memscale._decide.search.EXACT_BLOCKS", 0)
         ours = search(model, RUNS, model.treatments, counts_waiting=True, room=room)
     placed = [candidate.outcome.peak_bytes for candidate in ours if is_placed(candidate.outcome)]
     assert min(placed) == min(outcome.peak_bytes for outcome in all_outcomes(model) if is_placed(outcome))

@@ -9,11 +9,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memscale import Config, Hardware
-from memscale._choice import Choice
-from memscale._peak import CostModel
-from memscale._policy import choose_strategy
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import choose_strategy
+from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs, derive_inputs
-from memscale._study import Study
 from tests.models import WIDTH, Chain, TwoLinears
 
 DEPTH, ROWS = 8, 1 << 16

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from memscale._plan import TileAttention, TileMlp
+from memscale._planning.tile_sizes import MIN_TILE_ROWS, _head_rows, _power_of_two_below, find_tiles
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
-from memscale._tiles import MIN_TILE_ROWS, _head_rows, _power_of_two_below, find_tiles
 from tests.models import Mlp, case
 
 

@@ -12,34 +12,34 @@ from torch.utils import checkpoint as checkpoint_internals
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from memscale import _torch_private
+from memscale._torch import private
 
 
 def test_storage_key_is_one_for_all_views() -> None:
     tensor, other = torch.randn(4, 4), torch.randn(4)
     views = (tensor, tensor[1:], tensor.t(), tensor.detach())
-    assert len({_torch_private.storage_key(view.untyped_storage()) for view in views}) == 1
-    assert _torch_private.storage_key(other.untyped_storage()) != _torch_private.storage_key(tensor.untyped_storage())
+    assert len({private.storage_key(view.untyped_storage()) for view in views}) == 1
+    assert private.storage_key(other.untyped_storage()) != private.storage_key(tensor.untyped_storage())
 
 
 def test_fake_tensors_have_no_memory_and_run_a_training_step() -> None:
-    mode = _torch_private.fake_tensor_mode()
+    mode = private.fake_tensor_mode()
     with mode:
         weight = nn.Parameter(torch.empty(1 << 20, 1 << 20))
         (weight[0, :8] * 2).sum().backward()
-    assert _torch_private.is_fake(weight)
-    assert _torch_private.is_fake(weight.grad)
-    assert _torch_private.device_type_of(weight) == "cpu"
-    assert not _torch_private.is_fake(torch.ones(1))
-    assert _torch_private.device_type_of(torch.ones(1, device="meta")) == "meta"
+    assert private.is_fake(weight)
+    assert private.is_fake(weight.grad)
+    assert private.device_type_of(weight) == "cpu"
+    assert not private.is_fake(torch.ones(1))
+    assert private.device_type_of(torch.ones(1, device="meta")) == "meta"
 
 
 def test_fake_tensors_say_where_a_value_decides() -> None:
-    with _torch_private.fake_tensor_mode():
+    with private.fake_tensor_mode():
         numbers = torch.empty(4)
-        assert type(numbers) is _torch_private.fake_tensor_class()
+        assert type(numbers) is private.fake_tensor_class()
         for question in (numbers.nonzero, numbers.sum().item):
-            with pytest.raises(_torch_private.data_dependent_errors()):
+            with pytest.raises(private.data_dependent_errors()):
                 question()
 
 
@@ -48,13 +48,13 @@ def test_questions_where_a_fake_tensor_is_reach_modes_as_an_operator() -> None:
         heard: list[torch.device]
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if _torch_private.is_device_question(func):
-                self.heard.append(_torch_private.device_answer(args[0]))
+            if private.is_device_question(func):
+                self.heard.append(private.device_answer(args[0]))
             return func(*args, **(kwargs or {}))
 
     mode = Listens()
     mode.heard = []
-    with _torch_private.fake_tensor_mode():
+    with private.fake_tensor_mode():
         weight = nn.Parameter(torch.empty(3))
         with mode:
             (weight * 2).sum().backward()
@@ -63,10 +63,10 @@ def test_questions_where_a_fake_tensor_is_reach_modes_as_an_operator() -> None:
 
 def test_flop_formulas() -> None:
     a, b = torch.ones(2, 3), torch.ones(3, 5)
-    formula = _torch_private.flop_formula(torch.ops.aten.mm.default)
+    formula = private.flop_formula(torch.ops.aten.mm.default)
     assert formula is not None
     assert formula(a, b, out_val=a @ b) == 2 * 2 * 3 * 5
-    assert _torch_private.flop_formula(torch.ops.aten.relu.default) is None
+    assert private.flop_formula(torch.ops.aten.relu.default) is None
 
 
 def test_storages_keep_their_python_object_alive_while_they_live() -> None:
@@ -83,25 +83,25 @@ def test_storages_keep_their_python_object_alive_while_they_live() -> None:
 
 
 def test_foreach_devices() -> None:
-    assert "cuda" in _torch_private.foreach_device_types()
-    assert "cpu" not in _torch_private.foreach_device_types()
+    assert "cuda" in private.foreach_device_types()
+    assert "cpu" not in private.foreach_device_types()
 
 
 def test_nodes_are_numbered_as_they_are_made() -> None:
     weight = nn.Parameter(torch.ones(2))
     before = weight * 2
-    first = _torch_private.next_sequence_number()
+    first = private.next_sequence_number()
     after = before * 2
-    assert _torch_private.sequence_number(before.grad_fn) < first <= _torch_private.sequence_number(after.grad_fn)
+    assert private.sequence_number(before.grad_fn) < first <= private.sequence_number(after.grad_fn)
 
 
 def test_hooks_of_every_module_are_seen() -> None:
     register = nn.modules.module.register_module_forward_pre_hook
     handle = register(lambda module, args: None)
-    kinds = [kind for kind, hooks in _torch_private.global_module_hooks() if hooks]
+    kinds = [kind for kind, hooks in private.global_module_hooks() if hooks]
     handle.remove()
     assert kinds == ["forward"]
-    assert not any(hooks for _, hooks in _torch_private.global_module_hooks())
+    assert not any(hooks for _, hooks in private.global_module_hooks())
 
 
 def test_version_counters_are_shared_by_views_and_not_by_unsafe_chunks_or_data() -> None:
@@ -113,7 +113,7 @@ def test_version_counters_are_shared_by_views_and_not_by_unsafe_chunks_or_data()
         (first, second, False),
         (tensor, tensor.data, False),
     ):
-        assert _torch_private.share_version_counter(one, other) is is_shared
+        assert private.share_version_counter(one, other) is is_shared
         assert one._version == other._version == 0
 
 
@@ -130,26 +130,26 @@ class _Counts(TorchDispatchMode):
 def test_an_outermost_mode_lets_others_come_and_go() -> None:
     ours, first, second = _Counts(), _Counts(), _Counts()
     with first:
-        assert _torch_private.can_take_outermost_mode()
-        _torch_private.insert_outermost_mode(ours)
+        assert private.can_take_outermost_mode()
+        private.insert_outermost_mode(ours)
         torch.ones(1)
     assert (ours.count, first.count) == (1, 1)
     with second:
         torch.ones(1)
-        assert _torch_private.remove_mode(ours)
-        assert not _torch_private.remove_mode(ours)
+        assert private.remove_mode(ours)
+        assert not private.remove_mode(ours)
         torch.ones(1)
     torch.ones(1)
     assert (ours.count, first.count, second.count) == (2, 1, 2)
 
 
 def test_fake_tensor_modes_have_a_fixed_place() -> None:
-    with _torch_private.fake_tensor_mode():
-        assert not _torch_private.can_take_outermost_mode()
+    with private.fake_tensor_mode():
+        assert not private.can_take_outermost_mode()
 
 
 def test_errors_that_ask_for_values_are_told_from_errors_about_inputs() -> None:
-    mode = _torch_private.fake_tensor_mode()
+    mode = private.fake_tensor_mode()
     errors: list[Exception] = []
     for function in (
         lambda x: x.sum().item(),
@@ -162,7 +162,7 @@ def test_errors_that_ask_for_values_are_told_from_errors_about_inputs() -> None:
                 function(torch.ones(3, 3))
             except Exception as error:
                 errors.append(error)
-    assert [_torch_private.asks_for_values(error) for error in errors] == [True, True, False, False]
+    assert [private.asks_for_values(error) for error in errors] == [True, True, False, False]
 
 
 def test_optimizers_that_choose_their_implementation_by_device() -> None:
@@ -175,7 +175,7 @@ def test_optimizers_that_choose_their_implementation_by_device() -> None:
     def chooses(kind: Any, **options: Any) -> bool:
         weight = nn.Parameter(torch.ones(2, 2))
         optimizer = kind([{"params": [weight], **options}], **({"defaults": {}} if kind is Foreign else {}))
-        return _torch_private.chooses_by_device(optimizer, optimizer.param_groups[0])
+        return private.chooses_by_device(optimizer, optimizer.param_groups[0])
 
     names = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
     assert all(chooses(getattr(torch.optim, name)) for name in names)
@@ -191,20 +191,20 @@ def test_optimizers_that_choose_their_implementation_by_device() -> None:
 
 
 def test_what_pytorch_chooses_for_parameters_on_the_host() -> None:
-    assert not _torch_private.is_foreach_by_default([nn.Parameter(torch.ones(2))], differentiable=False)
-    assert _torch_private.is_foreach_by_default([], differentiable=False)
-    assert not _torch_private.is_foreach_by_default([], differentiable=True)
+    assert not private.is_foreach_by_default([nn.Parameter(torch.ones(2))], differentiable=False)
+    assert private.is_foreach_by_default([], differentiable=False)
+    assert not private.is_foreach_by_default([], differentiable=True)
 
 
 def test_backward_passes_can_be_watched():
     seen = []
 
     def run(backward: Callable[[], Any]) -> Any:
-        seen.append(_torch_private.graph_task_id())
+        seen.append(private.graph_task_id())
         return backward()
 
     engine = torch.autograd.Variable._execution_engine
-    restore = _torch_private.replace_engine(run)
+    restore = private.replace_engine(run)
     try:
         x = torch.ones(2, requires_grad=True)
         (gradient,) = torch.autograd.grad((x * 2).sum(), x)
@@ -219,7 +219,7 @@ def test_backward_passes_can_be_watched():
 
 def test_checkpoints_can_be_seen_through():
     inside, refused = [False], []
-    restore = _torch_private.see_through_checkpoints(lambda: inside[0], refused.append)
+    restore = private.see_through_checkpoints(lambda: inside[0], refused.append)
     calls = []
 
     def function(x: torch.Tensor) -> torch.Tensor:

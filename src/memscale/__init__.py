@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from memscale._errors import ProfileError as ProfileError
     from memscale._errors import UnknownModelError as UnknownModelError
     from memscale._errors import VerificationError as VerificationError
-    from memscale._estimate import Estimate as Estimate
-    from memscale._estimate import estimate as estimate
-    from memscale._execute import Executor as Executor
+    from memscale._execute.executor import Executor as Executor
     from memscale._hardware import Hardware as Hardware
-    from memscale._memory import Measurement as Measurement
-    from memscale._memory import measure as measure
     from memscale._plan import Plan as Plan
+    from memscale._planning.estimate import Estimate as Estimate
+    from memscale._planning.estimate import estimate as estimate
+    from memscale._torch.live_bytes import Measurement as Measurement
+    from memscale._torch.live_bytes import measure as measure
 
 __version__ = "0.1.0"
 

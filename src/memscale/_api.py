@@ -19,18 +19,18 @@ from torch.optim import Optimizer
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide import full_budget, half_type
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError
-from memscale._execute import Executor, executor_of
-from memscale._execute import execute as execute_plan
+from memscale._execute.executor import Executor, executor_of
+from memscale._execute.executor import execute as execute_plan
+from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
-from memscale._host import nearest_existing
-from memscale._pipeline import device_of
+from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
-from memscale._planner import Planner
+from memscale._planning import device_of
+from memscale._planning.replanning import Planner
+from memscale._planning.saved_plans import device_for, refuse_plan, with_conditions
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
-from memscale._saved import device_for, refuse_plan, with_conditions
-from memscale._settings import ExecutionSettings
-from memscale.report import console, stack
+from memscale.report import console, outcomes
 from memscale.techniques.optimizer8bit import is_8bit, moments_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
@@ -178,9 +178,9 @@ class _StackReport:
         self.optimizer_detail = optimizer_detail
 
     def __call__(self, executor: Executor, plan: Plan, hardware: Hardware) -> None:
-        executor.outcomes = stack.outcomes(plan, self.config, hardware, self.optimizer_detail)
+        executor.outcomes = outcomes.outcomes(plan, self.config, hardware, self.optimizer_detail)
         if self.config.enable_logging:
-            console.show(stack.describe(plan, executor.outcomes))
+            console.show(outcomes.describe(plan, executor.outcomes))
 
 
 def _attach_unplanned(

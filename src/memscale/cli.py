@@ -20,7 +20,7 @@ import memscale
 from memscale import _json
 from memscale._config import Config, OptimizationMode
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, PlanError, quoted, shortened, shown
-from memscale.report import diagnosis, shell
+from memscale.report import doctor, terminal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,7 +134,7 @@ def estimate(
     if as_json:
         print(_json.dumps({"model": model, "num_parameters": num_parameters, "estimate": result}), end="")
     else:
-        print("\n".join(shell.estimate_lines(model, num_parameters, subject.hardware, result)))
+        print("\n".join(terminal.estimate_lines(model, num_parameters, subject.hardware, result)))
 
 
 @app.command()
@@ -163,7 +163,7 @@ def plan(
     _check_writable("--output", output)
     _check_writable("--pareto", pareto)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
-    from memscale._pipeline import make_plan
+    from memscale._planning import make_plan
 
     fronts: list[tuple[FrontPoint, ...]] = []
     with _progress(f"planning {model} on fake tensors"), _quiet():
@@ -176,7 +176,7 @@ def plan(
             on_front=None if pareto is None else fronts.append,
         )
     if pareto is not None:
-        from memscale.report.pareto import draw
+        from memscale.report.pareto_svg import draw
 
         made = dataclasses.replace(made, front=fronts[0], front_note="")
         _write("--pareto", pareto, draw(made, made.front))
@@ -194,7 +194,7 @@ def _print_plan(made: Plan, *, as_json: bool, explain: bool) -> None:
     elif explain:
         print(made.explain())
     else:
-        print("\n".join(shell.plan_lines(made)))
+        print("\n".join(terminal.plan_lines(made)))
 
 
 @app.command()
@@ -218,7 +218,7 @@ def fit(
         raise ConfigError(f"--{vary} is what is looked for: leave it out, or vary the other")
     config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
-    from memscale._fit import fit as find
+    from memscale._planning.largest_batch import fit as find
     from memscale._profile.inputs import longest_sequence
 
     dimension = 0 if vary == "batch" else 1
@@ -236,15 +236,15 @@ def fit(
             limit=longest_sequence(subject.model) if vary == "seq" else None,
             on_progress=say,
         )
-    print(_json.dumps(result) if as_json else "\n".join(shell.fit_lines(model, result)), end="" if as_json else "\n")
+    print(_json.dumps(result) if as_json else "\n".join(terminal.fit_lines(model, result)), end="" if as_json else "\n")
 
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Print what was detected: hardware, versions, and which extras are there."""
     with _progress("looking at this machine"):
-        findings = diagnosis.examine()
-    print(_json.dumps(findings) if as_json else "\n".join(diagnosis.lines(findings)), end="" if as_json else "\n")
+        findings = doctor.examine()
+    print(_json.dumps(findings) if as_json else "\n".join(doctor.lines(findings)), end="" if as_json else "\n")
 
 
 @app.command()
@@ -304,7 +304,7 @@ def _open_subject(
 
 
 def _check_optimizer(name: str) -> None:
-    from memscale._profile.optimizers import OPTIMIZERS
+    from memscale._profile.optimizer_twin import OPTIMIZERS
 
     allowed = [*OPTIMIZERS, "none"]
     if name not in allowed:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from memscale import _torch_private
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale._torch import private
 
 TABLES: dict[int, torch.Tensor] = {}
 SEEN: list[torch.Tensor] = []
@@ -81,9 +81,9 @@ def test_no_cache_keeps_a_fake_tensor(way: str) -> None:
     rehearsal = FakeRehearsal(model, Inputs((x,)), "cpu")
     for _ in range(2):
         rehearsal.run()
-        assert not any(each is not None and _torch_private.is_fake(each) for each in kept())
-    assert not _torch_private.is_fake(model(x))
-    assert not _torch_private.is_fake(CURRENT)
+        assert not any(each is not None and private.is_fake(each) for each in kept())
+    assert not private.is_fake(model(x))
+    assert not private.is_fake(CURRENT)
     table.cache_clear()
     Caching._method.cache_clear()
     for cache in (SEEN, TABLES, Caching.tables):

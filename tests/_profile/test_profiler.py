@@ -12,7 +12,7 @@ import memscale
 from memscale import ProfileError
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
-from memscale._profile.optimizers import optimizer_cost
+from memscale._profile.optimizer_twin import optimizer_cost
 from memscale._profile.profiler import open_rehearsal, profile_model, try_variant
 from tests.models import Mlp, case, odd
 from tests.parity import SELECTIVE, checkpoint_all

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config, Hardware, _torch_private
-from memscale._pipeline import make_plan
+from memscale import Config, Hardware
+from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, fake_copy, loss_of
+from memscale._torch import private
 from memscale.benchmarks.real_step import RealRehearsal
 from tests.models import Chain, Mlp, ResNet, TwoLinears, case, odd
 from tests.parity import checkpoint_all
@@ -122,13 +123,13 @@ def test_a_model_without_weights_takes_no_memory() -> None:
 
 def test_a_fake_copy_keeps_sharing_and_takes_no_memory() -> None:
     model: Any = case("gpt2").build()
-    mode = _torch_private.fake_tensor_mode()
+    mode = private.fake_tensor_mode()
     fake: Any = fake_copy(model, mode, torch.device("cpu"))
     assert fake.lm_head.weight is fake.transformer.wte.weight
-    assert all(_torch_private.is_fake(tensor) for tensor in [*fake.parameters(), *fake.buffers()])
+    assert all(private.is_fake(tensor) for tensor in [*fake.parameters(), *fake.buffers()])
     assert [n for n, _ in fake.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert [p.requires_grad for p in fake.parameters()] == [p.requires_grad for p in model.parameters()]
-    assert not any(_torch_private.is_fake(tensor) for tensor in model.parameters())
+    assert not any(private.is_fake(tensor) for tensor in model.parameters())
 
 
 def test_a_fake_copy_of_a_model_that_holds_results() -> None:
@@ -136,8 +137,8 @@ def test_a_fake_copy_of_a_model_that_holds_results() -> None:
     model = Marked()
     model(torch.randn(2, 3, 8, 8))
     assert model.last is not None
-    fake: Any = fake_copy(model, _torch_private.fake_tensor_mode(), torch.device("cpu"))
-    assert _torch_private.is_fake(fake.last)
+    fake: Any = fake_copy(model, private.fake_tensor_mode(), torch.device("cpu"))
+    assert private.is_fake(fake.last)
 
 
 # ---- what a rehearsal shows

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from memscale import Config, Hardware
-from memscale._execute import Executor
-from memscale._pipeline import make_plan
+from memscale._decide.policy import choose_strategy
+from memscale._execute.executor import Executor
 from memscale._plan import Action, Checkpoint, OffloadActivations, TileMlp
-from memscale._policy import choose_strategy
+from memscale._planning import make_plan
+from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import Attach, FakeRehearsal
 from memscale._profile.shallow import KEPT, find_cuts, open_shallow, rehearse_short
-from memscale._study import Study
 
 
 class Block(nn.Module):
@@ -111,7 +111,7 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     for is_on in (True, False):
         if not is_on:
-            monkeypatch.setattr("memscale._study.open_shallow", lambda *_: None)
+            monkeypatch.setattr("memscale._planning.planner.open_shallow", lambda *_: None)
         study = Study(Deep(), INPUTS, config, "adamw", Hardware.from_name("T4"))
         plans.append(study.plan(choose_strategy(config)))
     assert plans[0] == plans[1]

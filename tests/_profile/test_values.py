@@ -15,11 +15,12 @@ from torch import nn
 
 import memscale
 import simgpu  # noqa: F401  (registers the device)
-from memscale import Config, _torch_private
+from memscale import Config
 from memscale._profile import values as values_module
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, Rehearsal
 from memscale._profile.values import Values, assume_value, keep_value, value_of
+from memscale._torch import private
 
 WIDTH = 16
 IDS = torch.tensor([[3, 1, 4, 1, 5, 0], [2, 7, 1, 0, 0, 0]])
@@ -132,7 +133,7 @@ class Fake:
     """A fake mode with values above it."""
 
     def __enter__(self) -> Values:
-        self.mode, self.values = _torch_private.fake_tensor_mode(), Values()
+        self.mode, self.values = private.fake_tensor_mode(), Values()
         self.mode.__enter__()
         return self.values.__enter__()
 
@@ -154,7 +155,7 @@ def test_unknown_contents_take_the_values_of_everything_in_that_memory() -> None
         assert value_of(table) is None
         assert value_of(view) is None
         assert copied.tolist() == [0, 0, 0, 0]
-        with pytest.raises(_torch_private.data_dependent_errors()):
+        with pytest.raises(private.data_dependent_errors()):
             view[0].item()
 
 
@@ -183,7 +184,7 @@ def test_a_real_tensor_is_never_written_to() -> None:
 
 def test_the_batch_is_not_held_by_its_values() -> None:
     ids = torch.arange(4)
-    with _torch_private.fake_tensor_mode():
+    with private.fake_tensor_mode():
         fake = torch.empty(4, dtype=torch.long)
     keep_value(fake, ids)
     ids.zero_()
@@ -208,7 +209,7 @@ def test_a_float_of_the_model_is_refused(question: Callable[[torch.Tensor], Any]
     def way(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return x if question(x) else -x
 
-    with pytest.raises(_torch_private.data_dependent_errors()):
+    with pytest.raises(private.data_dependent_errors()):
         FakeRehearsal(Decides(way), Inputs((IDS,)), "cpu").run()
 
 

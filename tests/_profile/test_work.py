@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memscale._profile.work import Work
+from memscale._profile.operator_costs import Work
 
 
 class Counting(TorchDispatchMode):

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from memscale import Config
-from memscale._choice import Choice
 from memscale._decide import decide
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import learned
+from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._hardware import Hardware
-from memscale._peak import CostModel
-from memscale._policy import learned
-from memscale._policy.strategies import STRATEGIES, WIDEST
-from memscale._study import Study
+from memscale._planning.planner import Study
 from memscale.benchmarks import policy
 from memscale.benchmarks.policy import cases as case_module
 from memscale.benchmarks.policy import shapes

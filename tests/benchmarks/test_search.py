@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from memscale._choice import Choice
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
 from memscale.benchmarks import search as benchmark
 
 
@@ -44,6 +44,6 @@ def test_a_worse_plan_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _plain_only(model: CostModel) -> list[object]:
-    from memscale._search import Candidate
+    from memscale._decide.search import Candidate
 
     return [Candidate(Choice(), model.evaluate(Choice()))]

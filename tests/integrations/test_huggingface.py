@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import memscale
 from memscale import _api
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision
 from memscale.integrations.huggingface import STATE_FILE, _Callback, _Meter, wrap_trainer
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale
 from memscale import Config, MemScaleError
-from memscale._execute import execute
+from memscale._execute.executor import execute
 from memscale._plan import Checkpoint
 from memscale.techniques.checkpointing import _draws_random_numbers, attach
 from tests.models import Case, Chain, Mlp, TwoLinears, case, odd, square_loss

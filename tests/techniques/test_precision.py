@@ -17,13 +17,13 @@ from torch import nn
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, MemScaleError
-from memscale._execute import Executor
-from memscale._memory import LiveBytes
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
-from memscale._settings import ExecutionSettings
+from memscale._torch.live_bytes import LiveBytes
 from memscale.benchmarks.precision import LARGEST_BOUND, MEAN_BOUND, measure_distance
 from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques import checkpointing, precision

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from memscale.techniques.tiling.lazy import lazy_linear
+from memscale.techniques.tiling.head.lazy import lazy_linear
 
 VOCABULARY, WIDTH = 13, 4
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memscale._memory import LiveBytes
-from memscale.techniques.tiling import sweep
-from memscale.techniques.tiling.lazy import LazyLogits, lazy_linear
+from memscale._torch.live_bytes import LiveBytes
+from memscale.techniques.tiling.head import sweep
+from memscale.techniques.tiling.head.lazy import LazyLogits, lazy_linear
 from tests.techniques.loss_bounds import LossBounds, assert_within
 from tests.techniques.tiling_models import GRADIENT_BOUND, LOSS_BOUND, assert_near, relative
 

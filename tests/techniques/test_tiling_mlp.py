@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memscale._errors import PlanError
-from memscale._memory import LiveBytes
 from memscale._plan import TileMlp
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale._torch.live_bytes import LiveBytes
 from memscale.benchmarks.models import case
 from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques.tiling import TilingError

@@ -10,7 +10,7 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale._plan import TileAttention, TileHead, TileMlp
 from memscale.techniques.tiling import LazyLogits
 from tests.techniques.tiling_models import LOSS_BOUND, assert_near, assert_same_gradients

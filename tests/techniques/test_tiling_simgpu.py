@@ -12,7 +12,7 @@ from torch import nn
 import memscale
 import simgpu  # noqa: F401  the device must be there before the first backward of this process
 from memscale import Config
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale._plan import TileAttention, TileHead, TileMlp
 from tests.techniques.tiling_models import (
     LOSS_BOUND,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from memscale import _torch_private
 from memscale._profile import Layer
+from memscale._torch import private
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -79,7 +79,7 @@ def _pieces(prefix: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[
 def _describe(module_fqn: str, module: nn.Module, counted: set[int], *, is_block: bool) -> Layer:
     param_bytes = trainable_bytes = 0
     for parameter in module.parameters():
-        key = _torch_private.storage_key(parameter.untyped_storage())
+        key = private.storage_key(parameter.untyped_storage())
         if key in counted:
             continue
         counted.add(key)

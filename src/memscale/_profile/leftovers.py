@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale import _torch_private
+from memscale._torch import private
 
 _MAX_VISITED = 10_000
 """Objects of one cache that are looked at. Caches of tensors are small."""
@@ -76,7 +76,7 @@ def _is_torch(module_name: str) -> bool:
 
 def _clean_namespace(namespace: Any, before: dict[str, Any]) -> None:
     for name, value in list(vars(namespace).items()):
-        if isinstance(value, torch.Tensor) and _torch_private.is_fake(value):
+        if isinstance(value, torch.Tensor) and private.is_fake(value):
             if name in before:
                 setattr(namespace, name, before[name])
             else:
@@ -106,7 +106,7 @@ def _holds_fakes(objects: Iterable[Any]) -> bool:
             continue
         seen.add(id(found))
         if isinstance(found, torch.Tensor):
-            if _torch_private.is_fake(found):
+            if private.is_fake(found):
                 return True
         elif isinstance(found, nn.Module):
             waiting.extend(itertools.islice(itertools.chain(found.parameters(), found.buffers()), 1))

@@ -22,15 +22,15 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from memscale import _torch_private
-from memscale._memory import rounding_of
-from memscale._patching import keep_copies_clean
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace, TensorSpec
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers, find_pieces
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic
-from memscale._recompute import RecomputedForward
+from memscale._torch import private
+from memscale._torch.live_bytes import rounding_of
+from memscale._torch.overrides import keep_copies_clean
 from memscale._units import round_up
+from memscale.techniques.recompute import RecomputedForward
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Observation:
             # NOTE [outermost mode]: the step goes on in the user's code when the forward is over, so the mode stays on
             # this thread; below all that the user may enter or leave meanwhile. Autograd takes it to its own threads.
             _sweep()
-            _torch_private.insert_outermost_mode(self._recorder)
+            private.insert_outermost_mode(self._recorder)
             undo.callback(_take_off, self._recorder)
             self._undo = undo.pop_all()
 
@@ -122,7 +122,7 @@ class Observation:
     def abandon(self) -> None:
         """Stop watching. A second call does nothing."""
         self._undo.close()
-        if _torch_private.graph_task_id() < 0:
+        if private.graph_task_id() < 0:
             _sweep()
 
 
@@ -132,14 +132,14 @@ _LEFT_OVER: weakref.WeakSet[SegmentRecorder] = weakref.WeakSet()
 def _take_off(recorder: SegmentRecorder) -> None:
     """From this thread's modes; where it is another thread's, or autograd will put it back, the next time."""
     recorder.is_off = True
-    if not _torch_private.remove_mode(recorder) or _torch_private.graph_task_id() >= 0:
+    if not private.remove_mode(recorder) or private.graph_task_id() >= 0:
         _LEFT_OVER.add(recorder)
 
 
 def _sweep() -> None:
     """Take off what could not be taken off before. It lets everything through meanwhile."""
     for recorder in list(_LEFT_OVER):
-        if _torch_private.remove_mode(recorder):
+        if private.remove_mode(recorder):
             _LEFT_OVER.discard(recorder)
 
 
@@ -177,7 +177,7 @@ def profile_observed(
 
 
 def _unique_bytes(tensors: Iterable[object], rounding_bytes: int) -> int:
-    storages = {_torch_private.storage_key(t.untyped_storage()): t.untyped_storage() for t in tensors}  # type: ignore[attr-defined]
+    storages = {private.storage_key(t.untyped_storage()): t.untyped_storage() for t in tensors}  # type: ignore[attr-defined]
     return sum(round_up(storage.nbytes(), rounding_bytes) for storage in storages.values())
 
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from memscale import _torch_private
 from memscale._errors import ProfileError, StaticProfileError, quoted
 from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
 from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
+from memscale._torch import private
 
 logger = logging.getLogger("memscale")
 
@@ -55,7 +55,7 @@ def open_rehearsal(
     except Exception as error:  # whatever a user's model raises on fake tensors: it may still train
         logger.debug("static profiling failed", exc_info=True)
         refusal = StaticProfileError(_refusal(model, f"on fake tensors: {quoted(error)}"))
-        refusal.needs_values = _torch_private.asks_for_values(error)
+        refusal.needs_values = private.asks_for_values(error)
         raise refusal from error
 
 

@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memscale import _torch_private
-from memscale._host_rng import HostRng
-from memscale._memory import LiveBytes, rounding_of
 from memscale._profile import StepTrace
+from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.inputs import Inputs
-from memscale._profile.kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.layers import find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.untrained import TrainedWatch
 from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, private_values, readable
+from memscale._torch import private
+from memscale._torch.host_rng import HostRng
+from memscale._torch.live_bytes import LiveBytes, rounding_of
 
 logger = logging.getLogger("memscale")
 
@@ -132,7 +132,7 @@ class FakeRehearsal(Rehearsal):
     is_fake = True
 
     def __init__(self, model: nn.Module, inputs: Inputs, device_type: str) -> None:
-        self.mode = _torch_private.fake_tensor_mode()
+        self.mode = private.fake_tensor_mode()
         # A card that is not in this machine is played by fake CPU tensors and its kernels' savings.
         self.emulates_gpu = not device_exists(device_type)
         on = "cpu" if self.emulates_gpu else device_type

@@ -23,12 +23,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from memscale import _torch_private
-from memscale._memory import LiveBytes
-from memscale._patching import OwnHook
 from memscale._profile import Phase, Segment, StepTrace
-from memscale._profile.kernels import WIDE_LOSSES, widen
-from memscale._profile.work import Work
+from memscale._profile.device_kernels import WIDE_LOSSES, widen
+from memscale._profile.operator_costs import Work
+from memscale._torch import private
+from memscale._torch.live_bytes import LiveBytes
+from memscale._torch.overrides import OwnHook
 
 Traffic = Callable[[], tuple[int, int, int, int]]
 """Transfers to the next tier so far and their bytes; those back, and theirs."""
@@ -76,8 +76,8 @@ class SegmentRecorder(LiveBytes):
         if self.is_off:
             return func(*args, **(kwargs or {}))
         # Autograd asks every tensor where it is, many times: answered here that is twice as fast, and no traffic.
-        if _torch_private.is_device_question(func) and _torch_private.is_fake(args[0]):
-            return _torch_private.device_answer(args[0])
+        if private.is_device_question(func) and private.is_fake(args[0]):
+            return private.device_answer(args[0])
         if self._ends_recompute:
             self._cut()
         kwargs = kwargs or {}
@@ -158,9 +158,9 @@ class SegmentRecorder(LiveBytes):
 
     def _note_backward(self) -> None:
         self.saw_backward = True
-        if self.ends_with_backward and self._finishing != _torch_private.graph_task_id():
-            self._finishing = _torch_private.graph_task_id()
-            _torch_private.at_end_of_backward(self.finish_backward)
+        if self.ends_with_backward and self._finishing != private.graph_task_id():
+            self._finishing = private.graph_task_id()
+            private.at_end_of_backward(self.finish_backward)
 
     def watch(self, module_fqn: str, module: nn.Module, undo: contextlib.ExitStack) -> None:
         enter = _Hook(self._enter_forward, module_fqn)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale import _torch_private
-from memscale._host_rng import HostRng
-from memscale._patching import OwnHook
 from memscale._profile.segments import with_gradient
+from memscale._torch import private
+from memscale._torch.host_rng import HostRng
+from memscale._torch.overrides import OwnHook
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -81,5 +81,5 @@ def _leaves_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _torch_rng() -> bytes:
-    with _torch_private.real_tensors():
+    with private.real_tensors():
         return torch.random.get_rng_state().numpy().tobytes()

@@ -39,8 +39,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from memscale import _torch_private
-from memscale._profile.kernels import FAKE_KERNELS
+from memscale._profile.device_kernels import FAKE_KERNELS
+from memscale._torch import private
 
 logger = logging.getLogger("memscale")
 
@@ -82,13 +82,13 @@ def keep_value(fake: torch.Tensor, real: torch.Tensor) -> None:
 def assume_value(fake: torch.Tensor, number: int) -> None:
     """Let a fake tensor of which nothing is known be this number everywhere, if it is small."""
     if _is_small(fake):
-        with _torch_private.real_tensors():
+        with private.real_tensors():
             _set_value(fake, torch.full(tuple(fake.shape), number, dtype=fake.dtype), Cell())
 
 
 def value_of(tensor: torch.Tensor) -> Value | None:
     """What a tensor carries; a real CPU tensor that meets fake ones (a table of the module) is its own value."""
-    if _torch_private.is_fake(tensor):
+    if private.is_fake(tensor):
         value: Value | None = tensor.__dict__.get("_memscale_value")
         return value if value is not None and value.cell.is_known else None
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and _is_small(tensor):
@@ -107,8 +107,8 @@ def _private_value(tensor: torch.Tensor) -> Value | None:
     storage = tensor.untyped_storage()
     if storage.nbytes() > MAX_PRIVATE_BYTES:
         return None
-    key = _torch_private.storage_key(storage)
-    with _torch_private.real_tensors():
+    key = private.storage_key(storage)
+    with private.real_tensors():
         if key not in _PRIVATE:
             _PRIVATE[key] = (storage, storage.clone())
         copied = torch.empty(0, dtype=tensor.dtype)
@@ -168,7 +168,7 @@ class Values(TorchDispatchMode):
         values = [value_of(tensor) for tensor in _tensors_of((*args, *kwargs.values()))]
         try:
             result = FAKE_KERNELS.get(func, func)(*args, **kwargs)
-        except _torch_private.data_dependent_errors():
+        except private.data_dependent_errors():
             answer = self._answer(func, args, kwargs, values)
             if answer is NotImplemented:
                 raise
@@ -206,7 +206,7 @@ class Values(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], result: torch.Tensor, values: list[Value | None]
     ) -> bool:
         """Where every element is the same, one of them is enough."""
-        with _torch_private.real_tensors():
+        with private.real_tensors():
             scalars = [value.real.as_strided((), ()) if value else None for value in values]
             _set_value(result, func(*scalars, *args[len(scalars) :]).expand(tuple(result.shape)), Cell())
         return True
@@ -224,7 +224,7 @@ class Values(TorchDispatchMode):
         return fakes
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _torch_private.real_tensors():
+        with private.real_tensors():
             real_args, real_kwargs = tree_map(_real, (args, kwargs))
             if func in _DRAWS:
                 return _DRAWS[func](self.draws_high, func, real_args, real_kwargs)
@@ -264,14 +264,14 @@ def _attach(
 ) -> None:
     """Results carry their values. Views share the cell of what they are views of."""
     is_drawn = is_drawn or any(value.cell.is_drawn for value in inputs)
-    given = {_torch_private.storage_key(value.real.untyped_storage()) for value in inputs}
+    given = {private.storage_key(value.real.untyped_storage()) for value in inputs}
     for fake, real in zip(fakes, reals, strict=True):
-        if not _torch_private.is_fake(fake):
+        if not private.is_fake(fake):
             continue
         cell = _cell_of(fake)
-        is_view = _torch_private.storage_key(real.untyped_storage()) in given
+        is_view = private.storage_key(real.untyped_storage()) in given
         if cell is None:
-            with _torch_private.real_tensors():
+            with private.real_tensors():
                 own = real.clone() if is_view else real
             _set_value(fake, own, Cell(is_drawn=is_drawn))
         elif is_view:
@@ -291,10 +291,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 def _spared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """With copies in the place of real tensors that would be written to: a counter of a Python module, for one."""
-    real = {id(each) for each in _written(func, args, kwargs) if not _torch_private.is_fake(each)}
+    real = {id(each) for each in _written(func, args, kwargs) if not private.is_fake(each)}
     if not real:
         return args, kwargs
-    with _torch_private.real_tensors():
+    with private.real_tensors():
         spared: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
             lambda leaf: leaf.clone() if id(leaf) in real else leaf, (args, kwargs)
         )
@@ -304,7 +304,7 @@ def _spared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 def _forget_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What an operator has written to holds something unknown now."""
     for tensor in _written(func, args, kwargs):
-        cell = _cell_of(tensor) if _torch_private.is_fake(tensor) else None
+        cell = _cell_of(tensor) if private.is_fake(tensor) else None
         if cell is not None:
             cell.is_known = False
 
@@ -338,7 +338,7 @@ def _choose(indices: torch.Tensor, num_candidates: int, dim: int | None, num_cho
     if not _is_small(indices) or not indices.numel():
         return
     shape = list(indices.shape)
-    with _torch_private.real_tensors():
+    with private.real_tensors():
         starts = torch.arange(indices.numel() // num_chosen) * num_chosen
         starts = torch.where(starts < num_candidates, starts.clamp(max=num_candidates - num_chosen), 0)
         chosen = starts.unsqueeze(1) + torch.arange(num_chosen)
@@ -349,14 +349,14 @@ def _choose(indices: torch.Tensor, num_candidates: int, dim: int | None, num_cho
 
 
 def _assume_false(result: torch.Tensor, *_: Any, **__: Any) -> None:
-    with _torch_private.real_tensors():
+    with private.real_tensors():
         _set_value(result, torch.zeros((), dtype=result.dtype).expand(tuple(result.shape)), Cell())
 
 
 def _assume_finite(result: torch.Tensor, number: torch.Tensor, other: Any, *_: Any, **__: Any) -> None:
     """`x == x` and `x != inf`: this is how it is asked whether a number is finite."""
     if number is other or other == math.inf:
-        with _torch_private.real_tensors():
+        with private.real_tensors():
             _set_value(result, torch.ones((), dtype=result.dtype).expand(tuple(result.shape)), Cell())
 
 
@@ -382,7 +382,7 @@ def _found(func: Any, mask: torch.Tensor) -> torch.Tensor:
     assume_value(mask, 1)
     found = torch.empty((mask.numel(), mask.dim()), dtype=torch.long, device=mask.device)
     if _is_small(found):
-        with _torch_private.real_tensors():
+        with private.real_tensors():
             _set_value(found, torch.ones(tuple(mask.shape), dtype=torch.bool).nonzero(), Cell())
     return found
 
@@ -410,7 +410,7 @@ def _num_chosen(mask: torch.Tensor) -> int:
     if value is None:
         assume_value(mask, 1)
         return mask.numel()
-    with _torch_private.real_tensors():
+    with private.real_tensors():
         return int(value.real.count_nonzero())
 
 
@@ -419,7 +419,7 @@ def _ctc_loss(func: Any, scores: torch.Tensor, targets: torch.Tensor, *lengths: 
     value = value_of(lengths[1])
     if value is None:
         return NotImplemented
-    with _torch_private.real_tensors():
+    with private.real_tensors():
         longest = max(value.real.tolist(), default=0)
     num_steps, num_sequences = scores.shape[:2]
     return scores.new_empty((num_sequences,)), scores.new_empty((num_sequences, num_steps, 2 * longest + 1))
@@ -518,14 +518,14 @@ _DRAWS: dict[Any, Callable[..., torch.Tensor]] = {
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
     """`tensor.numpy()`, `numpy.asarray(tensor)` and `f"{tensor}"` give what a fake tensor carries."""
-    fake_tensor = _torch_private.fake_tensor_class()
+    fake_tensor = private.fake_tensor_class()
     unreadable = torch.Tensor.numpy
 
     def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         value = value_of(tensor)
         if value is None:
             return unreadable(tensor, *args, **kwargs)
-        with _torch_private.real_tensors():
+        with private.real_tensors():
             return value.real.numpy(*args, **kwargs).copy()
 
     def array(tensor: torch.Tensor, dtype: Any = None, **_: Any) -> Any:

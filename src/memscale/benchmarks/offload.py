@@ -36,11 +36,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memscale
 from memscale._config import AsyncOffloadConfig
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.layers import find_blocks
-from memscale._settings import ExecutionSettings
-from memscale.techniques.offload.streaming import rest_of
+from memscale.techniques.offload.parameters.streaming import rest_of
 
 SIZES = {
     "gpt2-tiny": (4, 256, 4),

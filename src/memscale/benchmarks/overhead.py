@@ -28,10 +28,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memscale
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
 from memscale.benchmarks.models import Mlp, MlpBlock, ResidualBlock
-from memscale.report.shell import table
+from memscale.report.terminal import table
 
 MAX_HOOK_US = 100.0
 MAX_IMPORT_S = 0.3

@@ -26,11 +26,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memscale._memory import LiveBytes
 from memscale._plan import MixedPrecision
+from memscale._torch.live_bytes import LiveBytes
 from memscale.benchmarks.models import case
 from memscale.benchmarks.text import Characters, Learned, build, learn
-from memscale.report.shell import table
+from memscale.report.terminal import table
 from memscale.techniques import precision
 
 MAX_DISTANCE = 0.01

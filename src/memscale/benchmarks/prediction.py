@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_map_only
 
 import memscale
 from memscale import zoo
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale._plan import Plan
 from memscale.benchmarks.models import Case, case, suite
-from memscale.report.shell import table
+from memscale.report.terminal import table
 
 MAX_ERROR = 0.01
 MAX_DEVICE_ERROR, MAX_DEVICE_SHORTFALL = 0.02, 0.005

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from memscale._memory import rounding_of
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import Rehearsal, host_rng_kept
 from memscale._profile.segments import SegmentRecorder
+from memscale._torch.live_bytes import rounding_of
 
 
 class RealRehearsal(Rehearsal):

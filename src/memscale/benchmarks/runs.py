@@ -24,17 +24,17 @@ from torch import nn
 
 import memscale
 from memscale import OptimizationMode, zoo
-from memscale._choice import Choice
-from memscale._execute import executor_of
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import choose_strategy
+from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
-from memscale._peak import CostModel
 from memscale._plan import Plan
-from memscale._policy import choose_strategy
+from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.rehearsal import loss_of
-from memscale._study import Study
-from memscale.report.shell import what_is_done
-from memscale.techniques.offload.disk import DiskStore
+from memscale.report.terminal import what_is_done
+from memscale.techniques.offload.store.disk import DiskStore
 
 GB = 1e9
 NUM_STEPS = 2

@@ -30,14 +30,14 @@ from typing import Any
 
 import numpy as np
 
-from memscale._choice import Choice, Run, Treatment
 from memscale._config import Config
 from memscale._decide import decide
+from memscale._decide.choice import Choice, Run, Treatment
+from memscale._decide.cost_model import CostModel
+from memscale._decide.search import search
 from memscale._hardware import Hardware
-from memscale._peak import CostModel
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
-from memscale._search import search
-from memscale.report.shell import table
+from memscale.report.terminal import table
 
 MAX_EXCESS, MAX_SECONDS = 0.01, 1.0
 RUNS = (Run(), Run(offloads_optimizer=True))

@@ -35,7 +35,7 @@ from memscale import zoo
 from memscale._errors import quoted, shown
 from memscale._hardware import Hardware
 from memscale.benchmarks.runs import GB, VARIANTS, Result, Subject, measure_apart, predict_apart
-from memscale.report.shell import table
+from memscale.report.terminal import table
 
 SUBJECTS = (
     Subject("BERT-Base", "bert-base", 16, 128, 3.14, 0.84, 0.40),

@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memscale._memory import LiveBytes
 from memscale._plan import Checkpoint, TileHead, TileMlp
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale._torch.live_bytes import LiveBytes
 from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques import checkpointing, tiling
 

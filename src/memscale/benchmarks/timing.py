@@ -35,18 +35,18 @@ from torch.utils._pytree import tree_map_only
 
 import memscale
 from memscale import zoo
-from memscale._choice import Choice, choice_of
 from memscale._decide import full_budget
-from memscale._execute import Executor, executor_of
-from memscale._peak import CostModel
+from memscale._decide.choice import Choice, choice_of
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import choose_strategy
+from memscale._decide.write_plan import OPTIMIZER_BUCKET_BYTES
+from memscale._execute.executor import Executor, executor_of
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Plan, StreamParameters
-from memscale._policy import choose_strategy
+from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs
-from memscale._settings import ExecutionSettings
-from memscale._study import Study
-from memscale._writing import OPTIMIZER_BUCKET_BYTES
 from memscale.benchmarks.models import Case, suite
-from memscale.report.shell import table, what_is_done
+from memscale.report.terminal import table, what_is_done
 
 MAX_ERROR, MAX_DEVICE_ERROR = 0.15, 0.10
 WARMUP_STEPS = 3

@@ -35,8 +35,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
-from memscale._memory import LiveBytes
-from memscale._patching import OwnHook
+from memscale._torch.live_bytes import LiveBytes
+from memscale._torch.overrides import OwnHook
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
 logger = logging.getLogger("memscale")

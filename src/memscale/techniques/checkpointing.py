@@ -1,6 +1,6 @@
 """Gradient checkpointing (exact): a block's activations are dropped after forward and recomputed in backward.
 
-How the recompute is kept the same is in `memscale._recompute`. Here is what it may keep: op-level selective
+How the recompute is kept the same is in `memscale.techniques.recompute`. Here is what it may keep: op-level selective
 checkpointing keeps the outputs of matrix products and attention, which are dear to compute, and recomputes the rest.
 """
 
@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from memscale import _torch_private
 from memscale._errors import MemScaleError
 from memscale._plan import Checkpoint
-from memscale._recompute import RecomputedForward
+from memscale._torch import private
+from memscale.techniques.recompute import RecomputedForward
 
 aten = torch.ops.aten
 
@@ -107,7 +107,7 @@ class _Policy:
         if not context.is_recompute and op._schema.is_mutable:
             self._refuse_writes(op, args, kwargs)
         if not context.is_recompute and op in _ALIASES and not self._kept.isdisjoint(_storages(args)):
-            aliases = [_torch_private.detach_with_version(tensor) for tensor in tree_leaves(context.op_output)]
+            aliases = [private.detach_with_version(tensor) for tensor in tree_leaves(context.op_output)]
             self._aliases += [(alias, alias._version) for alias in aliases]
         if not self._is_kept(op) or _draws_random_numbers(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -140,7 +140,7 @@ class _Policy:
 
 def _storages(tree: Any) -> list[int]:
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
-    return [_torch_private.storage_key(tensor.untyped_storage()) for tensor in tensors]
+    return [private.storage_key(tensor.untyped_storage()) for tensor in tensors]
 
 
 def _draws_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 import simgpu  # noqa: F401  (registers the device)
 from memscale._plan import StreamParameters
 from memscale._profile.layers import find_blocks
-from memscale.techniques.offload import streaming
-from memscale.techniques.offload.streamer import Streamer
+from memscale.techniques.offload.parameters import streaming
+from memscale.techniques.offload.parameters.streamer import Streamer
 from tests.models import Case
 from tests.parity import equal, seed
 

@@ -18,19 +18,20 @@ from torch import nn
 import simgpu
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import MemScaleError, PlanError, StoreFullError
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint, OffloadActivations, StreamParameters
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
-from memscale._settings import ExecutionSettings
 from memscale.techniques import checkpointing
-from memscale.techniques.offload import activations, waits
+from memscale.techniques.offload import activations
 from memscale.techniques.offload.activations import Offloader
-from memscale.techniques.offload.disk import DiskStore
-from memscale.techniques.offload.host import HostStore
-from memscale.techniques.offload.stores import Store
-from memscale.techniques.offload.transfers import Transfers
+from memscale.techniques.offload.store.disk import DiskStore
+from memscale.techniques.offload.store.host import HostStore
+from memscale.techniques.offload.store.stores import Store
+from memscale.techniques.offload.transfer import stream_order
+from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.models import SUITE, Case
 from tests.parity import seed
 from tests.techniques.offload.runs import (
@@ -542,7 +543,7 @@ WAITS = (
 
 @pytest.mark.parametrize("why", [None, *WAITS])
 def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
-    real = waits.order
+    real = stream_order.order
 
     def order(waiter: Any, event: torch.Event, reason: str) -> None:
         if reason != why:
@@ -551,7 +552,7 @@ def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     model = Gpt(4, dropout=0.0).to(DEVICE)
     theirs = train(copy.deepcopy(model), GPT, steps=3)
-    monkeypatch.setattr(waits, "order", order)
+    monkeypatch.setattr(stream_order, "order", order)
     with offloaded(model, window_bytes=0):
         run = train(model, GPT, steps=3)
     ACCELERATOR.synchronize()

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from memscale._errors import ChecksumError, MemScaleError, StoreFullError, StoreIOError
-from memscale.techniques.offload import disk as disk_module
-from memscale.techniques.offload.disk import BLOCK_BYTES, CHUNK_BYTES, DiskStore, sweep_stale
-from memscale.techniques.offload.stores import Layout
+from memscale.techniques.offload.store import disk as disk_module
+from memscale.techniques.offload.store.disk import BLOCK_BYTES, CHUNK_BYTES, DiskStore, sweep_stale
+from memscale.techniques.offload.store.stores import Layout
 
 MIB = 1 << 20
 
@@ -207,7 +207,7 @@ FILE_LIMIT = """
 import sys, resource, torch
 from memscale import MemScaleError
 from memscale._errors import StoreFullError
-from memscale.techniques.offload.disk import DiskStore
+from memscale.techniques.offload.store.disk import DiskStore
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 store = DiskStore(sys.argv[1])
 ticket = store.put(torch.ones(1 << 19, dtype=torch.uint8))
@@ -252,7 +252,7 @@ def test_a_missing_directory_is_made(tmp_path):
 KILLED_BEFORE_UNLINK = """
 import os, signal, sys
 os.unlink = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-from memscale.techniques.offload.disk import DiskStore
+from memscale.techniques.offload.store.disk import DiskStore
 DiskStore(sys.argv[1])
 """
 
@@ -298,7 +298,7 @@ def test_what_is_not_ours_blocks_nobody_and_stays(make, tmp_path):
 
 AS_NOBODY = """
 import os, pathlib, sys
-from memscale.techniques.offload.disk import DiskStore, sweep_stale
+from memscale.techniques.offload.store.disk import DiskStore, sweep_stale
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)

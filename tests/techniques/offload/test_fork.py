@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import OffloadError
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
 from memscale._plan import OffloadActivations, OffloadOptimizer
-from memscale._settings import ExecutionSettings
+from memscale._execute.settings import ExecutionSettings
 
 torch.set_num_threads(1)
 PATIENCE_S = 60

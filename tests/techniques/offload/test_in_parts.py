@@ -16,12 +16,12 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale._execute import execute
+from memscale._execute.executor import execute
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
-from memscale._settings import ExecutionSettings
-from memscale.techniques.offload import in_parts, streaming
-from memscale.techniques.offload.implementations import devices_of_streamed
-from memscale.techniques.offload.optimizer import adopt_optimizer
+from memscale.techniques.offload.optimizer import adopt_optimizer, in_parts
+from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
+from memscale.techniques.offload.parameters import streaming
 from tests.parity import plan_of
 from tests.techniques.offload.runs import DEVICE, same, weights
 from tests.techniques.offload.tiers import opened

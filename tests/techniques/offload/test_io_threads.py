@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memscale._errors import StoreIOError
-from memscale.techniques.offload.disk import DiskStore
+from memscale.techniques.offload.store.disk import DiskStore
 from tests.techniques.offload.tiers import device_of, opened
 
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from memscale._errors import OffloadError, PartialStepError, StoreFullError, StoreIOError
-from memscale.techniques.offload import waits
-from memscale.techniques.offload.buckets import peak_state_bytes, rounded, split_into_buckets
-from memscale.techniques.offload.host import HostStore
 from memscale.techniques.offload.optimizer import adopt, adopt_optimizer
-from memscale.techniques.offload.transfers import Transfers
+from memscale.techniques.offload.optimizer.buckets import peak_state_bytes, rounded, split_into_buckets
+from memscale.techniques.offload.store.host import HostStore
+from memscale.techniques.offload.transfer import stream_order
+from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.tiers import on_host, opened, same
 from tests.techniques.offload.training import BUCKET_BYTES, O, Training, adopted, give_gradients, plain, wide_net
 
@@ -126,9 +126,11 @@ def is_caught(monkeypatch: pytest.MonkeyPatch, why: str, directory: pathlib.Path
         expected = run_watched(transfers, bucket_bytes=bucket_bytes)
     torch.accelerator.synchronize()
     assert simgpu.take_reports() == []
-    original = waits.order
+    original = stream_order.order
     with monkeypatch.context() as patch, opened("simgpu host async", directory) as transfers:
-        patch.setattr(waits, "order", lambda who, event, name: None if name == why else original(who, event, name))
+        patch.setattr(
+            stream_order, "order", lambda who, event, name: None if name == why else original(who, event, name)
+        )
         result = run_watched(transfers, bucket_bytes=bucket_bytes)
     torch.accelerator.synchronize()
     return bool(simgpu.take_reports()) or not same(result, expected)
@@ -353,9 +355,9 @@ KILLED = """
 import os, signal, sys, torch
 from torch import nn
 import contextlib
-from memscale.techniques.offload.disk import DiskStore
+from memscale.techniques.offload.store.disk import DiskStore
 from memscale.techniques.offload.optimizer import adopt
-from memscale.techniques.offload.transfers import Transfers
+from memscale.techniques.offload.transfer.transfers import Transfers
 
 torch.set_num_threads(1)
 net = nn.Linear(256, 256)

@@ -17,11 +17,11 @@ from torch import nn
 import memscale
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import StoreFullError
-from memscale._execute import Executor, executor_of
+from memscale._execute.executor import Executor, executor_of
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Reason, StreamParameters
-from memscale._settings import ExecutionSettings
-from memscale.techniques.offload import tiers
-from memscale.techniques.offload.buckets import Waiting
+from memscale.techniques.offload.optimizer.buckets import Waiting
+from memscale.techniques.offload.store import tiers
 from tests.parity import plan_of, seed
 from tests.techniques.offload.runs import (
     DEVICE,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.techniques.offload.separable import (
+from memscale.techniques.offload.optimizer.separable import (
     NotSeparable,
     SplitStep,
     check_separable,

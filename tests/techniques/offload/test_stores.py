@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memscale import _torch_private
 from memscale._errors import StoreFullError
-from memscale.techniques.offload.disk import DiskStore
-from memscale.techniques.offload.host import SMALLEST_SEGMENT_BYTES, HostStore
-from memscale.techniques.offload.pool import Extents
-from memscale.techniques.offload.stores import Layout, ShapeStore, TieredStore, can_store
+from memscale._torch import private
+from memscale.techniques.offload.store.disk import DiskStore
+from memscale.techniques.offload.store.extents import Extents
+from memscale.techniques.offload.store.host import SMALLEST_SEGMENT_BYTES, HostStore
+from memscale.techniques.offload.store.stores import Layout, ShapeStore, TieredStore, can_store
 
 MIB = 1 << 20
 
@@ -133,7 +133,7 @@ def test_what_a_store_cannot_take_is_said_beforehand():
     assert can_store(torch.nn.Parameter(torch.ones(3)))
     assert not can_store(torch.ones(3, device="meta"))
     assert not can_store(torch.eye(3).to_sparse())
-    with _torch_private.fake_tensor_mode():
+    with private.fake_tensor_mode():
         assert not can_store(torch.ones(3))
 
 

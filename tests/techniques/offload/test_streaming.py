@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import simgpu
 from memscale._errors import PlanError
 from memscale._plan import StreamParameters
-from memscale.techniques.offload import streaming
+from memscale.techniques.offload.parameters import streaming
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,

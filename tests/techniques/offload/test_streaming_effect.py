@@ -13,12 +13,13 @@ from torch import nn
 
 import simgpu
 from memscale._errors import MemScaleError, StoreFullError
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
-from memscale._settings import ExecutionSettings
-from memscale.techniques.offload import homes, streaming, waits
-from memscale.techniques.offload.host import HostStore
+from memscale.techniques.offload.parameters import parameter_homes, streaming
+from memscale.techniques.offload.store.host import HostStore
+from memscale.techniques.offload.transfer import stream_order
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
@@ -180,7 +181,7 @@ def test_homes_waste_little_pinned_memory():
     for index, parameter in enumerate(parameters):
         module.register_parameter(f"p{index}", parameter)
     store = HostStore(pinned=True, segment_bytes=1 << 30)
-    home = homes.Homes(DEVICE, store)
+    home = parameter_homes.Homes(DEVICE, store)
     home.move_in(module, {id(p) for p in parameters})
     used = sum(p.nbytes for p in parameters)
     assert simgpu.pinned_stats().rounded_bytes == store.counters.allocated_bytes
@@ -241,13 +242,13 @@ def _run_with_tight_bounds() -> tuple[Run, int]:
 @pytest.mark.parametrize("why", [None, *WAITS])
 def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
     theirs = train(_build().to(DEVICE), GPT, steps=2, accumulation=1)
-    real = waits.order
+    real = stream_order.order
 
     def order(waiter: Any, event: torch.Event, reason: str) -> None:
         if reason != why:
             real(waiter, event, reason)
 
-    monkeypatch.setattr(waits, "order", order)
+    monkeypatch.setattr(stream_order, "order", order)
     run, num_races = _run_with_tight_bounds()
     is_same = run.losses == theirs.losses and all(map(same, run.gradients, theirs.gradients))
     assert (is_same and num_races == 0) == (why is None), f"{why}: same {is_same}, {num_races} races"

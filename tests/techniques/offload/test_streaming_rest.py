@@ -12,16 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from memscale._config import AsyncOffloadConfig
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, MixedPrecision, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
-from memscale._settings import ExecutionSettings
-from memscale.techniques.offload import streaming
-from memscale.techniques.offload.lending import Lender
-from memscale.techniques.tiling import attach_head, sweep
-from memscale.techniques.tiling.lazy import LazyLogits
+from memscale.techniques.offload.parameters import streaming
+from memscale.techniques.offload.parameters.borrowed_weights import Lender
+from memscale.techniques.tiling import attach_head
+from memscale.techniques.tiling.head import sweep
+from memscale.techniques.tiling.head.lazy import LazyLogits
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,

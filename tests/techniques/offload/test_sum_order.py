@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from memscale._plan import StreamParameters
-from memscale.techniques.offload import streaming
-from memscale.techniques.offload.streamer import Streamer
+from memscale.techniques.offload.parameters import streaming
+from memscale.techniques.offload.parameters.streamer import Streamer
 from tests.techniques.offload.runs import DEVICE, gradients, let_autograd_finish, pair, same
 
 MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -12,11 +12,11 @@ from torch import nn
 
 import simgpu
 from memscale._config import AsyncOffloadConfig
-from memscale._execute import Executor
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters, TileHead
 from memscale._profile.layers import find_blocks
-from memscale._settings import ExecutionSettings
-from memscale.techniques.offload.streaming import rest_of
+from memscale.techniques.offload.parameters.streaming import rest_of
 from tests.models import SUITE, Case
 from tests.parity import seed
 from tests.techniques.offload.runs import (

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from memscale import _torch_private
 from memscale._errors import OffloadError, StoreFullError
-from memscale.techniques.offload.disk import CHUNK_BYTES
-from memscale.techniques.offload.stores import ShapeStore
-from memscale.techniques.offload.transfers import Transfers
+from memscale._torch import private
+from memscale.techniques.offload.store.disk import CHUNK_BYTES
+from memscale.techniques.offload.store.stores import ShapeStore
+from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.test_stores import tensors
 from tests.techniques.offload.tiers import WAYS, device_of, opened, same
 
@@ -182,11 +182,11 @@ def test_no_copy_of_ours_is_unpinned(tmp_path):
 
 def test_a_rehearsal_on_fake_tensors_moves_shapes():
     """Memory falls as it would, and what comes back has the right shape."""
-    from memscale._memory import LiveBytes
+    from memscale._torch.live_bytes import LiveBytes
 
     store = ShapeStore()
     transfers = Transfers("cpu", store, window_bytes=0)
-    with _torch_private.fake_tensor_mode(), LiveBytes("cpu", counts_fakes=True) as books:
+    with private.fake_tensor_mode(), LiveBytes("cpu", counts_fakes=True) as books:
         tensor = torch.empty(100, 100).t()
         assert books.total_bytes == 40_000
         ticket = transfers.send(tensor)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from memscale.techniques.offload import in_flight, io_threads, waits
-from memscale.techniques.offload import transfers as transfers_module
-from memscale.techniques.offload.transfers import Transfers
+from memscale.techniques.offload.transfer import in_flight, io_threads, stream_order
+from memscale.techniques.offload.transfer import transfers as transfers_module
+from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.tiers import opened, same
 
 
@@ -117,13 +117,13 @@ def test_every_wait_is_needed(why, tmp_path, monkeypatch):
     """With the wait: no race, the right numbers. Without it: a race or a wrong number."""
     expected, reports = run_scenario(why, tmp_path)
     assert reports == []
-    original = waits.order
+    original = stream_order.order
 
     def forget(waiter: Any, event: Any, name: str) -> None:
         if name != why:
             original(waiter, event, name)
 
-    monkeypatch.setattr(waits, "order", forget)
+    monkeypatch.setattr(stream_order, "order", forget)
     result, reports = run_scenario(why, tmp_path)
     assert reports or not same(result, expected)
 

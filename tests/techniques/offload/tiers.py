@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from memscale.techniques.offload.disk import DiskStore
-from memscale.techniques.offload.host import HostStore
-from memscale.techniques.offload.stores import Store, TieredStore
-from memscale.techniques.offload.transfers import Transfers
+from memscale.techniques.offload.store.disk import DiskStore
+from memscale.techniques.offload.store.host import HostStore
+from memscale.techniques.offload.store.stores import Store, TieredStore
+from memscale.techniques.offload.transfer.transfers import Transfers
 
 WAYS = (
     "simgpu host async",

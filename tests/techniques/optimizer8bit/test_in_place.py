@@ -18,9 +18,9 @@ from torch import nn
 import memscale
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
 from memscale import Config
-from memscale._execute import Executor, execute, executor_of
+from memscale._execute.executor import Executor, execute, executor_of
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
-from memscale._settings import ExecutionSettings
 from memscale.techniques.optimizer8bit import moments_of
 from memscale.techniques.optimizer8bit.blocks import dequantize, forget_tables, quantize
 from tests.parity import plan_of

@@ -9,7 +9,7 @@ import torch
 
 from memscale.benchmarks.full_stack.setups import MIN_STATE_REDUCTION, prepared, state_bytes
 from memscale.benchmarks.text import Characters, Learned, build, learn
-from memscale.report.shell import table
+from memscale.report.terminal import table
 
 WIDTH = 128
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import memscale
 from memscale import Config
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale.benchmarks.full_stack.setups import BATCHES, fresh_model
-from memscale.report.shell import table
+from memscale.report.terminal import table
 
 PUBLISHED_GB = {"bert-base": 0.84, "gpt2-medium": 2.61}
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import memscale
 from memscale import Config
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 
 BATCHES = {"bert-base": (16, 128), "gpt2-medium": (4, 512)}
 """By model: sequences and their length."""

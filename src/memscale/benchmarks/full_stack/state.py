@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._execute import executor_of
+from memscale._execute.executor import executor_of
 from memscale.benchmarks.full_stack.setups import MIN_STATE_REDUCTION, fresh_model, prepared, state_bytes
-from memscale.report.shell import table
+from memscale.report.terminal import table
 from memscale.techniques.optimizer8bit import embeddings_of
 
 WAYS = ("AdamW8bit", "AdamW, 8-bit state")

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from memscale import _json
+from memscale._decide.policy import features, strategies
+from memscale._decide.policy.learned import FORMAT, Artifact
 from memscale._hardware import Hardware
-from memscale._policy import features, strategies
-from memscale._policy.learned import FORMAT, Artifact
 from memscale._profile import Profile
 from memscale.benchmarks.policy import cases as case_module
 from memscale.benchmarks.policy import shapes

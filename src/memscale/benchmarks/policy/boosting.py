@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from memscale._policy.trees import Forest, Tree
+from memscale._decide.policy.trees import Forest, Tree
 
 Array = np.ndarray[Any, Any]
 

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from memscale import Config
-from memscale._choice import Choice
 from memscale._decide import Budget, find_candidates, full_budget
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import Situation, rules
+from memscale._decide.policy.features import features_of
+from memscale._decide.policy.strategies import STRATEGIES, WIDEST
+from memscale._decide.search import Candidate
 from memscale._hardware import Hardware
-from memscale._peak import CostModel
-from memscale._policy import Situation, rules
-from memscale._policy.features import features_of
-from memscale._policy.strategies import STRATEGIES, WIDEST
 from memscale._profile import OptimizerCost, Profile, StepTrace
-from memscale._search import Candidate
 from memscale.benchmarks.policy.shapes import DEPTHS, draw_hardware, hardware_for, stretch
 
 SETTINGS_PER_SHAPE = 8

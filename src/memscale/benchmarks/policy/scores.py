@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from memscale._policy.strategies import STRATEGIES, WIDEST
-from memscale._policy.trees import Forest
+from memscale._decide.policy.strategies import STRATEGIES, WIDEST
+from memscale._decide.policy.trees import Forest
 from memscale.benchmarks.policy.boosting import Settings, fit
 from memscale.benchmarks.policy.cases import Case, Verdict
-from memscale.report.shell import table
+from memscale.report.terminal import table
 
 THRESHOLDS = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
 """How sure the trees may have to be that a mild strategy will do; above them: never sure."""

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from memscale import Config, OptimizationMode, zoo
-from memscale._cards import KNOWN_CARDS
 from memscale._hardware import Hardware
+from memscale._hardware.cards import KNOWN_CARDS
+from memscale._planning.planner import Study
 from memscale._profile import OptimizerCost, Profile, Segment, StepTrace
 from memscale._profile.inputs import Inputs, derive_inputs
-from memscale._study import Study
 
 NUM_BLOCKS = 3
 DEPTHS = (3, 6, 12, 16, 24, 32, 48)

@@ -36,12 +36,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memscale import _torch_private
-from memscale._patching import ForwardOverride, find_module
 from memscale._plan import OffloadActivations
-from memscale.techniques.offload.stores import Layout, Ticket, can_store
-from memscale.techniques.offload.transfers import Arrival, Transfers
-from memscale.techniques.offload.waits import TransferStats
+from memscale._torch import private
+from memscale._torch.overrides import ForwardOverride, find_module
+from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
+from memscale.techniques.offload.transfer.stream_order import TransferStats
+from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
 
 MIN_TENSOR_BYTES = 1024 * 1024
 PREFETCH_BYTES = 64 * 1024 * 1024
@@ -87,7 +87,7 @@ class Handle:
     def over(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """The tensor, over a storage that begins at that byte of the original one."""
         offset = self.offset - start // self.dtype.itemsize
-        return _torch_private.tensor_over(storage, self.dtype, self.device, offset, self.shape, self.stride)
+        return private.tensor_over(storage, self.dtype, self.device, offset, self.shape, self.stride)
 
     def refuse_changed(self) -> None:
         """See NOTE [changed in place]."""
@@ -208,7 +208,7 @@ class Offloader:
         if not self._may_travel(tensor):
             return tensor.detach() if tensor.is_inference() else Kept(tensor)
         storage = tensor.untyped_storage()
-        if _torch_private.storage_key(storage) in resident:
+        if private.storage_key(storage) in resident:
             return Kept(tensor)
         with self._lock:
             stretch = self._stretch_of(tensor, storage)
@@ -216,23 +216,23 @@ class Offloader:
             return Handle(stretch, tensor)
 
     def _may_travel(self, tensor: torch.Tensor) -> bool:
-        if not (can_store(tensor) or _torch_private.is_fake(tensor)) or tensor.layout is not torch.strided:
+        if not (can_store(tensor) or private.is_fake(tensor)) or tensor.layout is not torch.strided:
             return False
         is_expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-        is_here = _torch_private.device_type_of(tensor) == self.device.type
+        is_here = private.device_type_of(tensor) == self.device.type
         is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
         return is_here and is_plain and not is_expanded and tensor.nbytes >= max(self.min_tensor_bytes, 1)
 
     def _stretch_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Stretch:
         """See NOTE [when a copy stands for a tensor]."""
         start, end = _stretch(tensor, storage)
-        key = (_torch_private.storage_key(storage), tensor._version, start, end)
+        key = (private.storage_key(storage), tensor._version, start, end)
         known = self._known.get(key)
         stretch = known() if known is not None else None
         is_same = stretch is not None and stretch.storage() is storage
-        if stretch is not None and is_same and _torch_private.share_version_counter(stretch.witness, tensor):
+        if stretch is not None and is_same and private.share_version_counter(stretch.witness, tensor):
             return stretch
-        line = _torch_private.tensor_over(storage, torch.uint8, tensor.device, start, (end - start,), (1,))
+        line = private.tensor_over(storage, torch.uint8, tensor.device, start, (end - start,), (1,))
         ticket = self.transfers.send(line)
         if not self.transfers.asynchronous:
             self.transfers.wait_sent(ticket)
@@ -271,13 +271,13 @@ class Offloader:
             return packed.over(storage, start)
 
     def _pass(self) -> Pass:
-        task_id = _torch_private.graph_task_id()
+        task_id = private.graph_task_id()
         found = self._passes.get(task_id) if task_id >= 0 else None
         if found is None:
             found = Pass(self)
             if task_id >= 0:
                 self._passes[task_id] = found
-                _torch_private.at_end_of_backward(found.close)
+                private.at_end_of_backward(found.close)
         return found
 
     def sent_before(self, number: int) -> Stretch | None:
@@ -354,7 +354,7 @@ class _Residents:
     def __init__(self, module: nn.Module) -> None:
         tensors = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
         storages = [tensor.untyped_storage() for tensor in tensors]
-        self._storages = {_torch_private.storage_key(storage): weakref.ref(storage) for storage in storages}
+        self._storages = {private.storage_key(storage): weakref.ref(storage) for storage in storages}
 
     def keys(self) -> set[int]:
         return {key for key, storage in self._storages.items() if storage() is not None}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from memscale import _torch_private
+from memscale._torch import private
 
 CHUNK_ELEMENTS = 1 << 20
 """Plain tensor operations need scratch, and have it for one chunk at a time."""
@@ -128,7 +128,7 @@ def forget_tables() -> None:
 def quantize(values: torch.Tensor, signed: bool, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(a byte an element, the scale of every block)."""
     book = code_book(signed, values.device)
-    if _torch_private.has_own_kernel("bitsandbytes::quantize_blockwise", values.device.type):
+    if private.has_own_kernel("bitsandbytes::quantize_blockwise", values.device.type):
         codes, scales = torch.ops.bitsandbytes.quantize_blockwise(values, book, block_size)
         return codes, scales
     rows = _rows(values, block_size)
@@ -144,7 +144,7 @@ def quantize(values: torch.Tensor, signed: bool, block_size: int) -> tuple[torch
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
     """The values, in 32 bits."""
     book = code_book(signed, codes.device)
-    if _torch_private.has_own_kernel("bitsandbytes::dequantize_blockwise", codes.device.type):
+    if private.has_own_kernel("bitsandbytes::dequantize_blockwise", codes.device.type):
         values: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
             codes, scales, book, block_size, torch.float32
         )

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale import _torch_private
 from memscale._errors import MemScaleError
+from memscale._torch import private
 from memscale.techniques.optimizer8bit import embeddings_of, load_bitsandbytes
 from memscale.techniques.optimizer8bit.blocks import dequantize, quantize
 
@@ -136,7 +136,7 @@ def counterpart_of(optimizer: Optimizer, device: torch.device | None = None) -> 
             raise NoCounterpart(why)
     device_types = {parameter.device.type for parameter in _parameters(optimizer)}
     for device_type in sorted(device_types | ({device.type} if device is not None else set())):
-        if not _torch_private.has_own_kernel(_KERNEL, device_type):
+        if not private.has_own_kernel(_KERNEL, device_type):
             raise NoCounterpart(f"bitsandbytes has no 8-bit step for {device_type}")
     return counterpart
 

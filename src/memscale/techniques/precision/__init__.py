@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale import _torch_private
-from memscale._patching import ForwardOverride, OwnHook, keep_copies_clean
 from memscale._plan import MixedPrecision
-from memscale.techniques.precision.gradients import ScaledGraph
+from memscale._torch import private
+from memscale._torch.overrides import ForwardOverride, OwnHook, keep_copies_clean
 from memscale.techniques.precision.loss_scale import LossScale
-from memscale.techniques.precision.places import find_foreign_hook, map_outputs
+from memscale.techniques.precision.output_tensors import find_foreign_hook, map_outputs
+from memscale.techniques.precision.scaled_graph import ScaledGraph
 
 __all__ = ["LossScale", "Precision", "attach"]
 
@@ -124,7 +124,7 @@ class Precision:
 
 def _find_problem(model: nn.Module) -> str | None:
     """Why gradients of a forward that begins now cannot be scaled unseen."""
-    if _torch_private.inside_functional_transform() or _torch_private.in_forward_mode():
+    if private.inside_functional_transform() or private.in_forward_mode():
         return "torch.func and forward-mode derivatives pass by the places where they would be scaled."
     stranger = find_foreign_hook(model)
     if stranger is None:
@@ -156,7 +156,7 @@ class _Enter(OwnHook):
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
 
-    @_torch_private.never_compiled
+    @private.never_compiled
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # A hook that was removed by an earlier hook of the same call is still called, and without keyword arguments.
         self.precision.enter(model, args, kwargs or {})
@@ -166,7 +166,7 @@ class _Leave(OwnHook):
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
 
-    @_torch_private.never_compiled
+    @private.never_compiled
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return self.precision.leave(model, output)
 

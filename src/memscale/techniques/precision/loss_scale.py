@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memscale._errors import ConfigError
-from memscale._patching import undo_with
+from memscale._torch.overrides import undo_with
 
 logger = logging.getLogger("memscale")
 

@@ -17,6 +17,6 @@ from memscale.techniques.tiling.find import find_head as find_head
 from memscale.techniques.tiling.find import find_mlps as find_mlps
 from memscale.techniques.tiling.find import record as record
 from memscale.techniques.tiling.head import attach_head as attach_head
-from memscale.techniques.tiling.lazy import LazyLogits as LazyLogits
+from memscale.techniques.tiling.head.lazy import LazyLogits as LazyLogits
+from memscale.techniques.tiling.head.recipe import StaleLogitsError as StaleLogitsError
 from memscale.techniques.tiling.mlp import attach_mlp as attach_mlp
-from memscale.techniques.tiling.recipe import StaleLogitsError as StaleLogitsError

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from memscale import _torch_private
 from memscale._errors import MemScaleError, PlanError
+from memscale._torch import private
 
 _DROPOUT = F.dropout
 
@@ -16,7 +16,7 @@ _DROPOUT = F.dropout
 def dropout_call(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, float, bool] | None:
     """(input, p, inplace) if this is a call of dropout that drops something; None for anything else.
 
-    A card that is emulated calls the kernel by its own name; see `memscale._profile.kernels`.
+    A card that is emulated calls the kernel by its own name; see `memscale._profile.device_kernels`.
     """
     if func is _DROPOUT:
         input, p, training, inplace = _dropout_arguments(*args, **kwargs)
@@ -61,9 +61,9 @@ def is_plain_path() -> bool:
     """Whether someone looks at the operators who would not understand ours: a compiler, `torch.func`, forward mode."""
     return (
         torch.compiler.is_compiling()
-        or _torch_private.is_tracing()
-        or _torch_private.inside_functional_transform()
-        or _torch_private.in_forward_mode()
+        or private.is_tracing()
+        or private.inside_functional_transform()
+        or private.in_forward_mode()
     )
 
 

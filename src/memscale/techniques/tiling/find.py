@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memscale import _torch_private
 from memscale._errors import quoted
 from memscale._plan import TileHead
+from memscale._torch import private
 from memscale.techniques.tiling.attention import ScoreCatcher
 from memscale.techniques.tiling.head import attach_head, product_with
-from memscale.techniques.tiling.lazy import LazyLogits
-from memscale.techniques.tiling.positions import why_not_position_wise
+from memscale.techniques.tiling.head.lazy import LazyLogits
+from memscale.techniques.tiling.mlp.positions import why_not_position_wise
 
 WIDER = 2
 """How many times wider than its input a head's output, or an MLP's inside, must be to be worth tiling."""
@@ -91,8 +91,8 @@ class Recording:
 
 def record(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Recording:
     """One forward of the model on fake tensors. The model may be real or a fake copy; it is left as it was."""
-    fake = next((p for p in model.parameters() if _torch_private.is_fake(p)), None)
-    mode = _torch_private.fake_tensor_mode() if fake is None else _torch_private.fake_mode_of(fake)
+    fake = next((p for p in model.parameters() if private.is_fake(p)), None)
+    mode = private.fake_tensor_mode() if fake is None else private.fake_mode_of(fake)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     args, kwargs = tree_map_only(torch.Tensor, lambda t: _fake_like(t, mode, device), (args, kwargs or {}))
     recording = Recording(model, args, kwargs, mode)
@@ -104,7 +104,7 @@ def record(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] 
 
 
 def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
-    if _torch_private.is_fake(tensor):
+    if private.is_fake(tensor):
         return tensor
     with mode:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

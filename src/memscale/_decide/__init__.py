@@ -1,0 +1,276 @@
+"""Stage 2: the cheapest plan that fits. A pure function of frozen data; it sees no module and no tensor.
+
+A choice says for each block what is done to it, and for the run how large the tiles are and where the optimizer's
+state waits. `_search` offers the choices that no other beats, whatever the budget is; the fastest that fits is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from memscale._config import Config
+from memscale._decide.choice import Choice, Outcome, Run, Treatment, choice_of
+from memscale._decide.cost_model import CostModel
+from memscale._decide.lowest_peak import Room
+from memscale._decide.pareto import by_peak, by_time, pareto_front
+from memscale._decide.search import Candidate, search
+from memscale._decide.write_plan import asked_for, explain_misfit, write_plan
+from memscale._errors import DoesNotFitError
+from memscale._hardware import Hardware
+from memscale._plan import Action, DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
+from memscale._profile import Profile
+
+HOST_MARGIN = 0.1
+"""The share of available host memory that offloading leaves alone, unless told how much it may use."""
+FORCED = "force_optimize: the lowest peak that the mode allows"
+LOWEST = "the lowest peak that the mode allows"
+DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does not"
+NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan may use."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    def admits(self, outcome: Outcome) -> bool:
+        waits = outcome.host_bytes + outcome.movable_bytes
+        return (
+            outcome.peak_bytes <= self.device_bytes
+            and outcome.host_bytes <= self.host_bytes
+            and waits <= self.host_bytes + self.disk_bytes
+        )
+
+
+def budget_bytes(hardware: Hardware, config: Config) -> int:
+    """What a plan may fill: the hard budget, else the utilisation's share of the memory, or what others leave of it."""
+    if config.memory_budget_gb is not None:
+        return round(config.memory_budget_gb * 1e9)
+    return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
+
+
+def full_budget(hardware: Hardware, config: Config) -> Budget:
+    """Device, host and disk. On a CPU the host is the device, and the next tier is the disk."""
+    if hardware.device_type == "cpu":
+        host = 0
+    elif config.max_cpu_offload_gb is not None:
+        host = round(config.max_cpu_offload_gb * 1e9)
+    else:
+        host = int(hardware.host_available_bytes * (1 - HOST_MARGIN))
+    disk = (hardware.disk_free_bytes or 0) if config.offload_dir is not None else 0
+    return Budget(budget_bytes(hardware, config), host, disk)
+
+
+def needs_optimizing(profile: Profile, hardware: Hardware, config: Config) -> bool:
+    """The smart skip: a model that fits as it is is left alone, unless the user insists."""
+    baseline = CostModel(profile, hardware).evaluate(Choice())
+    return config.force_optimize or baseline.peak_bytes > budget_bytes(hardware, config)
+
+
+def decide(
+    profile: Profile,
+    hardware: Hardware,
+    config: Config,
+    decision_source: DecisionSource = "user_config",
+    *,
+    margin_bytes: int = 0,
+    rehearsed: Mapping[Choice, int] | None = None,
+    raise_if_unfit: bool = True,
+) -> Plan:
+    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none.
+
+    `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added. Those
+    that were `rehearsed` count with the peaks that this showed.
+    """
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    baseline = model.evaluate(Choice())
+    budget = full_budget(hardware, config)
+    if not needs_optimizing(profile, hardware, config):
+        numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
+        chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
+        candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(baseline)
+    else:
+        candidates, note = find_candidates(model, baseline, budget, config), ""
+        expected = _Expected(model, margin_bytes, _by_blocks(rehearsed or {}))
+        chosen, summary = _choose(candidates, baseline, budget, config, expected)
+        fits = budget.admits(expected.of(chosen).outcome)
+    front = pareto_front(_placeable(candidates, budget), baseline, chosen)
+    plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
+    if not chosen.choice.num_actions:
+        plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, half_type(hardware, config))))
+    if raise_if_unfit and not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, config))
+    return plan
+
+
+def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions: tuple[Action, ...], rule: str) -> Plan:
+    """The plan that does just this, whatever else there would be; `plan.fits` says whether it may."""
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    choice, baseline = choice_of(actions, model.blocks), model.evaluate(Choice())
+    budget, outcome = full_budget(hardware, config), model.evaluate(choice)
+    numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
+    return write_plan(
+        model,
+        config,
+        "user_config",
+        baseline,
+        Candidate(choice, outcome),
+        budget.device_bytes,
+        budget.admits(outcome),
+        Reason(rule, {**numbers}),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Expected:
+    """What candidates are expected to peak at, where rehearsals have said something about it."""
+
+    model: CostModel
+    margin_bytes: int
+    rehearsed: Mapping[_Blocks, int]
+
+    def of(self, candidate: Candidate) -> Candidate:
+        peak_bytes = self.rehearsed.get(_key(candidate.choice))
+        if peak_bytes is None:
+            margin = 0 if self._was_traced(candidate.choice) else self.margin_bytes
+            peak_bytes = candidate.outcome.peak_bytes + margin
+        return dataclasses.replace(candidate, outcome=dataclasses.replace(candidate.outcome, peak_bytes=peak_bytes))
+
+    def _was_traced(self, choice: Choice) -> bool:
+        """With every block treated alike and nothing else: the profile holds the trace of such a step."""
+        is_alike = len({treatment for _, treatment in choice.blocks}) <= 1
+        return choice.run == Run() and is_alike and len(choice.blocks) in (0, len(self.model.blocks))
+
+
+_Blocks = tuple[frozenset[tuple[str, Treatment]], Run]
+
+
+def _key(choice: Choice) -> _Blocks:
+    """A choice, in whatever order its blocks are named."""
+    return frozenset(choice.blocks), choice.run
+
+
+def _by_blocks(peaks: Mapping[Choice, int]) -> dict[_Blocks, int]:
+    return {_key(choice): peak_bytes for choice, peak_bytes in peaks.items()}
+
+
+def _choose(
+    candidates: list[Candidate], baseline: Outcome, budget: Budget, config: Config, expected: _Expected
+) -> tuple[Candidate, Reason]:
+    """One of the candidates. Its rule does not say that it does not fit: whether it does, its rehearsal tells."""
+    placeable = _placeable(candidates, budget)
+    numbers: dict[str, int | float | str] = {
+        "baseline_bytes": baseline.peak_bytes,
+        "budget_bytes": budget.device_bytes,
+        "candidates": len(candidates),
+    }
+
+    def lowest(candidate: Candidate) -> tuple[float, ...]:
+        return by_peak(expected.of(candidate))
+
+    if config.force_optimize:
+        return min(placeable, key=lowest), Reason(FORCED, numbers)
+    fitting = [c for c in placeable if budget.admits(expected.of(c).outcome)]
+    if not fitting:
+        return min(placeable, key=lowest), Reason(LOWEST, numbers)
+    exact = [c for c in fitting if c.choice.run.is_exact]
+    if exact or all(c.choice.run.is_exact for c in candidates):
+        return min(exact, key=by_time), Reason("the fastest of the candidates that fit", numbers)
+    return min(fitting, key=by_time), Reason("nothing exact fits: the fastest of the others that do", numbers)
+
+
+def confirmed(plan: Plan, peak_bytes: int, *, fits: bool) -> Plan:
+    """The plan with what its rehearsal showed. Its rule does not go on saying what that has disproved."""
+    summary = plan.summary
+    if plan.fits and not fits and summary.rule != FORCED:
+        summary = Reason(DISPROVED, {**summary.numbers, "predicted_bytes": plan.predicted_peak_bytes})
+    return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True, summary=summary)
+
+
+def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
+    """Those for which host and disk have room."""
+    anywhere = dataclasses.replace(budget, device_bytes=2**63)
+    return [c for c in candidates if anywhere.admits(c.outcome)]
+
+
+def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
+    """The front of everything that was profiled, where a plan may carry less; the plan's own point is marked."""
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    baseline, budget = model.evaluate(Choice()), full_budget(hardware, config)
+    candidates = _placeable(find_candidates(model, baseline, budget, config), budget)
+    wanted = choice_of(plan.actions, model.blocks)
+    chosen = next((c for c in candidates if c.choice == wanted), None)
+    return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)))
+
+
+def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> list[Candidate]:
+    """What the config makes eligible and no other candidate beats. It does not depend on the device's budget."""
+    runs = list(_runs(model, config))
+    found = [Candidate(Choice(), baseline)] if Run() in runs else []
+    for treatment in model.whole_treatments:
+        if _is_allowed(treatment, config):
+            whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
+            found.append(Candidate(whole, model.evaluate_whole(treatment)))
+    allowed = [treatment for treatment in model.treatments if _is_allowed(treatment, config)]
+    counts_waiting = model.most_waiting_bytes() > budget.host_bytes
+    room = Room(budget.host_bytes, budget.disk_bytes)
+    found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
+    return found or [Candidate(Choice(), baseline)]
+
+
+def _runs(model: CostModel, config: Config) -> Iterator[Run]:
+    """Every eligible way of running what is not a single block."""
+    profile = model.profile
+    offloads, quantized = bool(config.enable_offloading), profile.eight_bit_optimizer is not None
+    for head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes in itertools.product(
+        (0, *model.head_rows) if config.enable_tiling else (0,),
+        (0, *model.num_tiles) if config.enable_tiling else (0,),
+        _choices(offloads),
+        _choices(offloads and bool(config.enable_checkpointing) and bool(profile.rest)),
+        _precisions(model, config),
+        _choices(quantized and bool(config.use_8bit_optimizer), always=config.asks_for("use_8bit_optimizer")),
+    ):
+        run = Run(head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes)
+        # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
+        if not offloads_optimizer or model.optimizer.cost(run).offloaded_step_bytes is not None:
+            yield run
+
+
+def _choices(is_eligible: bool, *, always: bool = False) -> tuple[bool, ...]:
+    if not is_eligible:
+        return (False,)
+    return (True,) if always else (False, True)
+
+
+def _precisions(model: CostModel, config: Config) -> tuple[str, ...]:
+    dtype = half_type(model.hardware, config)
+    if dtype is None or dtype not in model.precisions:
+        return ("",)
+    return (dtype,) if config.asks_for("use_mixed_precision") else ("", dtype)
+
+
+def half_type(hardware: Hardware, config: Config) -> Literal["bfloat16", "float16"] | None:
+    """The 16-bit type that plans for this hardware may use: the user's wish, or the mode's where 16 bits are faster."""
+    is_wanted = hardware.has_fast_16bit or config.asks_for("use_mixed_precision")
+    if not (config.use_mixed_precision and is_wanted):
+        return None
+    return MixedPrecision.choose_dtype(
+        hardware.device_type,
+        supports_bf16=hardware.supports_bf16,
+        supports_fp16=hardware.supports_fp16,
+        has_fast_16bit=hardware.has_fast_16bit,
+    )
+
+
+def _is_allowed(treatment: Treatment, config: Config) -> bool:
+    if treatment in ("selective", "checkpoint"):
+        return bool(config.enable_checkpointing)
+    if treatment == "offload":
+        return bool(config.enable_offloading)
+    return bool(config.enable_offloading and config.enable_checkpointing)

@@ -1,0 +1,387 @@
+"""The cost model: what any plan would peak at and how long its step would take, from a profile alone. No torch.
+
+The step is a sequence of stretches. Each block's are taken from the trace of the way it is treated, everything else
+from the trace of the way the rest is run; live bytes run through them. The peak is the maximum over the end of
+forward, every backward position with its recompute, and the optimizer step. How long a stretch takes: `_pace`; what the
+optimizer keeps and takes: `_optimizer_model`.
+
+Sizes of tiles are traced at both ends of their range. What lies between is taken from the chord: a peak is a maximum
+of straight lines in the size of a tile, so the chord is never below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memscale._decide.choice import (
+    INSIDE,
+    REST,
+    TILE_HEAD,
+    TREATMENTS,
+    Choice,
+    Outcome,
+    Run,
+    Treatment,
+    doublings,
+    tile_name,
+)
+from memscale._decide.optimizer_model import OptimizerModel
+from memscale._decide.step_time import Moved, Pace
+from memscale._decide.timeline import Extras, Stretch
+from memscale._hardware import Hardware
+from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
+
+
+class CostModel:
+    """Evaluates choices on one profile and one hardware."""
+
+    def __init__(self, profile: Profile, hardware: Hardware, *, overlaps: bool = False) -> None:
+        self.profile = profile
+        self.hardware = hardware
+        self.pace = Pace(hardware, overlaps=overlaps)
+        self.optimizer = OptimizerModel(profile, self.pace)
+        self.blocks: dict[str, Layer] = {layer.module_fqn: layer for layer in profile.layers if layer.is_block}
+        self.owners = self._runs(profile.plain)[0]
+        self._places: dict[str, list[int]] = {}
+        for index, owner in enumerate(self.owners):
+            self._places.setdefault(owner, []).append(index)
+        self._whole: dict[str, StepTrace] = {}
+        self._stretches: dict[str, list[Stretch]] = {}
+        self._traces = {"keep": profile.plain, **profile.variants}
+        for name, trace in self._traces.items():
+            if [owner for owner, _ in self._grouped(trace)] == self.owners:
+                self._traces[name] = trace = self._with_late_releases(name, trace)
+                self._stretches[name] = self._runs(trace, halves=name.startswith(("bfloat16/", "float16/")))[1]
+            else:
+                self._whole[name] = trace
+        self._between: dict[tuple[str, int], list[Stretch]] = {}
+        self._by_owner: dict[str, dict[str, list[Segment]]] = {}
+
+    def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
+        """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
+        runs = self._grouped(trace)
+        spread = self.pace.spread(runs, {fqn: layer.param_bytes for fqn, layer in self.blocks.items()})
+        nothing = Moved()
+        merged = [self._merge(tuple(run), halves, spread.get(index, nothing)) for index, (_, run) in enumerate(runs)]
+        return [owner for owner, _ in runs], merged
+
+    def _grouped(self, trace: StepTrace) -> list[tuple[str, list[Segment]]]:
+        return [(owner, list(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
+
+    def _with_late_releases(self, name: str, trace: StepTrace) -> StepTrace:
+        """What a treatment of blocks frees in the gaps behind them, counted with the blocks.
+
+        NOTE [late release]: a block's input that waits elsewhere is freed when the caller lets go of it, which is after
+        the block. Gaps are taken from another trace, in which nothing was sent away.
+        """
+        precision, _, treatment = name.rpartition("/")
+        keep = f"{precision}/keep" if precision else "keep"
+        if (
+            name == keep
+            or treatment.startswith(TILE_HEAD)
+            or f"{precision}/".endswith(REST)
+            or keep not in self._traces
+        ):
+            return trace
+        runs, kept = self._grouped(trace), self._grouped(self._traces[keep])
+        if [owner for owner, _ in kept] != self.owners:
+            return trace
+        for ((owner, block), (_, gap)), (_, kept_gap) in zip(itertools.pairwise(runs), kept[1:], strict=True):
+            late = _net_bytes(gap) - _net_bytes(kept_gap)
+            if owner and late and not self._owner(gap[0]):
+                block[-1] = dataclasses.replace(block[-1], net_bytes=block[-1].net_bytes + late)
+                first = gap[0]
+                gap[0] = dataclasses.replace(
+                    first, net_bytes=first.net_bytes - late, peak_bytes=max(0, first.peak_bytes - late)
+                )
+        return StepTrace(tuple(itertools.chain(*(segments for _, segments in runs))))
+
+    def _owner(self, segment: Segment) -> str:
+        return segment.module_fqn if segment.module_fqn in self.blocks else ""
+
+    def _merge(self, segments: tuple[Segment, ...], halves: bool, more: Moved) -> Stretch:
+        trace = StepTrace(segments)
+        ms = self.pace.run_ms(segments, halves=halves, more=more)
+        return Stretch(trace.peak_bytes, trace.end_bytes, ms)
+
+    # ---- what can be done
+
+    @property
+    def treatments(self) -> tuple[Treatment, ...]:
+        """Treatments that single blocks can be given."""
+        return tuple(name for name in TREATMENTS if name != "keep" and name in self._stretches)
+
+    @property
+    def whole_treatments(self) -> tuple[Treatment, ...]:
+        """Treatments that only all blocks together can be given: their step runs in another order."""
+        return tuple(name for name in TREATMENTS if name in self._whole)
+
+    def can_treat(self, run: Run, treatment: Treatment) -> bool:
+        """Whether blocks can be treated so in this run."""
+        prefix = _prefix(run.precision)
+        return (
+            bool(self._traced(prefix + INSIDE, treatment)) if run.num_tiles else prefix + treatment in self._stretches
+        )
+
+    def can_run(self, run: Run) -> bool:
+        """Whether the rest of the model can be run so."""
+        prefix = _prefix(run.precision, streams_rest=run.streams_rest)
+        return bool(self._traced(prefix + TILE_HEAD)) if run.head_rows else prefix + "keep" in self._stretches
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """16-bit types in which the step was traced."""
+        kept = (name.removesuffix("/keep") for name in self._stretches if name.endswith("/keep"))
+        return tuple(name for name in kept if not f"{name}/".endswith(REST))
+
+    @property
+    def head_rows(self) -> tuple[int, ...]:
+        """Sizes of the head's tiles that can be chosen."""
+        traced = self._traced(TILE_HEAD)
+        return doublings(traced[0], traced[-1]) if traced and self.profile.head is not None else ()
+
+    @property
+    def num_tiles(self) -> tuple[int, ...]:
+        """Numbers of tiles inside the blocks that can be chosen."""
+        traced = [size for treatment in TREATMENTS for size in self._traced(INSIDE, treatment)]
+        return doublings(min(traced), max(traced)) if traced and self.profile.inside else ()
+
+    def _traced(self, kind: str, treatment: str = "") -> list[int]:
+        """The sizes at which a kind of tile was traced."""
+        names = (name.split(":") for name in self._stretches)
+        return sorted(int(parts[1]) for parts in names if [parts[0], *parts[2:]] == [kind, treatment])
+
+    def nested_order(self) -> tuple[str, ...] | None:
+        """The blocks as forward calls them, if each is called once and backward goes the same way back; else None."""
+        called = [owner for owner in self.owners if owner]
+        order = tuple(dict.fromkeys(called))
+        back = [fqn for fqn in reversed(order) if len(self._places[fqn]) == 2]
+        return order if called == [*order, *back] else None
+
+    def places(self, module_fqn: str) -> list[int]:
+        """Which stretches of the step are this block's."""
+        return self._places[module_fqn]
+
+    def first_backward(self) -> int:
+        """The first stretch with a piece of backward in it."""
+        runs = self._grouped(self.profile.plain)
+        found = (i for i, (_, segments) in enumerate(runs) if any(s.phase == "backward" for s in segments))
+        return next(found, len(runs))
+
+    # ---- stretches
+
+    def _rest(self, run: Run) -> list[Stretch]:
+        """The step with the rest run so; its blocks are of no meaning."""
+        prefix = _prefix(run.precision, streams_rest=run.streams_rest)
+        return self._tiled(prefix + TILE_HEAD, "", run.head_rows) if run.head_rows else self._stretches[prefix + "keep"]
+
+    def _treated(self, run: Run, treatment: Treatment) -> list[Stretch]:
+        """The step with every block treated so; its rest is of no meaning."""
+        prefix = _prefix(run.precision)
+        if run.num_tiles:
+            return self._tiled(prefix + INSIDE, treatment, run.num_tiles)
+        return self._stretches[prefix + treatment]
+
+    def _tiled(self, kind: str, treatment: str, size: int) -> list[Stretch]:
+        """With tiles of this size: as traced, or from the chord between the sizes that were."""
+        key = (f"{kind}:{treatment}", size)
+        if key not in self._between:
+            traced = self._traced(kind, treatment)
+            low, high = max([s for s in traced if s <= size], default=traced[0]), traced[-1]
+            ends = [self._stretches[tile_name(kind, end, treatment)] for end in (low, high)]
+            position = _position(kind, low, high, size)
+            self._between[key] = [start.towards(end, position) for start, end in zip(*ends, strict=True)]
+        return self._between[key]
+
+    def stretch(self, run: Run, treatment: Treatment | None, index: int) -> Stretch:
+        """One stretch of the step: of a block that is treated so, or (None) of the rest."""
+        return (self._rest(run) if treatment is None else self._treated(run, treatment))[index]
+
+    def block(self, run: Run, module_fqn: str, treatment: Treatment) -> tuple[Stretch, Stretch]:
+        """Forward and backward of a block that is called once."""
+        stretches, places = self._treated(run, treatment), self._places[module_fqn]
+        return stretches[places[0]], stretches[places[1]] if len(places) > 1 else Stretch()
+
+    def gaps(self, run: Run, module_fqn: str) -> tuple[Stretch, Stretch]:
+        """What lies before a block's forward and after its backward."""
+        rest, places = self._rest(run), self._places[module_fqn]
+        before, after = places[0] - 1, places[1] + 1 if len(places) > 1 else len(self.owners)
+        has_before = before >= 0 and not self.owners[before]
+        has_after = after < len(self.owners) and not self.owners[after]
+        return rest[before] if has_before else Stretch(), rest[after] if has_after else Stretch()
+
+    def middle(self, run: Run, order: Sequence[str]) -> Stretch:
+        """What lies between the last block's forward and the first backward of any."""
+        if not order:
+            return functools.reduce(Stretch.then, self._rest(run), Stretch())
+        after = self._places[order[-1]][0] + 1
+        return self._rest(run)[after] if after < len(self.owners) and not self.owners[after] else Stretch()
+
+    # ---- evaluating
+
+    def evaluate(self, choice: Choice) -> Outcome:
+        """The peak, the time and the waiting bytes of a step under this choice."""
+        treated, run = dict(choice.blocks), choice.run
+        rest = self._rest(run)
+        extras = self._extras(choice)
+        live = peak = self._static_bytes(run, extras)
+        total_ms = extras.ms
+        for index, owner in enumerate(self.owners):
+            stretch = self._treated(run, treated.get(owner, "keep"))[index] if owner else rest[index]
+            peak = max(peak, live + stretch.peak_bytes)
+            live += stretch.net_bytes
+            total_ms += stretch.ms
+        peak = max(peak, live + round(self.optimizer.step_bytes(run, extras.streamed_bytes)))
+        return self._outcome(run, extras, peak, total_ms)
+
+    def evaluate_whole(self, treatment: Treatment) -> Outcome:
+        """Every block treated so, by a trace that cannot be mixed with others."""
+        choice = Choice(tuple((fqn, treatment) for fqn in self.blocks))
+        trace, extras = self._whole[treatment], self._extras(choice)
+        total_ms = sum(self.pace.run_ms(segments) for _, segments in self._grouped(trace))
+        return self._outcome(choice.run, extras, self.peak_of(trace, choice), total_ms)
+
+    def peak_of(
+        self,
+        trace: StepTrace,
+        choice: Choice,
+        optimizer: OptimizerCost | None = None,
+        streamed_bytes: int | None = None,
+    ) -> int:
+        """The peak of a step that was traced as a whole.
+
+        The `optimizer` over what is not streamed, and the bytes of parameters that are, to the byte where known.
+        """
+        extras, run = self._extras(choice), choice.run
+        if streamed_bytes is not None:
+            extras = dataclasses.replace(extras, static_bytes=-streamed_bytes)
+        state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
+        step: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
+        if optimizer is not None:
+            state = optimizer.offloaded_state_bytes if run.offloads_optimizer else optimizer.state_bytes
+            step = (optimizer.offloaded_step_bytes or 0) if run.offloads_optimizer else optimizer.step_bytes
+        return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
+
+    def _outcome(self, run: Run, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
+        step_ms = float(self.step_ms(run, compute_ms, extras.streamed_bytes))
+        at_home, anywhere = (round(away) for away in self.optimizer.bytes_away(run, extras.streamed_bytes))
+        return Outcome(peak_bytes, step_ms, extras.host_bytes + at_home, extras.movable_bytes + anywhere)
+
+    def _extras(self, choice: Choice) -> Extras:
+        total = self.rest_extras(choice.run)
+        for fqn, treatment in choice.blocks:
+            total = total.plus(self.extras(choice.run, fqn, treatment))
+        return total
+
+    def extras(self, run: Run, module_fqn: str, treatment: Treatment) -> Extras:
+        """What this treatment of a block changes besides its own stretches."""
+        ms = self.hooks_ms(module_fqn, treatment)
+        movable = self._movable_bytes(module_fqn, treatment)
+        if not treatment.startswith("stream"):
+            return Extras(movable_bytes=movable, ms=ms)
+        layer = self.blocks[module_fqn]
+        host = layer.param_bytes + layer.trainable_bytes
+        return Extras(-layer.param_bytes, layer.trainable_bytes, host, movable, ms)
+
+    def rest_extras(self, run: Run) -> Extras:
+        """What streaming the rest changes; its optimizer state is counted in `state_bytes`."""
+        if not run.streams_rest:
+            return Extras()
+        params, trainable = self.profile.rest_param_bytes, self.profile.rest_trainable_bytes
+        return Extras(-params, 0, params + trainable)
+
+    def _movable_bytes(self, module_fqn: str, treatment: Treatment) -> int:
+        """Activations that wait elsewhere."""
+        if treatment == "offload":
+            return max(0, self.saved_bytes(module_fqn, "offload"))
+        if treatment.endswith("+offload"):
+            without: Treatment = treatment.removesuffix("+offload")  # type: ignore[assignment]
+            return max(0, self.saved_bytes(module_fqn, treatment) - self.saved_bytes(module_fqn, without))
+        return 0
+
+    # ---- what is there all the time
+
+    def most_waiting_bytes(self) -> int:
+        """What would wait elsewhere if everything did that can."""
+        offloaded = sum(max(0, self.saved_bytes(fqn, "offload")) for fqn in self.blocks if "offload" in self._stretches)
+        homes = sum(layer.param_bytes + layer.trainable_bytes for layer in self.profile.layers)
+        return offloaded + homes + self.profile.optimizer.state_bytes
+
+    def base_bytes(self) -> int:
+        """What is live before a step but for optimizer state, when nothing is streamed."""
+        profile = self.profile
+        return profile.parameter_bytes + profile.buffer_bytes + profile.input_bytes
+
+    def _static_bytes(self, run: Run, extras: Extras) -> int:
+        state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
+        return self.base_bytes() + extras.static_bytes + state
+
+    # ---- time
+
+    def step_ms(self, run: Run, compute_ms: Any, streamed_bytes: Any) -> Any:
+        """Forward and backward, with what tiles and the optimizer's step add. Numbers or arrays of them."""
+        if run.head_rows:
+            assert self.profile.head is not None
+            num_tiles = -(-max(self.head_rows) * 2 // run.head_rows)
+            compute_ms = self.pace.tiled_head_ms(compute_ms, num_tiles)
+        if run.num_tiles:
+            compute_ms = compute_ms + self.pace.tiles_ms(run.num_tiles * len(self.profile.inside))
+        return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
+
+    def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
+        """What the machinery of a treatment takes, beside what is computed again."""
+        num_operators = sum(segment.num_launches for segment in self._segments(module_fqn, "keep", "forward"))
+        return self.pace.hooks_ms(treatment, self.blocks[module_fqn].num_calls, num_operators)
+
+    # ---- one block
+
+    def saved_bytes(self, module_fqn: str, treatment: Treatment) -> int:
+        """How much less a block's forward leaves behind under this treatment."""
+        return self.activation_bytes(module_fqn) - self._forward_net(module_fqn, treatment)
+
+    def extra_ms(self, module_fqn: str, treatment: Treatment) -> float:
+        """The time that the treatment adds to a step."""
+        slower = self.block_ms(module_fqn, treatment) - self.block_ms(module_fqn, "keep")
+        return slower + self.hooks_ms(module_fqn, treatment)
+
+    def activation_bytes(self, module_fqn: str) -> int:
+        """What the layer's forward leaves behind when nothing is done."""
+        return self._forward_net(module_fqn, "keep")
+
+    def forward_ms(self, module_fqn: str) -> float:
+        return self.pace.run_ms(self._segments(module_fqn, "keep", "forward"))
+
+    def block_ms(self, module_fqn: str, treatment: Treatment) -> float:
+        segments = self._segments(module_fqn, treatment, None)
+        return sum((self.pace.run_ms([segment]) for segment in segments), 0.0)
+
+    def _forward_net(self, module_fqn: str, treatment: Treatment) -> int:
+        return sum(segment.net_bytes for segment in self._segments(module_fqn, treatment, "forward"))
+
+    def _segments(self, module_fqn: str, treatment: Treatment, phase: str | None) -> list[Segment]:
+        if treatment not in self._by_owner:
+            self._by_owner[treatment] = {}
+            for segment in self._traces[treatment].segments:
+                self._by_owner[treatment].setdefault(segment.module_fqn, []).append(segment)
+        return [s for s in self._by_owner[treatment].get(module_fqn, ()) if phase in (None, s.phase)]
+
+
+def _net_bytes(segments: Iterable[Segment]) -> int:
+    return sum(segment.net_bytes for segment in segments)
+
+
+def _prefix(precision: str, *, streams_rest: bool = False) -> str:
+    return (f"{precision}/" if precision else "") + (REST if streams_rest else "")
+
+
+def _position(kind: str, low: int, high: int, size: int) -> float:
+    """How far a size is from one end of the chord to the other. Bytes go with rows, or with one over the number."""
+    if low == high:
+        return 0.0
+    if kind.endswith(INSIDE):
+        return (1 / low - 1 / size) / (1 / low - 1 / high)
+    return (size - low) / (high - low)

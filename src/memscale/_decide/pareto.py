@@ -1,0 +1,121 @@
+"""The Pareto front of peak against time: the plans that no other beats, as far as they differ. No torch."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from memscale._decide.choice import Choice, Outcome, Run, Treatment
+from memscale._decide.search import Candidate
+from memscale._plan import FrontPoint
+
+NAME_OF: dict[Treatment, str] = {
+    "selective": "checkpoint (selective)",
+    "checkpoint": "checkpoint",
+    "offload": "offload activations",
+    "checkpoint+offload": "checkpoint, input offloaded",
+    "stream": "stream parameters",
+    "stream+offload": "stream parameters, input offloaded",
+}
+_LEAST_STEP = 0.01
+"""Points whose peaks differ by less than this share of the baseline's are shown as one."""
+_MAX_POINTS = 24
+
+
+def pareto_front(candidates: Iterable[Candidate], baseline: Outcome, chosen: Candidate) -> tuple[FrontPoint, ...]:
+    """The highest peak first. What is not exact is offered only below everything that is; thinned to what differs."""
+    found = list(candidates)
+    front = _undominated(c for c in found if c.choice.run.is_exact)
+    lossy = _undominated(c for c in found if not c.choice.run.is_exact)
+    front += [c for c in lossy if not front or c.outcome.peak_bytes < front[-1].outcome.peak_bytes]
+    kept = _thinned(front, chosen, baseline.peak_bytes)
+    return tuple(_point(candidate, baseline, is_chosen=candidate is chosen) for candidate in kept)
+
+
+def _undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Fastest first, that is from high to low."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=by_time):
+        if not found or candidate.outcome.peak_bytes < found[-1].outcome.peak_bytes:
+            found.append(candidate)
+    return found
+
+
+def by_time(candidate: Candidate) -> tuple[float, ...]:
+    return round(candidate.outcome.step_ms, 9), candidate.outcome.peak_bytes, candidate.choice.num_actions
+
+
+def by_peak(candidate: Candidate) -> tuple[float, ...]:
+    """Of equal peaks an exact one, however fast the others are."""
+    outcome, choice = candidate.outcome, candidate.choice
+    return outcome.peak_bytes, not choice.run.is_exact, round(outcome.step_ms, 9), choice.num_actions
+
+
+def _thinned(front: Sequence[Candidate], chosen: Candidate, baseline_bytes: int) -> list[Candidate]:
+    """With the chosen one and both ends; the others at least a step apart, in both directions from the chosen one."""
+    chosen_bytes = chosen.outcome.peak_bytes
+    above = [c for c in reversed(front) if c.outcome.peak_bytes > chosen_bytes]
+    below = [c for c in front if c.outcome.peak_bytes < chosen_bytes]
+    step_bytes = int(_LEAST_STEP * baseline_bytes)
+    while True:
+        kept = [*reversed(_spaced(above, chosen_bytes, step_bytes)), chosen, *_spaced(below, chosen_bytes, step_bytes)]
+        if len(kept) <= _MAX_POINTS:
+            return kept
+        step_bytes = step_bytes * 5 // 4 + 1
+
+
+def _spaced(side: Sequence[Candidate], last_bytes: int, step_bytes: int) -> list[Candidate]:
+    """Away from the chosen one; the end of the front is always there."""
+    kept: list[Candidate] = []
+    for candidate in side:
+        if abs(candidate.outcome.peak_bytes - last_bytes) >= step_bytes:
+            kept.append(candidate)
+            last_bytes = candidate.outcome.peak_bytes
+    if side and (not kept or kept[-1] is not side[-1]):
+        kept = [*kept[:-1], side[-1]] if kept and _is_near(kept[-1], side[-1], step_bytes) else [*kept, side[-1]]
+    return kept
+
+
+def _is_near(one: Candidate, other: Candidate, step_bytes: int) -> bool:
+    return abs(one.outcome.peak_bytes - other.outcome.peak_bytes) < step_bytes
+
+
+def _point(candidate: Candidate, baseline: Outcome, *, is_chosen: bool) -> FrontPoint:
+    return FrontPoint(
+        peak_bytes=candidate.outcome.peak_bytes,
+        slowdown=slowdown(candidate, baseline),
+        what=describe(candidate.choice),
+        is_exact=candidate.choice.run.is_exact,
+        is_chosen=is_chosen,
+    )
+
+
+def slowdown(candidate: Candidate, baseline: Outcome) -> float:
+    """No exact plan is promised to be faster than the plain step, though tiles may be."""
+    ratio = round(candidate.outcome.step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0
+    return max(1.0, ratio) if candidate.choice.run.is_exact else ratio
+
+
+def describe(choice: Choice) -> str:
+    """A choice in a few words: "checkpoint: 20 layers, offload optimizer"."""
+    counts = collections.Counter(treatment for _, treatment in choice.blocks)
+    parts = [
+        f"{name}: {counts[treatment]} layer{'s' if counts[treatment] > 1 else ''}"
+        for treatment, name in NAME_OF.items()
+        if counts[treatment]
+    ]
+    return ", ".join([*parts, *_run_parts(choice.run)]) or "nothing"
+
+
+def _run_parts(run: Run) -> list[str]:
+    named = {
+        "head_rows": f"tile the head: {run.head_rows} rows",
+        "num_tiles": f"tile inside layers: {run.num_tiles} tiles",
+        "streams_rest": "stream the rest",
+        "offloads_optimizer": "offload optimizer",
+        "precision": f"compute in {run.precision}",
+        "quantizes_optimizer": "optimizer in 8 bits",
+    }
+    assert set(named) == {field.name for field in dataclasses.fields(run)}
+    return [text for name, text in named.items() if getattr(run, name)]

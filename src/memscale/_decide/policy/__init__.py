@@ -1,0 +1,63 @@
+"""Stage 1: which mode and techniques stage 2 may use. Pure data in, pure data out; nobody's `Config` is changed.
+
+    auto_policy=False     the user's own config                                    "user_config"
+    auto_policy=True      a learned policy (`learned`), where one is installed     "ml"
+                          else the rules                                           "rule_fallback"
+    auto_policy="rule"    the rules (`rules`)                                      "rule"
+
+Stage 2 finds the fastest plan among whatever is eligible, so a wider strategy is never slower: it is dearer to find, as
+every technique must be tried, and further from the training as it was. A policy therefore looks for the mildest
+strategy that is as good as the widest. Where its choice does not fit, the widest is tried (`Strategy.wider`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memscale._config import Config
+from memscale._decide.policy import learned, rules
+from memscale._decide.policy.situation import Situation as Situation
+from memscale._decide.policy.strategies import STRATEGIES, WIDEST
+from memscale._plan import DecisionSource, Reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Strategy:
+    """What stage 2 may use, who said so, and why."""
+
+    config: Config
+    source: DecisionSource
+    reason: Reason | None = None
+    """None: it is the user's own."""
+    wider: Config | None = None
+    """What a policy would allow where nothing fits under `config`."""
+
+    def widened(self) -> Strategy:
+        """The last resort."""
+        assert self.wider is not None
+        numbers = {} if self.reason is None else self.reason.numbers
+        reason = Reason(f"{self.config.mode.value} does not suffice: everything is eligible", numbers)
+        return Strategy(self.wider, self.source, reason)
+
+
+def choose_strategy(config: Config, situation: Situation | None = None) -> Strategy:
+    """The user's own config, or what a policy makes of it; without a situation there is nothing to choose by."""
+    if not config.auto_policy:
+        return Strategy(config, "user_config")
+    if situation is None:
+        return Strategy(config, "rule_fallback", Reason("no profile to choose by: the mode as it is"))
+    if config.auto_policy == "rule":
+        name, reason = rules.choose(situation)
+        return _strategy(config, situation, name, "rule", reason)
+    try:
+        name, reason = learned.choose(config, situation)
+    except learned.NotCovered as error:
+        name, reason = rules.choose(situation)
+        fallen = dataclasses.replace(reason, rule=f"{reason.rule} (no learned policy: {error})")
+        return _strategy(config, situation, name, "rule_fallback", fallen)
+    return _strategy(config, situation, name, "ml", reason)
+
+
+def _strategy(config: Config, situation: Situation, name: str, source: DecisionSource, reason: Reason) -> Strategy:
+    chosen, widest = (STRATEGIES[n].under(config, situation.hardware) for n in (name, WIDEST))
+    return Strategy(chosen, source, reason, wider=None if chosen == widest else widest)

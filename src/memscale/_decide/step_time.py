@@ -1,0 +1,177 @@
+"""The time model: how long a stretch of a step takes on one hardware. No torch.
+
+NOTE [pace]: the host launches, the device computes, and each direction of the link copies, side by side; the slowest of
+them sets the pace. Transfers that wait come on top of it, and from memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from memscale._decide import host_calls
+from memscale._decide.choice import Treatment
+from memscale._hardware import Hardware
+from memscale._profile import Segment
+
+_TILED_HEAD_SLOWDOWN = 1.02
+"""What is bit-exact comes first."""
+_TILE_MS = 0.08
+"""Of Python and views around the operators of a tile, which a host that launches ahead of its device hides. Nominal.
+The operators themselves are in the traces: launches on a device, calls on a CPU (`_calls`)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """What crosses the link. Numbers, or arrays of them."""
+
+    num_copies: Any = 0
+    out_bytes: Any = 0
+    in_bytes: Any = 0
+    landing_bytes: int = 0
+    """Of the bytes that leave those of gradients, which a thread of the host waits for."""
+    first_bytes: Any = 0
+    """Of those that come, what nothing could hide."""
+
+
+class Pace:
+    """Of one hardware; `overlaps`: transfers do not wait."""
+
+    def __init__(self, hardware: Hardware, *, overlaps: bool = False) -> None:
+        self.hardware = hardware
+        self.overlaps = overlaps
+        self.counts_calls = hardware.device_type == "cpu"
+
+    # ---- pieces of a step
+
+    def run_ms(self, segments: Iterable[Segment], *, halves: bool = False, more: Moved | None = None) -> float:
+        """Adjacent segments of one owner. `halves`: products are in 16 bits; `more`: crosses the link, too."""
+        segments, more = tuple(segments), more or Moved()
+        compute_ms = sum((self.compute_ms(segment, halves=halves) for segment in segments), 0.0)
+        moved = Moved(
+            num_copies=sum(segment.num_sends + segment.num_fetches for segment in segments),
+            out_bytes=sum(segment.sent_bytes for segment in segments) + more.out_bytes,
+            in_bytes=sum(segment.fetched_bytes for segment in segments) + more.in_bytes,
+            landing_bytes=sum(segment.sent_bytes for segment in segments if segment.phase == "backward"),
+            first_bytes=more.first_bytes,
+        )
+        return float(self.slowest_ms(compute_ms, sum(segment.num_launches for segment in segments), moved))
+
+    def compute_ms(self, segment: Segment, *, halves: bool = False) -> float:
+        """By arithmetic and memory traffic."""
+        hardware = self.hardware
+        flops_per_s = (hardware.half_flops if halves else hardware.fp32_flops) * hardware.matmul_efficiency
+        matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
+        calls_ms = 0.0
+        if self.counts_calls:
+            calls_ms = host_calls.segment_ms(segment.phase, segment.num_launches, segment.num_random)
+        return (matmul_s + segment.other_bytes / hardware.memory_bytes_per_s) * 1e3 + calls_ms
+
+    def tiles_ms(self, num_tiles: int) -> float:
+        """What so many tiles add to what their traces say."""
+        return 0.0 if self.hardware.launch_s else num_tiles * _TILE_MS
+
+    def tiled_head_ms(self, step_ms: Any, num_tiles: int) -> Any:
+        """A step of so many milliseconds with the head in so many tiles."""
+        return step_ms * _TILED_HEAD_SLOWDOWN + self.tiles_ms(num_tiles)
+
+    def hooks_ms(self, treatment: Treatment, num_calls: int, num_operators: int) -> float:
+        """What the machinery of a treatment takes in a block, beside what is computed again."""
+        return host_calls.treatment_ms(treatment, num_calls, num_operators) if self.counts_calls else 0.0
+
+    # ---- the host, the device and the link, side by side. Numbers or arrays of them.
+
+    def slowest_ms(self, compute_ms: Any, num_launches: Any, moved: Moved) -> Any:
+        """See NOTE [pace]."""
+        launch_ms = self.hardware.launch_s * 1e3
+        launches_ms, copies_ms = num_launches * launch_ms, moved.num_copies * launch_ms
+        in_ms, out_ms = self.link_ms(moved.in_bytes), self.link_ms(moved.out_bytes)
+        if not self.overlaps:
+            return _larger(compute_ms, launches_ms) + copies_ms + in_ms + out_ms
+        link_ms = _larger(in_ms, out_ms) if self.hardware.link_directions > 1 else in_ms + out_ms
+        landing_ms = self.link_ms(moved.landing_bytes) if self.hardware.has_one_host_thread else 0.0
+        paced_ms = _larger(_larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
+        return paced_ms + self.link_ms(moved.first_bytes)
+
+    def link_ms(self, num_bytes: Any) -> Any:
+        """One way."""
+        blocking = self.hardware.blocking_link_bytes_per_s
+        rate = self.hardware.link_bytes_per_s if self.overlaps or blocking is None else blocking
+        return num_bytes / rate * 1e3
+
+    # ---- transfers beside other blocks
+
+    def spread(self, runs: Sequence[tuple[str, list[Segment]]], param_bytes: Mapping[str, int]) -> dict[int, Moved]:
+        """By run of a block's segments: what crosses the link in it more, or less, than begins there.
+
+        NOTE [side by side]: what blocks send leaves while others compute, and what they need comes back while others
+        do, as far as windows allow. So it is spread over all of them. A source is kept until its copy is made, up to
+        the window: what backward finds still there is not fetched, and its copy is waited for only at the end of the
+        step. It leaves beside what comes back; the rest of it, beside the forward and the backward of its block.
+
+        Weights are fetched ahead, and counted with the block that waits for them; those of the first block have nothing
+        to hide behind. What forward fetches are weights; backward fetches them again, but for the last block's.
+        """
+        places: dict[str, list[int]] = {}
+        for index, (owner, _) in enumerate(runs):
+            places.setdefault(owner, []).append(index)
+        pairs = [(owner, found[0], found[1]) for owner, found in places.items() if owner and len(found) == 2]
+        if not self.overlaps or not pairs:
+            return {}
+        traffic = _Traffic.of([(param_bytes[owner], runs[first][1], runs[second][1]) for owner, first, second in pairs])
+        spread = {}
+        for number, (_, first, second) in enumerate(pairs):
+            busy_ms = self._busy_ms(runs[first][1]), self._busy_ms(runs[second][1])
+            early = busy_ms[0] / max(sum(busy_ms), 1e-12)
+            spread[first], spread[second] = traffic.spread(number, early)
+        return spread
+
+    def _busy_ms(self, segments: list[Segment]) -> float:
+        """Without transfers."""
+        num_launches = sum(segment.num_launches for segment in segments)
+        return float(self.slowest_ms(sum(self.compute_ms(segment) for segment in segments), num_launches, Moved()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traffic:
+    """What blocks send in forward, and fetch in forward and backward. See NOTE [side by side]."""
+
+    param_bytes: tuple[int, ...]
+    sent: tuple[int, ...]
+    fetched: tuple[int, ...]
+    fetched_back: tuple[int, ...]
+
+    @classmethod
+    def of(cls, blocks: Sequence[tuple[int, list[Segment], list[Segment]]]) -> _Traffic:
+        return cls(
+            tuple(num_bytes for num_bytes, _, _ in blocks),
+            tuple(sum(segment.sent_bytes for segment in forward) for _, forward, _ in blocks),
+            tuple(sum(segment.fetched_bytes for segment in forward) for _, forward, _ in blocks),
+            tuple(sum(segment.fetched_bytes for segment in backward) for _, _, backward in blocks),
+        )
+
+    def spread(self, number: int, early: float) -> tuple[Moved, Moved]:
+        """Of one block's forward and backward; `early` is the share of their time that is forward's."""
+        weights = sum(self.fetched)
+        weights_back = min(sum(self.fetched_back), weights - self.param_bytes[-1]) if weights else 0
+        returned = sum(self.fetched_back) - weights_back
+        lingering = max(0, sum(self.sent) - returned)
+        share = self.sent[number] / max(1, sum(self.sent))
+        of_weights = self.param_bytes[number] / max(1, sum(self.param_bytes))
+        beside = share * max(0, lingering - returned)
+        leaves = share * (sum(self.sent) - lingering) + beside * early
+        needs = of_weights * weights
+        first = needs if number == 0 else 0
+        comes_back = share * returned + of_weights * weights_back
+        return (
+            Moved(
+                out_bytes=leaves - self.sent[number], in_bytes=needs - first - self.fetched[number], first_bytes=first
+            ),
+            Moved(out_bytes=beside * (1 - early), in_bytes=comes_back - self.fetched_back[number]),
+        )
+
+
+def _larger(a: Any, b: Any) -> Any:
+    """Of numbers, or of arrays."""
+    return (a + b + abs(a - b)) / 2

@@ -1,0 +1,287 @@
+"""`execute(model, plan)`: attaches the plan's actions. The `Executor` owns the undo stack: detach leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import assert_never
+
+from memscale._errors import PlanError
+from memscale._execute import orderly_exit
+from memscale._execute.malloc import is_short, return_freed_memory
+from memscale._execute.offloading import Offloading, without_reasons
+from memscale._execute.settings import ExecutionSettings, is_fake
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    MixedPrecision,
+    OffloadActivations,
+    OffloadOptimizer,
+    Plan,
+    QuantizeOptimizer,
+    StreamParameters,
+    TileAttention,
+    TileHead,
+    TileMlp,
+)
+from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
+from memscale.techniques import checkpointing, precision, tiling
+from memscale.techniques.offload.parameters import state_placement
+from memscale.techniques.recompute import RecomputedForward, key_value_caches
+
+logger = logging.getLogger("memscale")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stats:
+    """What happened since the plan was attached."""
+
+    device_type: str
+    peak_bytes: int | None
+    """The device allocator's peak; None on a CPU, which keeps no such counter: use `memscale.measure()`."""
+    num_recomputes: int
+    """Blocks recomputed in backward."""
+    transfers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """By technique: bytes moved each way, time waited, hits of prefetching."""
+    loss_scale: float | None = None
+    """What fp16 gradients are multiplied with now; None where nothing is scaled."""
+    num_skipped_steps: int = 0
+    """Steps not taken because fp16 gradients had overflowed."""
+
+
+class Executor:
+    """What is attached to one model. Taking it off leaves the model as it was."""
+
+    def __init__(
+        self, model: nn.Module, settings: ExecutionSettings | None = None, optimizer: Optimizer | None = None
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.settings = settings or ExecutionSettings()
+        self._techniques = contextlib.ExitStack()
+        self._undo = contextlib.ExitStack()
+        self._recomputed: list[RecomputedForward] = []
+        known = weakref.ref(optimizer) if optimizer is not None else None
+        self._offloading = Offloading(self._model, self.settings, known)
+        self._cache_is_off = self._has_said_so = False
+        self._precision: precision.Precision | None = None
+        self._loss_scale: precision.LossScale | None = None
+        """Outlives the plan: a later one goes on with it."""
+        self.plan: Plan | None = None
+        """None until the first training forward, when there was nothing to plan from before."""
+        self.outcomes: tuple[Any, ...] = ()
+        """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
+        self.detached = False
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this executor is gone")
+        return model
+
+    def adopt(self) -> None:
+        """Become the model's executor."""
+        orderly_exit.be_orderly()
+        model = self.model
+        vars(model)[EXECUTOR_ATTRIBUTE] = self
+        self._undo.callback(_forget, self._model, weakref.ref(self))
+        keep_copies_clean(model, self._undo)
+
+    def apply(self, plan: Plan) -> None:
+        """Put this plan in the place of the one before. All or nothing."""
+        if self.plan is None or without_reasons(self.plan.actions) != without_reasons(plan.actions):
+            self.suspend()
+            self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
+        self.plan = plan
+        if self._cache_is_off and not self._has_said_so:
+            self._has_said_so = True
+            key_value_caches.say_switched_off(self.model)
+
+    def apply_inside(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`apply` in the first moment of a forward with these arguments: that forward follows the plan already."""
+        before = self._precision
+        self.apply(plan)
+        key_value_caches.enter(self.model, args, kwargs)
+        if self._precision is not None and self._precision is not before:
+            self._precision.enter(self.model, args, kwargs)
+
+    def turn_to(self, settings: ExecutionSettings) -> None:
+        """The model computes elsewhere now: the plan is taken off, and optimizer state goes where parameters are."""
+        self.suspend()
+        self._offloading.turn_to(settings)
+        self.settings = settings
+
+    @property
+    def streams(self) -> bool:
+        """Whether parameters of the model visit the device only while they are needed."""
+        return "streaming" in self._offloading.users
+
+    def suspend(self) -> None:
+        """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""
+        self._techniques.close()
+        self.plan = None
+
+    def attach(
+        self, actions: Iterable[Action], waiting_bytes: int | None = None, peak_bytes: int | None = None
+    ) -> None:
+        """Attach these actions: those on single blocks, the head, then what moves tensors to other tiers.
+
+        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them. `peak_bytes` is what
+        the step is known to need on its device. None: not known.
+        """
+        actions = tuple(actions)
+        with contextlib.ExitStack() as failing, contextlib.ExitStack() as undo:
+            if self._offloading.parked is None:
+                failing.callback(self._offloading.give_back)
+            undo.callback(self._recomputed.clear)
+            undo.callback(self._offloading.users.clear)
+            undo.callback(self._forget_precision)
+            if actions and self._device_type() == "cpu" and not is_fake(self.model) and is_short(peak_bytes):
+                return_freed_memory(self.model, undo)
+            self._place(actions, undo)
+            for action in sorted(actions, key=_is_around_blocks):
+                self._attach_one(action, undo)
+            self._offloading.attach(actions, undo, waiting_bytes)
+            recomputed = {action.module_fqn for action in actions if isinstance(action, Checkpoint | StreamParameters)}
+            self._cache_is_off = bool(recomputed) and key_value_caches.watch(self.model, recomputed, undo)
+            self._techniques = undo.pop_all()
+            failing.pop_all()
+
+    def _attach_one(self, action: Action, undo: contextlib.ExitStack) -> None:
+        match action:
+            case Checkpoint():
+                module = find_module(self.model, action.module_fqn)
+                self._recomputed.append(checkpointing.attach(action, module, undo, verify=self.settings.verify))
+            case TileHead():
+                tiling.attach_head(action, self.model, undo)
+            case TileAttention():
+                tiling.attach_attention(action, self.model, undo)
+            case TileMlp():
+                tiling.attach_mlp(action, self.model, undo)
+            case MixedPrecision():
+                self._attach_precision(action, undo)
+            case OffloadActivations() | OffloadOptimizer() | StreamParameters() | QuantizeOptimizer():
+                pass  # together, in _offloading.py: they share tiers and prefetch one another's neighbours
+            case _:
+                assert_never(action)
+
+    def _attach_precision(self, action: MixedPrecision, undo: contextlib.ExitStack) -> None:
+        scale = self._loss_scale
+        self._precision = precision.attach(action, self.model, self._device_type(), undo, scale=scale)
+        if self._precision is not None and self._precision.scale is not None:
+            self._loss_scale = self._precision.scale
+
+    def _forget_precision(self) -> None:
+        self._precision = None
+
+    def _place(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
+        """Put the model where it computes. Streamed layers are placed by what streams them."""
+        device = self.settings.device
+        streams = any(isinstance(action, StreamParameters) for action in actions)
+        if device is not None and not streams and not is_fake(self.model):
+            place(self.model, device, undo)
+
+    def _device_type(self) -> str:
+        return self.settings.device_of(self.model).type
+
+    def on_detach(self, callback: Any, *args: Any) -> None:
+        self._undo.callback(callback, *args)
+
+    def detach(self) -> None:
+        """Take everything off again. A second call does nothing."""
+        if not self.detached:
+            self.detached = True
+            with contextlib.ExitStack() as last_first:
+                last_first.callback(self._undo.close)
+                # When parameters are back: their state goes where they are.
+                last_first.callback(self._offloading.give_back)
+                last_first.callback(self._techniques.close)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the model's and the optimizer's state: the loss scale of fp16."""
+        return {"loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the run that this state was saved in. May come before there is a plan."""
+        if state.get("loss_scale") is not None:
+            if self._loss_scale is None:
+                self._loss_scale = precision.LossScale()
+            self._loss_scale.load_state_dict(state["loss_scale"])
+
+    def traffic(self) -> tuple[int, int, int, int]:
+        """Transfers to the next tier so far and their bytes; those back, and theirs. Without the optimizer's."""
+        return self._offloading.traffic()
+
+    def stats(self) -> Stats:
+        scale = self._precision.scale if self._precision is not None else None
+        device_type = self.plan.device_type if self.plan is not None else "cpu"
+        on_device = device_type != "cpu" and torch.accelerator.is_available()
+        return Stats(
+            device_type=device_type,
+            peak_bytes=torch.accelerator.max_memory_allocated() if on_device else None,
+            num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
+            transfers={name: user.stats for name, user in self._offloading.users.items()},
+            loss_scale=scale.value if scale is not None else None,
+            num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
+        )
+
+
+def _is_around_blocks(action: Action) -> bool:
+    """What is inside a block is attached before what recomputes or moves the block as a whole."""
+    return not isinstance(action, TileHead | TileAttention | TileMlp)
+
+
+def execute(
+    model: nn.Module, plan: Plan, settings: ExecutionSettings | None = None, optimizer: Optimizer | None = None
+) -> Executor:
+    """Attach a plan to a model of the kind that it was made for."""
+    for layer in plan.rows:
+        found = type(find_module(model, layer.module_fqn)).__name__
+        if found != layer.class_name:
+            raise PlanError(
+                f"the plan was made for another model: {layer.module_fqn!r} is a {found} here, "
+                f"a {layer.class_name} there"
+            )
+    executor = Executor(model, settings, optimizer)
+    executor.apply(plan)
+    executor.adopt()
+    return executor
+
+
+def executor_of(model: nn.Module) -> Executor | None:
+    """The model's own executor, if it is wrapped."""
+    executor = vars(model).get(EXECUTOR_ATTRIBUTE)
+    return executor if isinstance(executor, Executor) else None
+
+
+def place(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
+    """Move the model to its device until undone, keeping its `Parameter` objects."""
+    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if {home.type for home in homes} <= {device.type}:
+        return
+    if len(homes) > 1:
+        raise PlanError(f"the model lies on several devices ({', '.join(sorted(map(str, homes)))}); move it to one")
+    following = state_placement.attach(model, undo)  # undone after the move: state follows its parameters both ways
+    undo.callback(_move_back, weakref.ref(model), homes.pop())
+    model.to(device)
+    following.follow_all()
+
+
+def _move_back(model_ref: weakref.ref[nn.Module], device: torch.device) -> None:
+    model = model_ref()
+    if model is not None:
+        model.to(device)
+
+
+def _forget(model_ref: weakref.ref[nn.Module], executor_ref: weakref.ref[Executor]) -> None:
+    model = model_ref()
+    if model is not None and vars(model).get(EXECUTOR_ATTRIBUTE) is executor_ref():
+        vars(model).pop(EXECUTOR_ATTRIBUTE, None)

@@ -1,0 +1,91 @@
+"""The architecture in order: profile a step, choose a strategy, decide, rehearse. What follows is `execute`.
+
+A `Study` holds what is profiled, decided and rehearsed; only frozen data crosses between the stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._config import Config
+from memscale._decide import decide, full_budget, plan_as_it_is
+from memscale._decide.policy import Situation, Strategy, choose_strategy
+from memscale._decide.write_plan import explain_misfit
+from memscale._errors import DoesNotFitError
+from memscale._hardware import Hardware
+from memscale._plan import Action, FrontPoint, Plan
+from memscale._planning.advice import find_smaller
+from memscale._planning.planner import Study
+from memscale._profile import Profile
+from memscale._profile.inputs import Inputs
+
+
+def make_plan(
+    model: nn.Module,
+    inputs: Inputs,
+    config: Config,
+    optimizer: str | Optimizer = "adamw",
+    hardware: Hardware | None = None,
+    on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
+    replacement: Optimizer | None = None,
+    holds_gradients: bool = False,
+) -> Plan:
+    """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
+
+    `StaticProfileError` when the step cannot be rehearsed on fake tensors; the model itself is never run. `on_front`
+    gets peak against time for everything that the mode allows, whether the plan needed it or not. `replacement` is what
+    steps in the optimizer's place, in 8 bits. `holds_gradients`: the loop adds up gradients over several batches.
+    """
+    hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
+    study = Study(model, inputs, config, optimizer, hardware, replacement, holds_gradients)
+    strategy = choose_strategy(config, Situation(study.profile, hardware, full_budget(hardware, config)))
+    plan = study.plan(strategy)
+    if not plan.fits and strategy.wider is not None:
+        strategy = strategy.widened()
+        plan = study.plan(strategy)
+    if not plan.fits:
+        advice = find_smaller(study, strategy.config, plan)
+        smaller, tried = (None, "") if advice is None else (advice.remedy, advice.tried)
+        raise DoesNotFitError(explain_misfit(study.profile, plan, strategy.config, smaller, tried))
+    if on_front is not None:
+        on_front(study.full_front(strategy, plan))
+    return dataclasses.replace(plan, strategy=strategy.reason)
+
+
+def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_bytes: int = 0) -> Plan:
+    """Strategy and decision for a step that was observed, with so much to spare; `DoesNotFitError` if nothing fits."""
+    strategy = choose_strategy(config, Situation(profile, hardware, full_budget(hardware, config)))
+    plan = _decided(profile, strategy, hardware, margin_bytes)
+    if not plan.fits and strategy.wider is not None:
+        strategy = strategy.widened()
+        plan = _decided(profile, strategy, hardware, margin_bytes)
+    if not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, strategy.config))
+    return dataclasses.replace(plan, strategy=strategy.reason)
+
+
+def keep_plan(profile: Profile, config: Config, hardware: Hardware, actions: tuple[Action, ...], rule: str) -> Plan:
+    """What is done already, as a plan for a step that was observed; `DoesNotFitError` if that does not fit."""
+    plan = plan_as_it_is(profile, hardware, config, actions, rule)
+    if not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, config))
+    return plan
+
+
+def _decided(profile: Profile, strategy: Strategy, hardware: Hardware, margin_bytes: int) -> Plan:
+    return decide(profile, hardware, strategy.config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False)
+
+
+def device_of(model: nn.Module, config: Config) -> torch.device:
+    """Where the model computes: as configured, else where its parameters are."""
+    if config.device is not None:
+        try:
+            return torch.device(config.device)
+        except RuntimeError as error:
+            raise ValueError(f"device={config.device!r} is not a device that PyTorch knows") from error
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

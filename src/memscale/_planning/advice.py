@@ -1,0 +1,132 @@
+"""What to do when nothing fits: a smaller batch, or a shorter sequence, that does. By prediction alone.
+
+The plan with the lowest peak is rehearsed at other sizes, and nothing else is: a line through what this shows names the
+next size to try. How many sizes are tried is bounded by the number of operators that this runs through, so that advice
+takes seconds, not minutes, and is the same on every machine. What was tried is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+from memscale._config import Config
+from memscale._decide import budget_bytes
+from memscale._decide.policy import choose_strategy
+from memscale._errors import MemScaleError
+from memscale._plan import Plan
+from memscale._planning.planner import Study
+from memscale._units import show_bytes
+
+logger = logging.getLogger("memscale")
+
+MAX_SIZES = 4
+"""Sizes of one dimension that are tried."""
+MAX_OPERATORS = 12_000
+"""Operators that advice may run through, on fake tensors, each of which takes up to a millisecond or so."""
+_RUNS_A_SIZE = 2
+"""A step as it is, which other sizes are profiled by, and one under the plan."""
+_NEAR = 0.97
+"""A size that fits is good enough when its peak is at least this share of the budget."""
+_SILENT_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Advice:
+    """A remedy, and what was looked at to find one."""
+
+    remedy: str = ""
+    """"lower the batch size from 64 to 12"; "" when nothing that was tried fits."""
+    tried: str = ""
+    """"batch size 32, 12"; "" when nothing was."""
+
+
+def find_smaller(study: Study, config: Config, plan: Plan) -> Advice | None:
+    """A size that fits; None when nothing can be tried, without real data or because a single step is too long.
+
+    The study is that of the size that does not fit, and the plan is the lowest there.
+    """
+    num_operators = _RUNS_A_SIZE * sum(segment.num_launches for segment in study.profile.plain.segments)
+    num_sizes = MAX_OPERATORS // max(1, num_operators)
+    if not study.rehearsal.is_fake or not num_sizes:
+        return None
+    tried: list[str] = []
+    for dimension, what in ((0, "batch size"), (1, "sequence length")):
+        size = study.inputs.size(dimension)
+        if size is not None and size > 1 and num_sizes > 0:
+            descent = _Descent(study, config, plan, dimension, min(MAX_SIZES, num_sizes))
+            found = descent.largest(size)
+            num_sizes -= len(descent.peaks)
+            tried += [f"{what} {', '.join(map(str, descent.peaks))}"] if descent.peaks else []
+            if found:
+                return Advice(f"lower the {what} from {size} to {found}", " and ".join(tried))
+    return Advice("", " and ".join(tried))
+
+
+class _Descent:
+    """One plan at ever better sizes of one dimension."""
+
+    def __init__(self, study: Study, config: Config, plan: Plan, dimension: int, num_sizes: int) -> None:
+        self.study, self.config, self.plan = study, config, plan
+        self.dimension, self.num_sizes = dimension, num_sizes
+        self.peaks: dict[int, int] = {}
+        self.started_s = time.monotonic()
+
+    def largest(self, size: int) -> int:
+        """The largest that was found to fit; 0 when none was."""
+        budget = budget_bytes(self.study.hardware, self.config)
+        known = {size: self.plan.predicted_peak_bytes}
+        found, probe = 0, size // 2
+        for _ in range(self.num_sizes):
+            plan = self._plan_at(probe)
+            if plan is None:
+                break
+            known[probe] = self.peaks[probe] = plan.predicted_peak_bytes
+            if known[probe] >= known[size]:
+                break  # what is too high does not go with this size: the optimizer's step, for one
+            if plan.fits:
+                found = max(found, probe)
+            too_large = min(number for number in known if number > found)
+            probe = _next_size(known, budget, found, too_large)
+            if not found < probe < too_large or (found and known[found] >= _NEAR * budget):
+                break
+        if not found and self.peaks and len(self.peaks) < self.num_sizes and self._fits_anew(min(self.peaks)):
+            return min(self.peaks)
+        return found
+
+    def _fits_anew(self, size: int) -> bool:
+        """Whether another plan fits at this size: the lowest one at a larger size need not be the lowest here."""
+        known = self.study
+        try:
+            inputs = known.inputs.resized(self.dimension, size)
+            study = Study(known.model, inputs, self.config, known.optimizer, known.hardware, costs=known.costs)
+            return study.plan(choose_strategy(self.config.replace(auto_policy=False))).fits
+        except MemScaleError as error:
+            logger.debug("size %d was not planned for: %s", size, error)
+            return False
+
+    def _plan_at(self, size: int) -> Plan | None:
+        """This very plan, rehearsed at this size; None where the model does not run so."""
+        known = self.study
+        elapsed_s = time.monotonic() - self.started_s
+        if elapsed_s > _SILENT_S:
+            shown = ", ".join(f"{size}: {show_bytes(peak)}" for size, peak in self.peaks.items())
+            logger.info("Nothing fits. Looking for a smaller size that does: %s; now %d.", shown, size)
+        try:
+            inputs = known.inputs.resized(self.dimension, size)
+            study = Study(known.model, inputs, self.config, known.optimizer, known.hardware, costs=known.costs)
+            seen = study.profile
+            study.profile = dataclasses.replace(known.profile, plain=seen.plain, input_bytes=seen.input_bytes)
+            return study.confirm(self.plan, self.config)
+        except MemScaleError as error:
+            logger.debug("size %d was not rehearsed: %s", size, error)
+            return None
+
+
+def _next_size(known: dict[int, int], budget: int, found: int, too_large: int) -> int:
+    """Where the line through the two nearest sizes meets the budget, well inside of what is not known yet."""
+    low, high = sorted(sorted(known, key=lambda size: abs(known[size] - budget))[:2])
+    rise = (known[high] - known[low]) / (high - low)
+    guess = int(low + (budget - known[low]) / rise) if rise > 0 else (found + too_large) // 2
+    return max(found + 1, 1, min(too_large - 1, guess))

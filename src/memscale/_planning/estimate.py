@@ -1,0 +1,136 @@
+"""`estimate()`: what a training step would peak at, as it is and in each mode, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale import _json
+from memscale._config import Config, OptimizationMode
+from memscale._decide import budget_bytes
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import choose_strategy
+from memscale._errors import MemScaleError
+from memscale._hardware import Hardware
+from memscale._plan import Plan
+from memscale._planning import device_of
+from memscale._planning.advice import find_smaller
+from memscale._planning.planner import Study
+from memscale._profile import Profile
+from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._profile.optimizer_twin import OPTIMIZERS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModeEstimate:
+    """What one mode comes to."""
+
+    predicted_peak_bytes: int
+    predicted_slowdown: float
+    fits: bool
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a training step would peak at."""
+
+    baseline_peak_bytes: int
+    breakdown: dict[str, int]
+    """The baseline's bytes at its peak: params, grads, optimizer, activations, temporaries, other (inputs, buffers)."""
+    budget_bytes: int
+    baseline_fits: bool
+    by_mode: dict[OptimizationMode, ModeEstimate]
+    recommended_mode: OptimizationMode | None
+    """The mildest mode that fits; None when none does."""
+    device_name: str
+    optimizer_name: str
+    inputs: tuple[str, ...]
+    advice: str = ""
+    """When no mode fits: a batch or a sequence length that the last of them was found to fit, if any was."""
+
+    def to_json(self) -> str:
+        return _json.dumps(self)
+
+
+def estimate(
+    model: nn.Module,
+    sample_input: Any = None,
+    *,
+    optimizer: str | Optimizer = "adamw",
+    config: Config | None = None,
+    hardware: Hardware | None = None,
+) -> Estimate:
+    """Predict the peak and the slowdown of each mode, on this machine or for a card that is elsewhere.
+
+    The model may be on the meta device: no weights are needed. `optimizer` is a name or an optimizer object.
+    """
+    _check_arguments(model, optimizer, config, hardware)
+    config = config or Config()
+    inputs = Inputs.from_sample(sample_input) if sample_input is not None else derive_inputs(model)
+    if inputs is None:
+        raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
+    hardware = hardware or Hardware.detect(_real_device(model, config), config.offload_dir)
+    study = Study(model, inputs, config, optimizer, hardware)
+    by_mode: dict[OptimizationMode, ModeEstimate] = {}
+    for mode in OptimizationMode:
+        plan = study.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
+        by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
+    profile = study.profile
+    baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())
+    budget = budget_bytes(hardware, config)
+    recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
+    advice = find_smaller(study, config.replace(mode=mode), plan) if recommended is None else None
+    return Estimate(
+        baseline_peak_bytes=baseline,
+        breakdown=breakdown_at_peak(profile, baseline),
+        budget_bytes=budget,
+        baseline_fits=baseline <= budget,
+        by_mode=by_mode,
+        recommended_mode=recommended,
+        device_name=hardware.device_name,
+        optimizer_name=profile.optimizer.name,
+        inputs=next(iter(by_mode.values())).plan.inputs,
+        advice="" if advice is None else advice.remedy,
+    )
+
+
+def _check_arguments(model: object, optimizer: object, config: object, hardware: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memscale.estimate takes an nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, str | Optimizer):
+        raise TypeError(f"optimizer must be a name or a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, str) and optimizer not in (*OPTIMIZERS, "none"):
+        raise ValueError(f"optimizer={optimizer!r} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}")
+    if not isinstance(config, Config | None):
+        raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
+    if not isinstance(hardware, Hardware | None):
+        raise TypeError(
+            f"hardware must be a memscale.Hardware or None, not {type(hardware).__name__}; "
+            "a card by its name is Hardware.from_name(name)"
+        )
+
+
+def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:
+    """Who holds the bytes at the plain step's peak; the parts add up to it."""
+    parts = {
+        "params": profile.parameter_bytes,
+        "grads": profile.plain.gradients_at_peak,
+        "optimizer": profile.optimizer.state_bytes,
+        "activations": profile.plain.activations_at_peak,
+        "other": profile.buffer_bytes + profile.input_bytes,
+    }
+    if peak_bytes > profile.static_bytes + profile.plain.peak_bytes:  # the optimizer step is the peak
+        parts |= {"grads": profile.plain.end_bytes, "activations": 0}
+    parts["temporaries"] = peak_bytes - sum(parts.values())
+    return parts
+
+
+def _real_device(model: nn.Module, config: Config) -> str | None:
+    """None, that is this machine's device, for a model without weights."""
+    device = device_of(model, config)
+    return None if device.type == "meta" else str(device)

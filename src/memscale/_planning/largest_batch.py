@@ -1,0 +1,218 @@
+"""`fit`: the largest batch, or the longest sequence, that fits a device in each mode. By prediction alone.
+
+A step is profiled at two sizes with all that the modes allow: for a batch, what fits plain training, and twice that.
+Between and beyond them profiles are drawn (`_scaling`), so any size can be decided in no time. What comes out is
+rehearsed at its very size, and the search goes on from there if the rehearsal says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._config import Config, OptimizationMode
+from memscale._decide import budget_bytes, decide
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import choose_strategy
+from memscale._errors import ProfileError
+from memscale._hardware import Hardware
+from memscale._plan import Plan
+from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.planner import Study
+from memscale._planning.profile_scaling import at_size, can_scale
+from memscale._profile import Profile
+from memscale._profile.inputs import Inputs
+
+logger = logging.getLogger("memscale")
+
+Vary = Literal["batch", "seq"]
+MAX_SIZE = 1 << 20
+_MAX_ROUNDS = 4
+"""Rehearsals of one answer."""
+_WORTH_ANOTHER = 1.02
+"""An answer that was rehearsed and fits is not improved by less than this."""
+_WORTH_LOOKING = 0.95
+"""Where a drawn peak is less than this share of the rehearsed one, steps of about that size are profiled."""
+_PLAIN = {
+    "enable_checkpointing": False,
+    "enable_offloading": False,
+    "enable_tiling": False,
+    "use_mixed_precision": False,
+    "use_8bit_optimizer": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fitting:
+    """The largest size that fits, in one way of training."""
+
+    size: int
+    """0 when not even the smallest does."""
+    predicted_peak_bytes: int
+    predicted_slowdown: float
+    plan: Plan | None
+    is_limited: bool = False
+    """The model takes no more (its positions end here); memory would."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits a device."""
+
+    vary: Vary
+    budget_bytes: int
+    device_name: str
+    plain: Fitting
+    by_mode: dict[OptimizationMode, Fitting]
+
+
+def fit(
+    model: nn.Module,
+    inputs_at: Callable[[int], Inputs],
+    *,
+    vary: Vary = "batch",
+    config: Config | None = None,
+    optimizer: str | Optimizer = "adamw",
+    hardware: Hardware | None = None,
+    modes: tuple[OptimizationMode, ...] = tuple(OptimizationMode),
+    limit: int | None = None,
+    on_progress: Callable[[str], None] = logger.debug,
+) -> Fit:
+    """The largest size in each mode. `inputs_at` makes the batch of a size, `limit` is what the model can take."""
+    config = (config or Config()).replace(force_optimize=False)
+    hardware = hardware or Hardware.detect(config.device, config.offload_dir)
+    search = _Search(model, inputs_at, config, optimizer, hardware, _anchors(vary, limit), limit, on_progress)
+    plain = search.largest(config.replace(**_PLAIN), "plain")
+    if vary == "batch" and plain.size > search.anchors[0]:
+        search.anchors = (
+            plain.size,
+            2 * plain.size,
+        )  # tiny batches fit into transfer windows: nothing is drawn from them
+    by_mode, best = {}, plain
+    for mode in (mode for mode in OptimizationMode if mode in modes):  # each may do all that the one before may
+        best = by_mode[mode] = search.largest(config.replace(mode=mode), mode.value, best)
+    return Fit(vary, budget_bytes(hardware, config), hardware.device_name, plain, by_mode)
+
+
+class _Search:
+    """Sizes of one model's batch on one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs_at: Callable[[int], Inputs],
+        config: Config,
+        optimizer: str | Optimizer,
+        hardware: Hardware,
+        anchors: tuple[int, int],
+        limit: int | None,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self.inputs_at = inputs_at
+        self.hardware = hardware
+        self.limit = limit or MAX_SIZE
+        self.on_progress = on_progress
+        costs = OptimizerCosts(model, optimizer, hardware, config)  # the same at every size
+        self.study_at: Callable[[int], Study] = functools.cache(
+            lambda size: Study(model, inputs_at(size), config, optimizer, hardware, costs=costs)
+        )
+        self.anchors = anchors
+
+    def largest(self, config: Config, name: str, at_least: Fitting | None = None) -> Fitting:
+        """The largest size whose plan fits, rehearsed at that size."""
+        self._look_into_everything(config, name)
+        budget = budget_bytes(self.hardware, config)
+        best = _none() if at_least is None or not at_least.size else at_least
+        share, upper, is_found = 1.0, self.limit, False
+        anchors = self.anchors
+        for _ in range(_MAX_ROUNDS):
+            size, plan = self._solve(config, int(budget * share), upper)
+            if plan is None or size <= best.size or (is_found and size < best.size * _WORTH_ANOTHER):
+                break
+            self.on_progress(f"{name}: rehearsing at {size}")
+            confirmed = self._confirmed(size, plan, config)
+            # What was drawn from small sizes is wrong by a share of the size.
+            share = plan.predicted_peak_bytes / max(1, confirmed.predicted_peak_bytes)
+            if confirmed.fits:
+                best, is_found = _fitting(size, confirmed, is_limited=size == self.limit), True
+            else:
+                upper = min(size - 1, int(size / _WORTH_ANOTHER))
+                if share < _WORTH_LOOKING and self.anchors == anchors and size > 2:
+                    self.anchors, share = (size // 2, size), 1.0
+                    self._look_into_everything(config, name)
+        self.anchors = anchors
+        return best
+
+    def _look_into_everything(self, config: Config, name: str) -> None:
+        self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
+        for size in self.anchors:
+            self.study_at(size).look_into_everything(config)
+        small, large = (self.study_at(size).profile for size in self.anchors)
+        if not can_scale(small, large):
+            raise ProfileError("a step of this model has other pieces at another size: it cannot be scaled")
+
+    def _solve(self, config: Config, device_bytes: int, upper: int) -> tuple[int, Plan | None]:
+        """By the drawn profiles: the largest size with a plan within so many bytes, by halving."""
+        if device_bytes <= 0:
+            return 0, None
+        config = config.replace(memory_budget_gb=device_bytes / 1e9)
+        low, plan = 0, None
+        high = upper + 1
+        probe = min(self.anchors[1], upper)
+        while low + 1 < high:
+            made = self._plan_at(probe, config)
+            if made.fits:
+                low, plan = probe, made
+            else:
+                high = probe
+            # Doubling until something does not fit: most sizes up to the limit are absurd.
+            probe = min(2 * low, high - 1) if high > upper and low else (low + high) // 2
+            probe = max(low + 1, probe)
+        return low, plan
+
+    def _profile_at(self, size: int) -> Profile:
+        small, large = (self.study_at(anchor).profile for anchor in self.anchors)
+        return at_size(small, large, self.anchors, size)
+
+    def _plan_at(self, size: int, config: Config) -> Plan:
+        return decide(
+            self._profile_at(size), self.hardware, config, choose_strategy(config).source, raise_if_unfit=False
+        )
+
+    def _confirmed(self, size: int, plan: Plan, config: Config) -> Plan:
+        """This very plan at this very size; its peak is the rehearsal's."""
+        study = self.study_at(size)
+        budget = budget_bytes(self.hardware, config)
+        if plan.actions:
+            if size not in self.anchors:  # what the techniques cost there was drawn, not tried
+                drawn, seen = self._profile_at(size), study.profile
+                study.profile = dataclasses.replace(drawn, plain=seen.plain, input_bytes=seen.input_bytes)
+            confirmed = study.confirm(plan, config)
+        else:
+            peak_bytes = CostModel(study.profile, self.hardware).evaluate(Choice()).peak_bytes
+            confirmed = dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, rehearsed=True)
+        fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
+        return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)
+
+
+def _none() -> Fitting:
+    return Fitting(0, 0, 1.0, None)
+
+
+def _fitting(size: int, plan: Plan, *, is_limited: bool) -> Fitting:
+    return Fitting(size, plan.predicted_peak_bytes, plan.predicted_slowdown, plan, is_limited)
+
+
+def _anchors(vary: Vary, limit: int | None) -> tuple[int, int]:
+    """Sizes that are profiled: small batches; for sequences the model's own range, where attention may bend upwards."""
+    if vary == "batch":
+        return 2, 4
+    longest = min(limit or 2048, 2048)
+    return max(1, longest // 2), max(2, longest)

@@ -1,0 +1,270 @@
+"""Plans for models that cannot be rehearsed: the user's own first steps are observed, and the plan is made from them.
+
+    steps = ObservedSteps(model, config, hardware, costs)
+    executor.apply(steps.careful)               # every block recomputed; see `careful_plan`
+    steps.open(model, inputs, demand, traffic)  # at the beginning of each of these forwards
+    plan = steps.make_plan(model, costs)        # when enough of them have been seen; `DoesNotFitError` where none fits
+
+The plan's own first step is observed, too: where it shows more than was promised, the promise is corrected, and where
+that exceeds the budget, another plan is made with so much to spare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import weakref
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memscale._config import Config
+from memscale._decide import full_budget, half_type
+from memscale._decide.choice import choice_of
+from memscale._decide.cost_model import CostModel
+from memscale._decide.write_plan import OPTIMIZER_BUCKET_BYTES
+from memscale._hardware import Hardware
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    MixedPrecision,
+    OffloadOptimizer,
+    Plan,
+    Reason,
+    StreamParameters,
+)
+from memscale._planning import keep_plan, plan_from
+from memscale._planning.demand import Demand
+from memscale._planning.optimizer_trials import OptimizerCosts, has_next_tier
+from memscale._profile import Profile, StepTrace
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks
+from memscale._profile.observation import Observation, ObservedStep, profile_observed
+from memscale._profile.segments import Traffic
+from memscale._torch import private
+from memscale._torch.overrides import undo_with
+from memscale._units import show_bytes
+from memscale.techniques.offload.parameters import streaming
+
+logger = logging.getLogger("memscale")
+
+ROOM_SHARE = 0.5
+"""How much of the budget parameters, gradients and optimizer state may take before the careful plan sends them away:
+what activations need is not known yet."""
+_MAX_PLANS = 4
+
+Treatment = Literal["keep", "checkpoint", "stream"]
+
+
+def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> tuple[Plan, Treatment]:
+    """What is done while nothing is known yet: as little memory as exact techniques need, as far as the mode goes.
+
+    Every block is recomputed. Where what is there all the time takes more than half of the budget, and the mode
+    offloads, optimizer state waits on the next tier; where that does not suffice, the blocks' parameters are streamed.
+    """
+    budget_bytes = full_budget(hardware, config).device_bytes
+    weights = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
+    state, treatment = costs.cost(), _careful_treatment(config, hardware, weights > budget_bytes * ROOM_SHARE)
+    reason = Reason("careful, until a step has been seen")
+    kinds: dict[Treatment, Any] = {"checkpoint": Checkpoint, "stream": StreamParameters}
+    actions = [kinds[treatment](fqn, reason=reason) for fqn in (find_blocks(model) if treatment in kinds else ())]
+    can_move = _can_offload(config, hardware) and state.offloaded_step_bytes is not None
+    if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
+        actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
+    dtype = half_type(hardware, config) if config.asks_for("use_mixed_precision") else None
+    if dtype is not None:
+        actions.append(MixedPrecision(dtype, reason))
+    return _provisional(model, config, hardware, tuple(actions), state.name, budget_bytes), treatment
+
+
+def _can_offload(config: Config, hardware: Hardware) -> bool:
+    return bool(config.enable_offloading) and has_next_tier(hardware, config)
+
+
+def _careful_treatment(config: Config, hardware: Hardware, weights_are_large: bool) -> Treatment:
+    if not config.enable_checkpointing:
+        return "keep"
+    streams = weights_are_large and hardware.device_type != "cpu" and _can_offload(config, hardware)
+    return "stream" if streams else "checkpoint"
+
+
+def _provisional(
+    model: nn.Module,
+    config: Config,
+    hardware: Hardware,
+    actions: tuple[Action, ...],
+    optimizer_name: str,
+    budget_bytes: int,
+) -> Plan:
+    """A plan whose peak nobody knows: what is named is what the parameters alone take."""
+    least_bytes = sum({id(p): p.nbytes for p in model.parameters()}.values())
+    return Plan(
+        actions=actions,
+        baseline_peak_bytes=least_bytes,
+        predicted_peak_bytes=least_bytes,
+        predicted_slowdown=1.0,
+        budget_bytes=budget_bytes,
+        fits=least_bytes <= budget_bytes,
+        decision_source="user_config",
+        mode=config.mode.value,
+        device_type=hardware.device_type,
+        device_name=hardware.device_name,
+        optimizer_name=optimizer_name,
+        profile_source="empirical",
+        model_class=type(model).__name__,
+        inputs=(),
+        summary=Reason("the model cannot be rehearsed: its first training steps are observed"),
+        rows=(),
+        provisional=True,
+    )
+
+
+class ObservedSteps:
+    """A model's first training steps, under the careful plan and then under the one that is made from them."""
+
+    def __init__(self, model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> None:
+        self.config = config
+        self.hardware = hardware
+        self.careful, self._treatment = careful_plan(model, config, hardware, costs)
+        self.plan: Plan | None = None
+        """None while the careful plan is in force."""
+        self._profile: Profile | None = None
+        self.demands: list[Demand] = []
+        """Of the steps that were seen under the careful plan: what the plan holds for."""
+        self._demand: Demand | None = None
+        self._seen: list[ObservedStep] = []
+        self._margin_bytes = 0
+        self._num_plans = 0
+        self._observation: Observation | None = None
+        self._closing = contextlib.ExitStack()
+
+    def open(self, model: nn.Module, inputs: Inputs, demand: Demand, traffic: Traffic) -> None:
+        """Observe the step that begins with this forward; until the optimizer steps, or `close`."""
+        self.abandon()
+        self._demand = demand
+        observation = Observation(model, self.hardware.device_type, inputs, traffic)
+        with contextlib.ExitStack() as undo:
+            undo_with(model, observation.abandon, undo)
+            known = frozenset(id(parameter) for parameter in model.parameters())
+            handle = register_optimizer_step_pre_hook(_StepHook(weakref.ref(self), known))
+            undo_with(model, handle.remove, undo)
+            self._observation, self._closing = observation, undo.pop_all()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the observed step has not had its backward yet: another forward is part of it."""
+        return self._observation is not None and not self._observation.saw_backward
+
+    def close(self) -> None:
+        """The observed step is over. One without a backward is not counted."""
+        self.end_step()
+        self.abandon()
+
+    def end_step(self) -> None:
+        """Take down what was seen. Hooks of the process stay until `abandon`: one of them may be what calls this."""
+        observation, self._observation = self._observation, None
+        step = observation.close() if observation is not None and observation.saw_backward else None
+        if step is None:
+            return
+        self._seen.append(step)
+        if self.plan is None and self._demand is not None:
+            self.demands.append(self._demand)
+
+    def abandon(self) -> None:
+        """Stop observing, if a step is being observed."""
+        self._closing.close()
+        self._observation = None
+
+    def is_ready(self, demand: Demand) -> bool:
+        """Whether enough was seen: `warmup_steps` steps, at least one, under the careful plan, also of what comes now;
+        or one under another plan."""
+        if self.plan is not None:
+            return bool(self._seen)
+        is_covered = any(seen.covers(demand) for seen in self.demands)
+        return is_covered and len(self._seen) >= max(1, self.config.warmup_steps)
+
+    def make_plan(self, model: nn.Module, costs: OptimizerCosts) -> Plan:
+        """From what was seen under the careful plan; the highest of these steps counts."""
+        highest = max(self._seen, key=lambda step: step.trace.peak_bytes)
+        profile = profile_observed(model, highest, costs.cost(), self.hardware.device_type, self._treatment)
+        self._profile = self._with_optimizer(model, profile, costs)
+        return self._decide()
+
+    def _decide(self) -> Plan:
+        plan = self._chosen_plan()
+        kinds = {type(action) for action in plan.actions}
+        asked = [a for a in self.careful.actions if isinstance(a, MixedPrecision) and MixedPrecision not in kinds]
+        self.plan = dataclasses.replace(plan, actions=(*plan.actions, *asked))
+        self._seen, self._num_plans = [], self._num_plans + 1
+        return self.plan
+
+    def _chosen_plan(self) -> Plan:
+        """NOTE [no way back]: to stream other blocks, parameters and their state come to the device in between. Where
+        they do not fit there, what is streamed stays streamed."""
+        profile, config, hardware = self._profile, self.config, self.hardware
+        assert profile is not None
+        if self._treatment == "stream" and profile.static_bytes > full_budget(hardware, config).device_bytes:
+            rule = "careful from the first step on: parameters and optimizer state alone exceed the budget"
+            return keep_plan(profile, config, hardware, self.careful.actions, rule)
+        return plan_from(profile, config, hardware, margin_bytes=self._margin_bytes)
+
+    def _with_optimizer(self, model: nn.Module, profile: Profile, costs: OptimizerCosts) -> Profile:
+        """With what the optimizer costs in 8 bits, and over what is left when blocks are streamed."""
+        if self.config.use_8bit_optimizer:
+            profile = dataclasses.replace(profile, eight_bit_optimizer=costs.eight_bit())
+        if "stream" in profile.variants:
+            rest = costs.cost(without=_streamed(model, tuple(find_blocks(model))))
+            profile = dataclasses.replace(profile, rest_optimizer=rest)
+        return profile
+
+    def check(self, model: nn.Module, costs: OptimizerCosts) -> Plan | None:
+        """Hold the plan against its own first step. None: it stands; else what takes its place."""
+        plan, profile = self.plan, self._profile
+        assert plan is not None
+        assert profile is not None
+        shown_bytes = self._peak_of(model, profile, self._seen.pop().trace, plan, costs)
+        above_bytes = shown_bytes - plan.predicted_peak_bytes
+        if above_bytes <= 0:
+            return None
+        shown, said = show_bytes(shown_bytes), show_bytes(plan.predicted_peak_bytes)
+        logger.info("the plan's first step peaked at %s, where %s was predicted", shown, said)
+        if shown_bytes > plan.budget_bytes and self._num_plans < _MAX_PLANS:
+            self._margin_bytes += above_bytes
+            return self._decide()
+        self.plan = dataclasses.replace(
+            plan, predicted_peak_bytes=shown_bytes, fits=shown_bytes <= plan.budget_bytes, rehearsed=True
+        )
+        return self.plan
+
+    def _peak_of(self, model: nn.Module, profile: Profile, trace: StepTrace, plan: Plan, costs: OptimizerCosts) -> int:
+        blocks = {layer.module_fqn for layer in profile.layers if layer.is_block}
+        choice = choice_of(plan.actions, blocks)
+        streamed = _streamed(model, tuple(a.module_fqn for a in plan.actions if isinstance(a, StreamParameters)))
+        in_8_bits = choice.run.quantizes_optimizer and profile.eight_bit_optimizer is not None
+        optimizer = costs.cost(eight_bit=in_8_bits, without=streamed)
+        return CostModel(profile, self.hardware).peak_of(trace, choice, optimizer)
+
+
+def _streamed(model: nn.Module, module_fqns: tuple[str, ...]) -> frozenset[int]:
+    modules = [model.get_submodule(module_fqn) for module_fqn in module_fqns]
+    return frozenset(streaming.streamable(model, modules)) if modules else frozenset()
+
+
+class _StepHook:
+    """Ends the observation when an optimizer steps on the model's parameters: its state is not part of the trace."""
+
+    def __init__(self, steps: weakref.ref[ObservedSteps], parameter_ids: frozenset[int]) -> None:
+        self._steps = steps
+        self._parameter_ids = parameter_ids
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        steps = self._steps()
+        if private.graph_task_id() >= 0:
+            return  # it steps in the middle of backward, which goes on
+        if steps is not None and any(
+            id(p) in self._parameter_ids for group in optimizer.param_groups for p in group["params"]
+        ):
+            steps.end_step()

@@ -1,0 +1,175 @@
+"""What the optimizer costs under a plan: as it is, its state on another tier or in 8 bits, over what is not streamed.
+
+The optimizer itself is tried on fake parameters (`_profile.optimizers`); how its state waits is said here, by the rules
+of the techniques that do it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._config import Config
+from memscale._decide.write_plan import OPTIMIZER_BUCKET_BYTES
+from memscale._hardware import Hardware
+from memscale._plan import QuantizeOptimizer
+from memscale._profile import OptimizerCost
+from memscale._profile.optimizer_twin import Prepare, optimizer_cost
+from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, rounded, split_into_buckets
+from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
+from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
+from memscale.techniques.offload.store.stores import PART_BYTES
+from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, embeddings_of, is_8bit, moments_of
+from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
+from memscale.techniques.optimizer8bit.twins import is_of_bitsandbytes, prepare_twin
+
+
+def has_next_tier(hardware: Hardware, config: Config) -> bool:
+    """Whether there is anywhere for tensors to wait: host memory beside a device, or a directory on disk."""
+    if hardware.device_type == "cpu":
+        return config.offload_dir is not None
+    return not hardware.unified_memory
+
+
+class OptimizerCosts:
+    """Of one optimizer over one model, each found once.
+
+    `replacement` is bitsandbytes' own that steps in the optimizer's place in 8 bits; None: the optimizer itself does,
+    and its waiting state is packed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: str | Optimizer,
+        hardware: Hardware,
+        config: Config,
+        replacement: Optimizer | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._replacement = replacement
+        self._device_type = hardware.device_type
+        self._prefetches = config.async_offload
+        self._has_next_tier = has_next_tier(hardware, config)
+        self._can_pack = _is_separable(optimizer) and _has_moments(optimizer)
+        self._idle: frozenset[int] = frozenset()
+        self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
+
+    def leave_idle(self, idle: frozenset[int]) -> None:
+        """The parameters with these ids never get a gradient, for which optimizers make no state.
+
+        What has state already keeps it; Adagrad makes it for all parameters at once.
+        """
+        if self._optimizer == "adagrad":
+            idle = frozenset()
+        if isinstance(self._optimizer, Optimizer):
+            idle -= {id(parameter) for parameter, state in self._optimizer.state.items() if state}
+        if idle != self._idle:
+            self._idle = idle
+            self._found.clear()
+
+    def cost(self, *, eight_bit: bool = False, without: frozenset[int] = frozenset()) -> OptimizerCost:
+        """Without the parameters with these ids, which are streamed."""
+        # Else the state stays as it is, and the executor says why.
+        eight_bit = eight_bit and (self._can_pack or self._replacement is not None)
+        key = (eight_bit, without)
+        if key not in self._found:
+            self._found[key] = self._find(eight_bit, without)
+        return self._found[key]
+
+    def _find(self, eight_bit: bool, without: frozenset[int]) -> OptimizerCost:
+        optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
+        packs = eight_bit and optimizer is self._optimizer
+        is_separable = _is_separable(optimizer)
+        can_move = self._has_next_tier and is_separable
+        return optimizer_cost(
+            self._model,
+            optimizer,
+            self._device_type,
+            resident=self._stepping(moves=False) if packs else None,
+            offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
+            parts=self._stepping(moves=False, eight_bit=False) if is_separable else None,
+            without=without,
+            idle=self._idle,
+            prepare=self._preparation(optimizer),
+        )
+
+    def _preparation(self, optimizer: str | Optimizer) -> Prepare | None:
+        if isinstance(optimizer, str) or not is_of_bitsandbytes(optimizer):
+            return None
+        wide = embeddings_of(self._model) if optimizer is self._replacement else frozenset()
+        return functools.partial(prepare_twin, optimizer, wide)
+
+    def eight_bit(self) -> OptimizerCost | None:
+        """None where there is no state."""
+        return self.cost(eight_bit=True) if self.cost().state_bytes else None
+
+    def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
+        action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+        return _InBuckets(
+            moves=moves,
+            prefetches=self._prefetches,
+            padding_bytes=PART_BYTES if self._device_type == "cpu" else 0,
+            eligible=eligible_parameters(self._model, action.min_elements) if eight_bit else frozenset(),
+            block_size=action.block_size,
+            device_type=self._device_type,
+            bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else BYTES_AT_ONCE,
+        )
+
+
+def _is_separable(optimizer: str | Optimizer) -> bool:
+    if isinstance(optimizer, Optimizer):
+        try:
+            check_separable(optimizer)
+        except NotSeparable:
+            return False
+    return True
+
+
+def _has_moments(optimizer: str | Optimizer) -> bool:
+    return isinstance(optimizer, str) or (not is_8bit(optimizer) and moments_of(optimizer) is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InBuckets:
+    """The rules by which `techniques.offload` and `techniques.optimizer8bit` let state wait."""
+
+    moves: bool
+    prefetches: bool
+    padding_bytes: int
+    eligible: frozenset[int]
+    """Parameters whose state waits in 8 bits."""
+    block_size: int
+    device_type: str
+    bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
+
+    def split(self, sizes: list[int]) -> list[list[int]]:
+        return split_into_buckets(sizes, self.bucket_bytes)
+
+    def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
+        if value.nbytes <= SMALL_BYTES:
+            return None
+        packing = self._packing(optimizer, parameter_id, name, value)
+        if packing is not None:
+            return rounded(packing.waiting_bytes(value.numel()))
+        return rounded(value.nbytes) if self.moves else None
+
+    def _packing(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> BlockPacking | None:
+        return Chooser(self.eligible, moments_of(optimizer) or {}, self.block_size).packing(parameter_id, name, value)
+
+    def packs(self, parameter_id: int) -> bool:
+        return parameter_id in self.eligible
+
+    def scratch_bytes(self, value: torch.Tensor) -> int:
+        return BlockPacking(True, self.block_size).scratch_bytes(value.numel(), self.device_type, value.itemsize)
+
+    def tables_bytes(self, optimizer: Optimizer, device_type: str) -> int:
+        if not self.eligible:
+            return 0
+        return len(set((moments_of(optimizer) or {}).values())) * table_bytes(device_type)

@@ -1,0 +1,355 @@
+"""A study of one model's step: techniques are tried on a stage, plans are decided on what that shows, and rehearsed.
+
+    study = Study(model, inputs, config, optimizer, hardware)
+    plan = study.plan(strategy)         # `plan.fits` says whether there is one
+    study.profile                       # what was seen so far
+
+This is where the stages meet: profile, decide, execute on the stage; only frozen data crosses between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._config import Config
+from memscale._decide import confirmed, decide, full_budget, full_front, half_type, needs_optimizing
+from memscale._decide.choice import INSIDE, REST, TILE_HEAD, Choice, Outcome, choice_of, tile_name
+from memscale._decide.cost_model import CostModel
+from memscale._decide.policy import Strategy
+from memscale._decide.write_plan import cut_inside
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
+from memscale._hardware import Hardware
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    FrontPoint,
+    MixedPrecision,
+    OffloadActivations,
+    Plan,
+    QuantizeOptimizer,
+    Reason,
+    StreamParameters,
+)
+from memscale._planning.optimizer_trials import OptimizerCosts, has_next_tier
+from memscale._planning.tile_sizes import Tiles, find_tiles
+from memscale._profile import Profile, StepTrace
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks
+from memscale._profile.profiler import open_rehearsal, profile_model, refuse_unprofilable, try_variant
+from memscale._profile.rehearsal import Attach
+from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
+from memscale._torch import private
+from memscale._units import round_up
+from memscale.techniques.offload.parameters import streaming
+
+logger = logging.getLogger("memscale")
+
+_MAX_REHEARSALS = 4
+MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
+
+
+class Study:
+    """One model's step on one hardware: the stage where it can be tried, and the profile of what was tried so far.
+
+    Techniques are tried only when a plan needs them, each once; several strategies can be planned on one study.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        config: Config,
+        optimizer: str | Optimizer,
+        hardware: Hardware,
+        replacement: Optimizer | None = None,
+        holds_gradients: bool = False,
+        costs: OptimizerCosts | None = None,
+    ) -> None:
+        refuse_unprofilable(model)
+        self.model = model
+        self.inputs = inputs
+        self.optimizer = optimizer
+        self.hardware = hardware
+        self.costs = costs or OptimizerCosts(model, optimizer, hardware, config, replacement)
+        device = torch.device(hardware.device_type)
+        self.rehearsal, plain = open_rehearsal(
+            model, inputs, device, static=config.use_static_profiling, holds_gradients=holds_gradients
+        )
+        untrained = self.rehearsal.untrained
+        self.costs.leave_idle(frozenset(id(p) for name, p in model.named_parameters() if name in untrained))
+        self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
+        self._tried: set[str] = set()
+        self._exact: dict[str, tuple[Action, ...]] = {}
+        self._tiles: Tiles | None = None
+        self._traces: dict[str, StepTrace] = {}
+        self._skipped_inside = False
+
+    def plan(self, strategy: Strategy) -> Plan:
+        """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
+        config = strategy.config
+        if not needs_optimizing(self.profile, self.hardware, config):
+            return self._decide_and_rehearse(strategy)
+        *levels, last = self._levels(config)
+        for level in levels:
+            level(config)
+            if not config.force_optimize:
+                plan = self._decide_and_rehearse(strategy)
+                if plan.fits:
+                    return dataclasses.replace(plan, front_note=MORE_BELOW)
+        last(config)
+        return self._decide_and_rehearse(strategy)
+
+    def full_front(self, strategy: Strategy, plan: Plan) -> tuple[FrontPoint, ...]:
+        """Peak against time with everything that the strategy allows, also what the plan did not need."""
+        self.look_into_everything(strategy.config)
+        return full_front(self.profile, self.hardware, strategy.config, plan)
+
+    def look_into_everything(self, config: Config) -> None:
+        """Try all that the config allows, whether the budget needs it or not."""
+        for level in self._levels(config):
+            level(config)
+
+    def _levels(self, config: Config) -> list[Callable[[Config], None]]:
+        """What is dear to find out, or not exact, is looked into only when nothing else is left."""
+        levels: list[Callable[[Config], None]] = [self._try_simple]
+        if config.enable_tiling:
+            levels.append(self._try_inside)
+        if half_type(self.hardware, config) is not None or config.use_8bit_optimizer:
+            levels.append(self._try_lossy)
+            if config.asks_for("use_mixed_precision") or config.asks_for("use_8bit_optimizer"):
+                levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
+        return levels
+
+    def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
+        """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
+        margin_bytes, rehearsed = 0, dict[Choice, int]()
+        for attempt in range(_MAX_REHEARSALS + 1):
+            decided = decide(
+                self.profile,
+                self.hardware,
+                strategy.config,
+                strategy.source,
+                margin_bytes=margin_bytes,
+                rehearsed=rehearsed,
+                raise_if_unfit=False,
+            )
+            plan = self.confirm(decided, strategy.config)
+            if plan.fits or not decided.fits:
+                break
+            # What this plan was above the model: with so much to spare it is not chosen again.
+            margin_bytes = max(margin_bytes, plan.predicted_peak_bytes - decided.predicted_peak_bytes)
+            rehearsed[self._choice_of(plan.actions)] = plan.predicted_peak_bytes
+            if attempt + 2 > _MAX_REHEARSALS:
+                margin_bytes = plan.budget_bytes  # the last time, only what was traced as a whole is trusted
+            logger.debug("the rehearsal peaked %d bytes above the peak model: deciding again", margin_bytes)
+        return plan
+
+    def _choice_of(self, actions: tuple[Action, ...]) -> Choice:
+        return choice_of(actions, {layer.module_fqn for layer in self.profile.layers if layer.is_block})
+
+    def confirm(self, plan: Plan, config: Config) -> Plan:
+        """The number holds: run this very plan on the stage, and promise what that shows."""
+        if not plan.actions:
+            return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
+        trace = self._rehearsed(plan.actions, config)
+        if any(isinstance(action, QuantizeOptimizer) for action in plan.actions):
+            self._cost_in_8_bits()
+        choice = self._choice_of(plan.actions)
+        peak_bytes = self._peak_of(trace, choice)
+        shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
+        fits = full_budget(self.hardware, config).admits(shown)
+        return confirmed(plan, peak_bytes, fits=fits)
+
+    def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
+        without_reasons = [dataclasses.replace(action, reason=Reason("")) for action in actions]
+        key = f"{without_reasons} {config.async_offload}"
+        if key not in self._traces:
+            prefetches = config.async_offload and any(isinstance(action, StreamParameters) for action in actions)
+            trace = None if prefetches else self._rehearsed_short(actions, config)
+            num_steps = 2 if prefetches else 1
+            self._traces[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+        return self._traces[key]
+
+    def _rehearsed_short(self, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
+        """On a shorter model where that shows the same."""
+        if self.shallow is None:
+            return None
+        return rehearse_short(self.rehearsal, actions, lambda here: self._attacher(here, config))
+
+    def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
+        """With the optimizer over what is not streamed, to the byte."""
+        blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.startswith("stream"))
+        streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
+        in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
+        optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed)
+        storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
+        sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
+        num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
+        return CostModel(self.profile, self.hardware).peak_of(trace, choice, optimizer, num_bytes)
+
+    def _streamable(self, module_fqns: Sequence[str]) -> frozenset[int]:
+        """What leaves the device when these are streamed: a weight that somebody else has, too, does not."""
+        modules = [self.model.get_submodule(module_fqn) for module_fqn in module_fqns]
+        return frozenset(streaming.streamable(self.model, modules)) if modules else frozenset()
+
+    # ---- trying techniques
+
+    def _try_simple(self, config: Config) -> None:
+        """Treatments of blocks, streaming of the rest, the head in tiles."""
+        self._try(self._treatments(config), config)
+        rest = self._rest_actions(config)
+        if rest:
+            self._try({f"{REST}keep": rest}, config)
+        head = self.tiles.head if config.enable_tiling else None
+        if head is None:
+            return
+        self.profile = dataclasses.replace(self.profile, head=head)
+        for rows in self.tiles.head_rows:  # the smallest and the largest: what lies between, the peak model knows
+            tiled = (dataclasses.replace(head, rows=rows),)
+            self._try({tile_name(TILE_HEAD, rows): tiled}, config)
+            if rest:
+                self._try({tile_name(f"{REST}{TILE_HEAD}", rows): (*tiled, *rest)}, config)
+
+    def _try_inside(self, config: Config) -> None:
+        inside = self.tiles.inside
+        self._skipped_inside = bool(inside) and not self._blocks_hold_the_peak(config)
+        if inside and not self._skipped_inside:
+            self.profile = dataclasses.replace(self.profile, inside=inside)
+            smallest = [(k, v) for k, v in self._treatments(config).items() if k.startswith(("checkpoint", "stream"))]
+            for num_tiles in self.tiles.num_inside:
+                cut = cut_inside(inside, num_tiles)
+                self._try({tile_name(INSIDE, num_tiles, name): (*cut, *actions) for name, actions in smallest}, config)
+
+    def _blocks_hold_the_peak(self, config: Config) -> bool:
+        """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""
+        forced = config.replace(force_optimize=True)
+        lowest, bound = (
+            decide(profile, self.hardware, forced, raise_if_unfit=False).predicted_peak_bytes
+            for profile in (self.profile, _without_block_peaks(self.profile))
+        )
+        return bound < lowest
+
+    def _try_lossy(self, config: Config) -> None:
+        """All that was tried so far, in 16 bits; and optimizer state in 8."""
+        self._try_simple(config)
+        self._try_in_16_bits(config)
+        if self._skipped_inside:
+            self._try_inside(config)  # where it did not help, it may in 16 bits
+            self._try_in_16_bits(config)
+        if config.use_8bit_optimizer:
+            self._cost_in_8_bits()
+
+    def _try_in_16_bits(self, config: Config) -> None:
+        dtype = half_type(self.hardware, config)
+        if dtype is not None:
+            plain: dict[str, tuple[Action, ...]] = {"keep": ()}
+            exact = {name: actions for name, actions in self._exact.items() if name in self.profile.variants}
+            named = {f"{dtype}/{name}": (*a, MixedPrecision(dtype)) for name, a in {**plain, **exact}.items()}
+            self._try(named, config)
+
+    def _cost_in_8_bits(self) -> None:
+        """Once; `profile.eight_bit_optimizer` stays None where there is no state to quantise."""
+        if self.profile.eight_bit_optimizer is None:
+            self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=self.costs.eight_bit())
+
+    def _try(self, variants: Mapping[str, tuple[Action, ...]], config: Config) -> None:
+        traces = dict(self.profile.variants)
+        for name, actions in variants.items():
+            if name not in self._tried:
+                self._tried.add(name)
+                if not any(isinstance(action, MixedPrecision) for action in actions):
+                    self._exact[name] = actions
+                trace = self._tried_trace(name, actions, config)
+                if trace is not None:
+                    traces[name] = trace
+        self.profile = dataclasses.replace(self.profile, variants=traces)
+
+    def _rest_actions(self, config: Config) -> tuple[Action, ...]:
+        """What streams embeddings, norms and heads; nothing where blocks cannot be streamed."""
+        if "stream" not in self.profile.variants:
+            return ()
+        if self.profile.rest_optimizer is None:
+            blocks = tuple(find_blocks(self.rehearsal.model))
+            inside, rest = self._streamable(blocks), streaming.rest_of(self.rehearsal.model, blocks)
+            leaving = self._streamable((*blocks, *rest)) - inside
+            parameters = [p for p in self.model.parameters() if id(p) in leaving]
+            self.profile = dataclasses.replace(
+                self.profile,
+                rest_optimizer=self.costs.cost(without=inside),
+                rest=rest,
+                rest_param_bytes=sum(p.nbytes for p in parameters),
+                rest_trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+            )
+        return tuple(StreamParameters(fqn) for fqn in self.profile.rest)
+
+    def _tried_trace(self, name: str, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
+        """On a shorter model where that shows the same."""
+        shallow = self.shallow
+        if shallow is not None:
+            names = {None, *(name for name, _ in shallow.stage.model.named_modules())}
+            here = tuple(action for action in actions if getattr(action, "module_fqn", None) in names)
+            trace = try_variant(shallow.stage, self._attacher(here, config), name)
+            return None if trace is None else shallow.stretch(trace)
+        return try_variant(self.rehearsal, self._attacher(actions, config), name)
+
+    @functools.cached_property
+    def shallow(self) -> ShallowRehearsal | None:
+        if not self.rehearsal.is_fake or self.rehearsal.holds_gradients:
+            return None  # what is held belongs to all blocks, and to none of their stretches
+        return open_shallow(self.model, self.inputs, self.hardware.device_type, self.profile.plain)
+
+    def _treatments(self, config: Config) -> dict[str, tuple[Action, ...]]:
+        """By eligible treatment: the actions that give it to every block."""
+        blocks = tuple(find_blocks(self.rehearsal.model))
+        treatments: dict[str, tuple[Action, ...]] = {}
+        if config.enable_checkpointing:
+            treatments["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
+            treatments["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
+        if config.enable_offloading and has_next_tier(self.hardware, config):
+            sent_away = tuple(OffloadActivations(fqn) for fqn in blocks)
+            treatments["offload"] = sent_away
+            if config.enable_checkpointing:
+                treatments["checkpoint+offload"] = (*treatments["checkpoint"], *sent_away)
+            if config.enable_checkpointing and self.hardware.device_type != "cpu":
+                treatments["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
+                treatments["stream+offload"] = (*treatments["stream"], *sent_away)
+        return treatments if blocks else {}
+
+    @property
+    def tiles(self) -> Tiles:
+        if self._tiles is None:
+            self._tiles = find_tiles(self.rehearsal, self.shallow)
+        return self._tiles
+
+    def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
+        settings = ExecutionSettings.from_config(config, torch.device(self.rehearsal.device_type))
+        return functools.partial(_rehearse_actions, actions, settings)
+
+
+def _without_block_peaks(profile: Profile) -> Profile:
+    """What no tiling inside the blocks can go below."""
+    blocks = {layer.module_fqn for layer in profile.layers if layer.is_block}
+
+    def flat(trace: StepTrace) -> StepTrace:
+        segments = [
+            dataclasses.replace(s, peak_bytes=max(0, s.net_bytes)) if s.module_fqn in blocks else s
+            for s in trace.segments
+        ]
+        return StepTrace(tuple(segments))
+
+    variants = {name: flat(trace) for name, trace in profile.variants.items()}
+    return dataclasses.replace(profile, plain=flat(profile.plain), variants=variants)
+
+
+def _rehearse_actions(actions: tuple[Action, ...], settings: ExecutionSettings, model: nn.Module) -> Executor:
+    executor = Executor(model, settings)
+    executor.attach(actions)
+    return executor

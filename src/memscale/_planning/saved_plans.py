@@ -1,0 +1,82 @@
+"""A plan that was saved, before it is executed: does it belong to this machine?"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from memscale._config import AsyncOffloadConfig, Config
+from memscale._decide import full_budget
+from memscale._decide.choice import Outcome
+from memscale._errors import DoesNotFitError, PlanError
+from memscale._hardware import Hardware
+from memscale._plan import MixedPrecision, OffloadActivations, OffloadOptimizer, Plan
+from memscale._planning import device_of
+from memscale._units import show_bytes
+
+_AGAIN = "Or plan on this machine: memscale.wrap(model)."
+
+
+def with_conditions(config: Config, plan: Plan) -> Config:
+    """The config, with tensors that travel as the plan reckons: what is on its way is part of the peak."""
+    found = plan.conditions
+    if found is None:
+        return config
+    transfers = dataclasses.replace(
+        config.async_config or AsyncOffloadConfig(),
+        prefetch_depth=found.prefetch_depth,
+        prefetch_bytes=found.prefetch_bytes,
+        window_bytes=found.window_bytes,
+        min_tensor_bytes=found.min_tensor_bytes,
+    )
+    return config.replace(async_offload=found.async_offload, async_config=transfers)
+
+
+def device_for(plan: Plan, model: nn.Module, config: Config) -> torch.device:
+    """Where the plan computes; `PlanError` where that is not what was asked for, or is not there."""
+    device = device_of(model, config)
+    if device.type != plan.device_type and config.device is None and _is_here(plan.device_type):
+        return torch.device(plan.device_type)
+    if device.type != plan.device_type:
+        where = f"config.device is {config.device!r}" if config.device is not None else "there is none here"
+        raise PlanError(
+            f"the plan was made for {plan.device_name} ({plan.device_type}), and {where}: other kernels keep other "
+            "tensors, so its numbers do not hold. " + _AGAIN
+        )
+    return device
+
+
+def _is_here(device_type: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
+
+
+def refuse_plan(plan: Plan, hardware: Hardware, config: Config) -> None:
+    """What this device, its host or its disk cannot hold or do."""
+    _refuse_misfit(plan, hardware, config)
+    sends = any(isinstance(action, OffloadActivations | OffloadOptimizer) for action in plan.actions)
+    if sends and hardware.device_type == "cpu" and config.offload_dir is None:
+        raise PlanError("the plan lets tensors wait on disk: say where, with Config(offload_dir=...)")
+    halves = {action.dtype for action in plan.actions if isinstance(action, MixedPrecision)}
+    if "bfloat16" in halves and not hardware.supports_bf16 and hardware.device_type != "cpu":
+        raise PlanError(f"the plan computes in bfloat16, which {hardware.device_name} cannot. {_AGAIN}")
+
+
+def _refuse_misfit(plan: Plan, hardware: Hardware, config: Config) -> None:
+    here = full_budget(hardware, config)
+    peak, device, host, disk = map(
+        show_bytes, (plan.predicted_peak_bytes, here.device_bytes, here.host_bytes, here.disk_bytes)
+    )
+    if plan.predicted_peak_bytes > here.device_bytes:
+        raise DoesNotFitError(
+            f"the plan, made for {plan.device_name}, peaks at {peak}; the budget here, on "
+            f"{hardware.device_name}, is {device}. {_AGAIN}"
+        )
+    if not here.admits(Outcome(plan.predicted_peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)):
+        raise DoesNotFitError(
+            f"the plan lets {show_bytes(plan.host_bytes)} wait on the host, and {show_bytes(plan.movable_bytes)} there "
+            f"or on disk; here the host has {host} for it and the disk {disk}. Raise max_cpu_offload_gb or set "
+            f"offload_dir. {_AGAIN}"
+        )

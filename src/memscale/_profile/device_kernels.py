@@ -1,0 +1,219 @@
+"""Where a step on fake tensors would go another way than the real one, and how it is kept on the real way.
+
+What a GPU's kernels save for backward, on fake CPU tensors:
+
+A profile must be made for the device that will run it: a CUDA card fuses dropout (it saves a boolean mask, the CPU a
+scaled float mask) and picks the memory-efficient attention kernel in fp32 (it saves output and log-sum-exp, never
+the scores; the CPU has no such kernel with dropout). When a plan is made for a card that is not in this machine,
+the step runs on fake CPU tensors with these two kernels put in their place. What stays the CPU's: everything else,
+which saves the same tensors on both (matmul, norms, activations, losses); recurrent networks and convolution
+workspaces, which do not, are not emulated.
+
+What the CPU's own kernels save and fake tensors do not show: an LSTM of oneDNN keeps a workspace of a size that only
+oneDNN knows, and the fake one is empty. `CpuKernels` asks it, by running the layer once on real zeros.
+
+What fake tensors refuse and every device has: grouped matrix products, by which mixtures of experts compute, in other
+types than bfloat16.
+
+What some losses keep and fake tensors do not show: a mean that lies in the memory of all that it is the mean of.
+
+Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
+takes the batch for packed; real batches are, unless position ids are passed. It also skips an attention mask that
+hides nothing. The plan counts the mask: a later batch may be padded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale._torch import private
+from memscale._units import round_up
+
+_DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Dropout and attention save what a CUDA card saves, also where a checkpoint recomputes.
+
+    NOTE [modes end at backward]: the autograd engine runs without the function modes of its caller, so a recompute
+    would take the CPU's kernels. There the names in `torch.nn.functional` are what is found; elsewhere the mode also
+    reaches those who imported the functions before.
+    """
+    with GpuKernels(), _names_replaced():
+        yield
+
+
+class GpuKernels(TorchFunctionMode):
+    """Dropout and attention save what a CUDA card saves, in forward, while this mode is active."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _DROPOUT:
+            return _fused_dropout(*args, **kwargs)
+        if func is _ATTENTION:
+            return _efficient_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _names_replaced() -> Iterator[None]:
+    with (
+        mock.patch.object(F, "dropout", _fused_dropout),
+        mock.patch.object(F, "scaled_dot_product_attention", _efficient_attention),
+    ):
+        yield
+
+
+def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    result: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return result
+
+
+def _efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if query.dim() != 4:
+        return _efficient_attention_3d(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    bias = None
+    if attn_mask is not None:
+        bias = attn_mask
+        if bias.dtype == torch.bool:
+            bias = torch.where(bias, 0.0, float("-inf")).to(query.dtype)
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    result: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _efficient_attention_3d(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
+    tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
+    return _efficient_attention(*tensors, mask, dropout_p, is_causal, scale).squeeze(1)
+
+
+def cpu_kernels(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """A mode costs time at every operator: only where there is something for it to do."""
+    return CpuKernels() if any(isinstance(module, nn.LSTM) for module in model.modules()) else contextlib.nullcontext()
+
+
+class CpuKernels(TorchDispatchMode):
+    """LSTMs on fake CPU tensors save what they save on real ones, while this mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._workspace_bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.mkldnn_rnn_layer.default:
+            return result
+        output, hidden, cell, _ = result
+        return output, hidden, cell, torch.empty(self._workspace_of(func, args), dtype=torch.uint8)
+
+    def _workspace_of(self, func: Any, args: tuple[Any, ...]) -> int:
+        key = str([(tuple(arg.shape), arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args])
+        if key not in self._workspace_bytes:
+            with private.real_tensors():
+                real = [_zeros_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+                self._workspace_bytes[key] = func(*real)[3].nbytes
+        return self._workspace_bytes[key]
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def sequences_unpacked() -> Iterator[None]:
+    """`transformers` takes batches without position ids for unpacked, as it would with real tensors."""
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    with mock.patch.object(masking, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+_aten = torch.ops.aten
+_ROW_ALIGNMENT_BYTES = 16
+
+
+def _grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What a grouped product gives: groups of rows, of the summed dimension, or whole matrices; rows are aligned."""
+    rows, columns = first.shape[-2], second.shape[-1]
+    groups = [first.shape[0]] if first.dim() == 3 == second.dim() else []
+    if first.dim() == 2 == second.dim():
+        assert offs is not None
+        groups = [offs.shape[0]]
+    dtype = out_dtype or first.dtype
+    width = round_up(columns, _ROW_ALIGNMENT_BYTES // dtype.itemsize)
+    strides = [rows * width, width, 1] if groups else [width, 1]
+    return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=first.device)
+
+
+FAKE_KERNELS: dict[Any, Any] = {_aten._grouped_mm.default: _grouped_mm}
+"""Shapes of results where PyTorch's own fake kernel refuses what devices compute."""
+
+WIDE_LOSSES = frozenset(
+    (
+        _aten.mse_loss.default,
+        _aten.smooth_l1_loss.default,
+        _aten.binary_cross_entropy.default,
+        _aten.soft_margin_loss.default,
+    )
+)
+"""They write their terms into the result's memory and then make it a number, which keeps that memory."""
+
+
+def widen(loss: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Give a fake loss the memory that a real one keeps; whether it is more than it has."""
+    if not private.is_fake(loss):
+        return False
+    num_bytes = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * loss.element_size()
+    storage = loss.untyped_storage()
+    if num_bytes <= storage.nbytes():
+        return False
+    storage.resize_(num_bytes)
+    return True

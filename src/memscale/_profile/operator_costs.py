@@ -1,0 +1,149 @@
+"""What one operator costs a device: arithmetic, and bytes read and written. A roofline needs no more.
+
+What is changed in place is read and written; `out=`, and what is only overwritten, is written; a lookup reads the rows
+that it gives. Causal attention is half the arithmetic. Views are free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memscale._torch import fake_repeats, private
+from memscale._torch.live_bytes import LiveBytes
+
+_FREE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_has_compatible_shallow_copy_type",
+        "_unsafe_view",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+    )
+)
+"""Operators that read and write nothing, beside views."""
+_LOOKUPS = frozenset(("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_unsafe_index"))
+_OVERWRITING = frozenset(("aten::zero_", "aten::fill_", "aten::copy_", "aten::_foreach_zero_"))
+_COPIES = frozenset(("aten::_to_copy", "aten::copy_"))
+
+
+@dataclasses.dataclass(slots=True)
+class Work:
+    """What was computed since it was zero."""
+
+    num_launches: int = 0
+    flops: int = 0
+    matmul_bytes: int = 0
+    other_bytes: int = 0
+    num_random: int = 0
+    num_sends: int = 0
+    """Copies to the host, or to another device."""
+    sent_bytes: int = 0
+    num_fetches: int = 0
+    """Copies from there."""
+    fetched_bytes: int = 0
+
+    def add(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, device_type: str) -> None:
+        """Count an operator, if it is the device's."""
+        facts = _facts_of(func)
+        if facts.is_free:
+            return
+        given = _tensors((args, kwargs))
+        made = [tensor for tensor in _tensors(result) if not any(tensor is one for one in given)]
+        places = {private.device_type_of(tensor) for tensor in (*given, *made)}
+        if device_type not in places:
+            return
+        times = fake_repeats.count()
+        if facts.is_copy and len(places) > 1:
+            self._add_crossing(made[0] if made else args[0], device_type, times)
+            return
+        self.num_launches += times
+        if facts.draws:
+            self.num_random += times * max((tensor.numel() for tensor in (made or given)), default=0)
+        num_bytes = sum(_num_bytes(tensor) for tensor in made)
+        if facts.is_lookup:
+            num_bytes *= 2
+        else:
+            twice = _tensors([args[index] for index in facts.changed if index < len(args)])
+            num_bytes += sum(_num_bytes(tensor) for tensor in (*given, *twice))
+        formula = private.flop_formula(func)
+        if formula is None:
+            self.other_bytes += times * num_bytes
+        else:
+            self.flops += times * facts.arithmetic(int(formula(*args, **kwargs, out_val=result)), args, kwargs)
+            self.matmul_bytes += times * num_bytes
+
+    def _add_crossing(self, target: torch.Tensor, device_type: str, times: int) -> None:
+        if private.device_type_of(target) == device_type:
+            self.num_fetches += times
+            self.fetched_bytes += times * _num_bytes(target)
+        else:
+            self.num_sends += times
+            self.sent_bytes += times * _num_bytes(target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Facts:
+    """What an operator's schema tells."""
+
+    is_free: bool
+    is_lookup: bool
+    is_copy: bool
+    draws: bool
+    changed: tuple[int, ...]
+    """Arguments that are read and written."""
+    causal: int | None
+    """The argument that says whether attention is causal."""
+
+    def arithmetic(self, flops: int, args: Any, kwargs: dict[str, Any]) -> int:
+        given = args[self.causal] if self.causal is not None and self.causal < len(args) else kwargs.get("is_causal")
+        return flops // 2 if given is True else flops
+
+
+@functools.cache
+def _facts_of(func: Any) -> _Facts:
+    schema = func._schema
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    changed = [i for i in written if not schema.arguments[i].kwarg_only and schema.name not in _OVERWRITING]
+    causal = [i for i, argument in enumerate(schema.arguments) if argument.name == "is_causal"]
+    return _Facts(
+        is_free=func.is_view or schema.name in _FREE or func.namespace in ("prim", "profiler"),
+        is_lookup=schema.name in _LOOKUPS,
+        is_copy=schema.name in _COPIES,
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        changed=tuple(changed),
+        causal=causal[0] if causal else None,
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
+class Books(LiveBytes):
+    """Live bytes, and what is computed."""
+
+    def __init__(self, device_type: str, rounding_bytes: int) -> None:
+        super().__init__(device_type, rounding_bytes, counts_fakes=True)
+        self.work = Work()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.work.add(func, args, kwargs or {}, result, self.device_type)
+        return result

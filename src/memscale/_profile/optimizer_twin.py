@@ -1,0 +1,426 @@
+"""What an optimizer keeps and what its step needs, by running two of its steps on fake parameters."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from memscale._errors import quoted
+from memscale._profile import OptimizerCost
+from memscale._profile.operator_costs import Books, Work
+from memscale._profile.rehearsal import device_exists
+from memscale._torch import private
+from memscale._torch.live_bytes import rounding_of
+from memscale._units import round_up
+
+logger = logging.getLogger("memscale")
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adam": ("Adam", {}),
+    "sgd": ("SGD", {}),
+    "sgd_momentum": ("SGD", {"momentum": 0.9}),
+    "rmsprop": ("RMSprop", {}),
+    "adagrad": ("Adagrad", {}),
+    "adafactor": ("Adafactor", {}),
+}
+"""Optimizers that can be named in `estimate`; `"none"` is training without one."""
+
+
+Prepare = Callable[[Optimizer, Mapping[int, nn.Parameter]], None]
+"""Makes a twin fit for steps on its fake parameters, which are given by the ids of those that they stand for."""
+
+
+class Stepping(Protocol):
+    """A step that runs bucket by bucket."""
+
+    @property
+    def moves(self) -> bool:
+        """Buckets wait on another tier."""
+
+    @property
+    def prefetches(self) -> bool:
+        """The next bucket arrives while one is stepped."""
+
+    @property
+    def padding_bytes(self) -> int:
+        """Of a bucket's memory."""
+
+    def split(self, sizes: list[int]) -> list[list[int]]:
+        """From the sizes of parameters to the indices of those that are stepped together."""
+
+    def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
+        """The bytes in which a state tensor waits in its bucket; None: it stays as it is."""
+
+    def tables_bytes(self, optimizer: Optimizer, device_type: str) -> int:
+        """What packing keeps on the device all the time."""
+
+    def packs(self, parameter_id: int) -> bool:
+        """Whether state of this parameter may wait in fewer bytes than it has."""
+
+    def scratch_bytes(self, value: torch.Tensor) -> int:
+        """What packing it takes."""
+
+
+def optimizer_cost(
+    model: nn.Module,
+    optimizer: str | Optimizer,
+    device_type: str,
+    *,
+    resident: Stepping | None = None,
+    offloaded: Stepping | None = None,
+    parts: Stepping | None = None,
+    without: Collection[int] = (),
+    idle: Collection[int] = (),
+    prepare: Prepare | None = None,
+) -> OptimizerCost:
+    """State and step temporaries of an optimizer over this model's parameters on this device.
+
+    `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
+    it cannot; `parts` how when something is streamed, None: it cannot be split. `without` leaves out parameters that
+    are streamed, `idle` those that get no gradient, both by id; `prepare` is called before any step.
+    """
+    if optimizer == "none":
+        return OptimizerCost("none", 0, 0, 0)
+    try:
+        return _Twin(model, optimizer, device_type, without, idle, prepare).cost(resident, offloaded, parts)
+    except Exception as error:  # whatever a third party's optimizer does on fake tensors
+        if isinstance(optimizer, str):
+            raise
+        logger.warning(
+            "%s cannot be tried on fake tensors (%s); its state is taken to be AdamW's",
+            type(optimizer).__name__,
+            quoted(error),
+        )
+        logger.debug("%s failed on fake tensors", type(optimizer).__name__, exc_info=True)
+        cost = _Twin(model, "adamw", device_type, without, idle).cost(None, None, None)
+        return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
+
+
+class _AnyValue(TorchFunctionMode):
+    """Reads any fake number as a half: Adafactor and others scale by norms, and bytes do not depend on them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.item, torch.Tensor.__float__) and private.is_fake(args[0]):
+            return 0.5
+        return func(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _BucketCost:
+    """What the state of a few parameters takes on the device."""
+
+    waiting_bytes: int
+    """Of its memory, in which it waits."""
+    kept_bytes: int
+    """Of the state tensors that never wait."""
+    unpacked_bytes: int
+    """For a step: of those that wait packed, in memory of their own."""
+    step_bytes: int
+    """The step's temporaries."""
+    scratch_bytes: int
+    num_launches: int = 0
+    """Operators of the step."""
+    launched_bytes: int = 0
+    making_bytes: int = 0
+    """The most that there is while the state is made and laid out."""
+
+    def stays_bytes(self, how: Stepping) -> int:
+        return self.kept_bytes + (0 if how.moves else self.waiting_bytes)
+
+    def stepping_bytes(self, how: Stepping) -> int:
+        """Above what stays."""
+        beside = self.waiting_bytes if how.moves else 0
+        return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StepCost:
+    """What a step of all parameters takes."""
+
+    state_bytes: int
+    step_bytes: int
+    """Its temporaries."""
+    num_launches: int
+    """Its operators."""
+    launched_bytes: int
+    """What they read and write."""
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+class _Twin:
+    """The same optimizer over fake parameters, choosing its implementation as the real device would."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: str | Optimizer,
+        device_type: str,
+        left_out: Collection[int],
+        idle: Collection[int],
+        prepare: Prepare | None = None,
+    ) -> None:
+        self._left_out = left_out
+        self._idle = idle
+        self._prepare = prepare
+        self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+        self.device_type = device_type
+        self.mode = private.fake_tensor_mode()
+        self.is_emulated = not device_exists(device_type)
+        self.rounding_bytes = rounding_of(device_type)
+        self.device = torch.device("cpu" if self.is_emulated else device_type)
+        self._fakes: dict[int, nn.Parameter] = {}
+        self._idle_fakes: dict[int, nn.Parameter] = {}
+        """They get no gradient here, either: whether anything is kept for them is for the optimizer to say."""
+        if isinstance(optimizer, str):
+            class_name, options = OPTIMIZERS[optimizer]
+            members = [list(model.parameters())]
+            groups = [{"params": self._fake_all(members[0])}]
+            self.optimizer: Optimizer = getattr(torch.optim, class_name)(groups, **options)
+            self.optimizer.state.clear()  # Adagrad makes its state at once; made at the first step it is counted
+        else:
+            members = [group["params"] for group in optimizer.param_groups]
+            groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
+            self.optimizer = _same_class(optimizer, groups)
+        self._runs = self._neighbours(members)
+        self._picked = self._pick_foreach()
+        self._split = [i for i in self._picked if any(self._is_trained(p) and id(p) in left_out for p in members[i])]
+
+    def _neighbours(self, members: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The parameters in the order of the groups, cut where one that is left out lies between them."""
+        every = {id(parameter): parameter for group in members for parameter in group}.values()
+        runs = itertools.groupby(every, key=lambda parameter: id(parameter) in self._left_out)
+        return [list(run) for is_left_out, run in runs if not is_left_out]
+
+    def _pick_foreach(self) -> list[int]:
+        """As PyTorch does where the device has it, but never for fake tensors. Returns the groups that it is asked for.
+
+        NOTE [two devices]: PyTorch does so only for a group whose parameters are all on such a device. When some are
+        streamed, and thus on the host, the optimizer is stepped part by part, each at once; one that cannot be split
+        is left to PyTorch, which steps the group's parameters one by one.
+        """
+        has_foreach = self.device_type in private.foreach_device_types()
+        groups = self.optimizer.param_groups
+        free = [i for i, group in enumerate(groups) if private.chooses_by_device(self.optimizer, group)]
+        for index in free:
+            groups[index]["foreach"] = has_foreach
+        return free if has_foreach else []
+
+    def _fake_all(self, parameters: Any) -> list[nn.Parameter]:
+        return [self._fake(p) for p in parameters if p.requires_grad and id(p) not in self._left_out]
+
+    def _is_trained(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad and id(parameter) not in self._idle
+
+    def _fake(self, parameter: torch.Tensor) -> nn.Parameter:
+        fakes = self._fakes if self._is_trained(parameter) else self._idle_fakes
+        if id(parameter) not in fakes:
+            with self.mode:
+                shape, stride = parameter.shape, parameter.stride()
+                empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
+            fakes[id(parameter)] = nn.Parameter(empty)
+        return fakes[id(parameter)]
+
+    def cost(self, resident: Stepping | None, offloaded: Stepping | None, parts: Stepping | None) -> OptimizerCost:
+        parameters = list(self._fakes.values())
+        if not parameters:
+            return OptimizerCost(self.name, 0, 0, 0, None if offloaded is None else 0)
+        split = self._once_split(parts) if self._picked and resident is None else None
+        if resident is not None:
+            step = self._stepped(resident)
+        else:
+            step = split if split is not None and self._split else self._whole(self._again())
+        cost = OptimizerCost(
+            self.name,
+            step.state_bytes,
+            step.step_bytes,
+            3 * sum(parameter.nbytes for parameter in parameters) + 2 * step.state_bytes,
+            num_tensors=len(parameters),
+            num_launches=step.num_launches,
+            launched_bytes=step.launched_bytes,
+            split_step_bytes=None if split is None else split.step_bytes,
+            split_launches=(split or step).num_launches,
+        )
+        if offloaded is None:
+            return cost
+        buckets = self._try_buckets(offloaded)
+        stays_bytes, step_bytes = self._in_buckets(offloaded, buckets)
+        return dataclasses.replace(
+            cost,
+            offloaded_step_bytes=step_bytes,
+            offloaded_state_bytes=stays_bytes,
+            bucket_bytes=tuple(bucket.waiting_bytes for bucket in buckets),
+            bucket_launches=_launched(buckets)[0],
+        )
+
+    def _stepped(self, how: Stepping) -> _StepCost:
+        """Of all buckets, one after the other."""
+        buckets = self._try_buckets(how)
+        return _StepCost(*self._in_buckets(how, buckets), *_launched(buckets))
+
+    def _once_split(self, parts: Stepping | None) -> _StepCost:
+        """Of a step when something is streamed. See NOTE [two devices]."""
+        if parts is not None:
+            return self._stepped(parts)
+        return self._whole(self._again(looped=self._split or self._picked))
+
+    def _again(self, looped: Collection[int] = ()) -> Optimizer:
+        """The same over all parameters, without state; those of some groups are stepped one by one."""
+        groups = enumerate(self.optimizer.param_groups)
+        return _same_class(self.optimizer, [{**g, "foreach": False} if i in looped else g for i, g in groups])
+
+    def _whole(self, optimizer: Optimizer) -> _StepCost:
+        """Of all parameters at once."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        books = self._books()
+        with self.mode:
+            for parameter in self._fakes.values():
+                parameter.grad = torch.empty_like(parameter)
+            books.see_all([parameters, [parameter.grad for parameter in parameters]])
+            before = books.total_bytes
+            with books, _AnyValue():
+                if self._prepare is not None:
+                    self._prepare(optimizer, self._fakes)
+                optimizer.step()
+                state_bytes = books.total_bytes - before
+                books.reset_peak()
+                books.work = Work()
+                optimizer.step()
+            step_bytes = books.peak_bytes - before - state_bytes
+        work = books.work
+        state_bytes -= self._counter_bytes(optimizer)
+        return _StepCost(state_bytes, max(0, step_bytes), work.num_launches, work.matmul_bytes + work.other_bytes)
+
+    def _books(self) -> Books:
+        books = Books(self.device.type, self.rounding_bytes)
+        books.opens_kernels = self.device_type == "cpu"
+        return books
+
+    # ---- bucket by bucket
+
+    def _in_buckets(self, how: Stepping, buckets: list[_BucketCost]) -> tuple[int, int]:
+        """What is on the device between steps, and the most that there is above it in any step, the first included."""
+        made_bytes = how.tables_bytes(self.optimizer, self.device_type) if buckets else 0
+        stays_bytes = made_bytes + sum(bucket.stays_bytes(how) for bucket in buckets)
+        peak_bytes = 0
+        for index, bucket in enumerate(buckets):
+            peak_bytes = max(peak_bytes, made_bytes + bucket.making_bytes)
+            made_bytes += bucket.stays_bytes(how)
+            neighbours = (buckets[i].waiting_bytes for i in (index - 1, index + 1) if 0 <= i < len(buckets))
+            beside_bytes = max(neighbours, default=0) if how.moves and how.prefetches else 0
+            peak_bytes = max(peak_bytes, stays_bytes + beside_bytes + bucket.stepping_bytes(how))
+        return stays_bytes, peak_bytes - stays_bytes
+
+    def _try_buckets(self, how: Stepping) -> list[_BucketCost]:
+        alike: dict[Any, _BucketCost] = {}
+        costs = []
+        for bucket in self._filled_buckets(how):
+            optimizer = self._over({id(fake) for fake in bucket.values()})
+            key = tuple((how.packs(number), _kind(fake)) for number, fake in bucket.items())
+            if key not in alike:
+                alike[key] = self._try_bucket(how, optimizer, bucket)
+            costs.append(alike[key])
+        return costs
+
+    def _filled_buckets(self, how: Stepping) -> Iterator[dict[int, nn.Parameter]]:
+        """Those with parameters that are trained. The others take their room in a bucket, too."""
+        for run in self._runs:
+            for indices in how.split([parameter.nbytes for parameter in run]):
+                numbers = [id(run[index]) for index in indices]
+                bucket = {number: self._fakes[number] for number in numbers if number in self._fakes}
+                if bucket:
+                    yield bucket
+
+    def _over(self, inside: set[int]) -> Optimizer:
+        groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
+        return _same_class(self.optimizer, groups)
+
+    def _try_bucket(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
+        books = self._books()
+        with self.mode:
+            for parameter in bucket.values():
+                parameter.grad = torch.empty_like(parameter)
+            books.see_all([list(bucket.values()), [parameter.grad for parameter in bucket.values()]])
+            before = books.total_bytes
+            books.reset_peak()
+            with books, _AnyValue():
+                if self._prepare is not None:
+                    self._prepare(optimizer, bucket)
+                optimizer.step()
+                making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
+                books.reset_peak()
+                books.work = Work()
+                optimizer.step()
+            step_bytes = books.peak_bytes - before - state_bytes
+        for parameter in bucket.values():
+            parameter.grad = None
+        counters = self._counter_bytes(optimizer)
+        cost = self._share(how, optimizer, bucket, max(0, step_bytes), state_bytes - counters)
+        together = cost.waiting_bytes + state_bytes - counters + cost.scratch_bytes
+        return dataclasses.replace(
+            cost,
+            making_bytes=max(making_bytes - counters, together),
+            num_launches=books.work.num_launches,
+            launched_bytes=books.work.matmul_bytes + books.work.other_bytes,
+        )
+
+    def _share(
+        self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter], step_bytes: int, state_bytes: int
+    ) -> _BucketCost:
+        """What of a bucket's state waits, and what does not."""
+        waiting_bytes = unpacked_bytes = scratch_bytes = moved_bytes = 0
+        for number, parameter in bucket.items():
+            for name, value in optimizer.state[parameter].items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                slot_bytes = how.waiting_bytes(optimizer, number, name, value)
+                if slot_bytes is None:
+                    continue
+                waiting_bytes += slot_bytes
+                moved_bytes += round_up(value.nbytes, self.rounding_bytes)
+                if slot_bytes < value.nbytes:
+                    unpacked_bytes += round_up(value.nbytes, self.rounding_bytes)
+                    scratch_bytes = max(scratch_bytes, how.scratch_bytes(value))
+        waiting_bytes += how.padding_bytes if waiting_bytes else 0
+        return _BucketCost(waiting_bytes, state_bytes - moved_bytes, unpacked_bytes, step_bytes, scratch_bytes)
+
+    def _counter_bytes(self, optimizer: Optimizer) -> int:
+        """Step counters stay on the host while parameters are on a device, unless the step is fused or capturable."""
+        if not self.is_emulated or any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups):
+            return 0
+        leaves = tree_leaves(list(optimizer.state.values()))
+        counters = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
+        return self.rounding_bytes * len(counters)
+
+
+def _launched(buckets: list[_BucketCost]) -> tuple[int, int]:
+    """Operators of a step, and what they read and write."""
+    return sum(bucket.num_launches for bucket in buckets), sum(bucket.launched_bytes for bucket in buckets)
+
+
+def _same_class(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class and hyperparameters over other parameters, without state or hooks."""
+    twin = object.__new__(type(optimizer))
+    # A scheduler puts a `step` bound to the user's optimizer on the instance: the twin's is that of the class.
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            setattr(twin, name, type(value)())
+    twin.param_groups = groups
+    twin.state = collections.defaultdict(dict)
+    return twin

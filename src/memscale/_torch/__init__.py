@@ -1,0 +1,1 @@
+"""What lies below: PyTorch's private API, overridden methods, live bytes, random states. Knows no technique."""

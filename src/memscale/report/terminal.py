@@ -1,0 +1,176 @@
+"""Estimates and plans as the command line prints them. Plain text; needs no torch."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memscale._config import OptimizationMode
+    from memscale._hardware import Hardware
+    from memscale._plan import LayerRow, Plan
+    from memscale._planning.estimate import Estimate, ModeEstimate
+    from memscale._planning.largest_batch import Fit, Fitting
+
+GIB = 1024**3
+
+_KIND_NAMES = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "temporaries": "temporaries",
+    "other": "inputs and buffers",
+}
+
+
+def estimate_lines(name: str, num_parameters: int, hardware: Hardware, result: Estimate) -> list[str]:
+    """The breakdown, the peak and slowdown of each mode, what fits, and the recommendation."""
+    any_plan = next(iter(result.by_mode.values())).plan
+    return [
+        f"{name}: {any_plan.model_class}, {num_parameters / 1e6:,.1f} M parameters, on {result.device_name}",
+        f"batch: {'; '.join(result.inputs)}; optimizer: {result.optimizer_name}",
+        "",
+        f"A plain training step peaks at {both_units(result.baseline_peak_bytes)}; "
+        f"the budget is {both_units(result.budget_bytes)}: {'fits' if result.baseline_fits else 'does not fit'}.",
+        *_breakdown_lines(result),
+        "",
+        *_mode_lines(result),
+        "",
+        _recommendation(result),
+        _provenance(hardware, any_plan),
+    ]
+
+
+def fit_lines(name: str, result: Fit) -> list[str]:
+    """The largest size in each mode."""
+    what = "batch" if result.vary == "batch" else "sequence"
+    header = (f"{'largest' if what == 'batch' else 'longest'} {what}", "size", "peak GB", "time", "what is done")
+    entries = {"plain": result.plain, **{mode.value: entry for mode, entry in result.by_mode.items()}}
+    some = next((entry.plan for entry in entries.values() if entry.plan is not None), None)
+    return [
+        f"{name} on {result.device_name}: what fits a budget of {both_units(result.budget_bytes)}",
+        *([f"batch: {'; '.join(some.inputs)}, at the size below; optimizer: {some.optimizer_name}"] if some else []),
+        "",
+        *table([header, *(_fit_cells(mode, entry) for mode, entry in entries.items())], left=(0, 4)),
+        "",
+        "Each size was rehearsed on fake tensors with the plan shown. Times: a model, not measured.",
+    ]
+
+
+def _fit_cells(mode: str, entry: Fitting) -> tuple[str, ...]:
+    if entry.plan is None:
+        return mode, "none", "", "", "not even the smallest fits"
+    size = f"{entry.size}{' (all it has)' if entry.is_limited else ''}"
+    peak, time = f"{entry.predicted_peak_bytes / 1e9:.3f}", f"{entry.predicted_slowdown:.2f}x"
+    return mode, size, peak, time, what_is_done(entry.plan)
+
+
+def both_units(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3f} GB ({num_bytes / GIB:.3f} GiB)"
+
+
+def _breakdown_lines(result: Estimate) -> list[str]:
+    peak_bytes = result.baseline_peak_bytes
+    return [
+        f"  {label:<18} {result.breakdown[kind] / 1e9:>8.3f} GB  {result.breakdown[kind] / peak_bytes:>6.1%}"
+        for kind, label in _KIND_NAMES.items()
+    ]
+
+
+def _mode_lines(result: Estimate) -> list[str]:
+    header = ("mode", "peak GB", "peak GiB", "less", "time", "fits", "what is done")
+    return table([header, *(_mode_cells(mode, entry) for mode, entry in result.by_mode.items())], left=(0, 5, 6))
+
+
+def _mode_cells(mode: OptimizationMode, entry: ModeEstimate) -> tuple[str, ...]:
+    return (
+        mode.value,
+        f"{entry.predicted_peak_bytes / 1e9:.3f}",
+        f"{entry.predicted_peak_bytes / GIB:.3f}",
+        f"{max(0.0, entry.plan.reduction):.1%}",
+        f"{entry.predicted_slowdown:.2f}x",
+        "yes" if entry.fits else "no",
+        what_is_done(entry.plan),
+    )
+
+
+def what_is_done(plan: Plan) -> str:
+    """The plan in a few words: "checkpoint: 20 layers"."""
+    counts = collections.Counter(" + ".join(row.techniques) for row in plan.rows if row.techniques)
+    parts = [f"{name}: {count} layer{'s' if count > 1 else ''}" for name, count in counts.items()]
+    parts += [_spaced(type(action).__name__) for action in plan.actions if not hasattr(action, "module_fqn")]
+    return ", ".join(parts) or "nothing"
+
+
+def _spaced(name: str) -> str:
+    """ "OffloadOptimizer" is not about one layer; in words: "offload optimizer"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
+
+
+def _recommendation(result: Estimate) -> str:
+    mode = result.recommended_mode
+    if mode is None:
+        needed = min(entry.predicted_peak_bytes for entry in result.by_mode.values())
+        advice = f"{result.advice[:1].upper()}{result.advice[1:]}" if result.advice else "Lower the sequence length"
+        last = f" in mode {list(result.by_mode)[-1].value}" if result.advice else ""
+        return f"No mode fits: the lowest peak is {both_units(needed)}. {advice}{last}, or take a larger device."
+    if result.baseline_fits:
+        return f"Recommended: {mode.value}. It fits as it is, and wrap() will leave it alone unless forced."
+    entry = result.by_mode[mode]
+    peak_gb, slowdown = entry.predicted_peak_bytes / 1e9, entry.predicted_slowdown
+    return f"Recommended: {mode.value}, {peak_gb:.3f} GB at {slowdown:.2f}x the time."
+
+
+def _provenance(hardware: Hardware, plan: Plan) -> str:
+    """Where the numbers come from: none of them was measured on the device."""
+    if plan.profile_source == "empirical":
+        return "Peaks: from observed training steps on this machine. Times: a model, not measured."
+    kernels = "" if hardware.present else ", with the kernels that such a card is assumed to use"
+    return f"Peaks: predicted on fake tensors{kernels}. Times: a model, not measured."
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The head of `Plan.explain()` and, instead of a line a layer, one a group of neighbours treated alike."""
+    head, _, _ = plan.explain().partition("\n\n")
+    groups = _groups(plan.rows)
+    cells = [("layers", "params", "activations", "what is done"), *(_group_cells(group) for group in groups)]
+    return [*head.splitlines(), "", *table(cells, left=(0, 3))]
+
+
+def _groups(rows: Sequence[LayerRow]) -> list[list[LayerRow]]:
+    groups: list[list[LayerRow]] = []
+    for row in rows:
+        if groups and _likeness(groups[-1][0]) == _likeness(row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _likeness(row: LayerRow) -> tuple[str, str, tuple[str, ...]]:
+    return row.module_fqn.rpartition(".")[0], row.class_name, row.techniques
+
+
+def _group_cells(group: list[LayerRow]) -> tuple[str, ...]:
+    first, last = group[0].module_fqn or "(model)", group[-1].module_fqn.rpartition(".")[2]
+    return (
+        first if len(group) == 1 else f"{first} to {last}",
+        f"{sum(row.param_bytes for row in group) / 1e6:.1f} MB",
+        f"{sum(row.activation_bytes for row in group) / 1e6:.1f} MB",
+        " + ".join(group[0].techniques) or "keep",
+    )
+
+
+def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
+    """Cells in columns; numbers to the right, the columns named in `left` to the left."""
+    widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in rows
+    ]

@@ -1,0 +1,286 @@
+"""One adopted optimizer: its state waits in buckets, its step runs bucket by bucket, its checkpoints are as ever.
+
+    adopted = AdoptedOptimizer(visits, bucket_bytes)
+    adopted.attach(optimizer)       # hooks on its step, on saving and on loading; state that it has moves now
+    adopted.detach()                # the whole state is back on its device, the hooks are gone
+
+Which optimizers are adopted, and when, is decided in optimizer.py. `Visits` (visits.py) moves the buckets.
+
+NOTE [a step that fails]: what went wrong before the first bucket was stepped changed nothing; the error is raised as it
+is, and the step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets
+are updated, later ones are not, and no step is taken any more until `load_state_dict` has put a whole state in place.
+A failed *write* loses nothing: the state stays in memory, the step is completed, and then the error is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from memscale._errors import OffloadError, PartialStepError, quoted
+from memscale._torch import private
+from memscale.techniques.offload.optimizer.bucket_transfers import Visit, Visits
+from memscale.techniques.offload.optimizer.buckets import Bucket, Choose, Waiting, split_into_buckets
+from memscale.techniques.offload.optimizer.loaded_state import cast_state
+from memscale.techniques.offload.optimizer.separable import (
+    SplitStep,
+    StepCall,
+    idle_shadow,
+    skips_parameters_without_gradient,
+    take_over,
+)
+from memscale.techniques.offload.parameters.state_placement import stays_on_host
+from memscale.techniques.offload.transfer.transfers import Arrival
+
+
+class AdoptedOptimizer:
+    """One optimizer whose state waits elsewhere. The optimizer holds it through its hooks; it holds no optimizer."""
+
+    def __init__(self, visits: Visits, bucket_bytes: int, choose: Choose | None = None) -> None:
+        self.visits = visits
+        self.bucket_bytes = bucket_bytes
+        self.choose = choose
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._broken: str | None = None
+        self._loading: dict[str, Any] | None = None
+        self._hooks = contextlib.ExitStack()
+        self._step_hook: Any = None
+        self._load_hook: Any = None
+
+    # ----------------------------------------------------------------------------------------- on and off again
+
+    def attach(self, optimizer: Optimizer) -> None:
+        with contextlib.ExitStack() as undo:
+            take_over(optimizer, undo)
+            self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+            undo.callback(self._step_hook.remove)
+            undo.callback(optimizer.register_state_dict_post_hook(self._after_save).remove)
+            self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+            undo.callback(self._load_hook.remove)
+            undo.callback(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True).remove)
+            undo.callback(self._restore, weakref.ref(optimizer))
+            self._send_away(optimizer)
+            self._hooks = undo.pop_all()
+
+    def detach(self) -> None:
+        self._hooks.close()
+
+    def stay_last(self, optimizer: Optimizer) -> None:
+        """The user's own step pre-hooks come first: they may change gradients."""
+        private.step_pre_hooks(optimizer).move_to_end(self._step_hook.id)
+
+    def _restore(self, reference: weakref.ref[Optimizer]) -> None:
+        optimizer = reference()
+        if optimizer is None:
+            return
+        lost = self.visits.restore(optimizer.state, self.buckets)
+        self.buckets, self._bucket_of = [], {}
+        self._move_what_stayed(optimizer)
+        if lost:
+            raise OffloadError(
+                f"the state of {len(lost)} buckets of {type(optimizer).__name__} could not be read back and is gone; "
+                f"load a checkpoint before going on. The first error: {lost[0]}"
+            ) from lost[0]
+
+    def _send_away(self, optimizer: Optimizer) -> None:
+        """All state that is on its device goes to the store, a bucket at a time."""
+        self._update_buckets(optimizer)
+        for bucket in self.buckets:
+            known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
+            if bucket.ticket is None and bucket.memory is None and known:
+                self.visits.park(optimizer.state, bucket, known, Visit(known), exactly=True)
+                self.visits.let_go(bucket)
+        self._raise_failures("no step is affected")
+
+    def follow_devices(self, optimizer: Optimizer) -> None:
+        """Buckets whose parameters are no longer on one device, or on one of another kind, are made anew."""
+        stale = [bucket for bucket in self.buckets if not self._is_sound(bucket)]
+        for bucket in stale:
+            self.visits.dissolve(optimizer.state, bucket)
+            self.buckets.remove(bucket)
+            for parameter in bucket.parameters:
+                del self._bucket_of[id(parameter)]
+        self._move_what_stayed(optimizer)
+        self._send_away(optimizer)
+
+    def _move_what_stayed(self, optimizer: Optimizer) -> None:
+        """What is too small to travel is beside its parameter."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                entry = optimizer.state.get(parameter)
+                values: dict[Any, Any] = entry.kept if isinstance(entry, Waiting) and entry.bucket else entry or {}
+                for name, value in [*values.items()]:
+                    if isinstance(value, torch.Tensor) and not stays_on_host(name, value, group):
+                        values[name] = value.to(parameter.device)
+
+    def _is_sound(self, bucket: Bucket) -> bool:
+        devices = {parameter.device for parameter in bucket.parameters}
+        if bucket.memory is not None:
+            devices.add(bucket.memory.device)
+        return len(devices) == 1 and bucket.moves == (self.visits.tier_of(devices.pop()) is not None)
+
+    def _update_buckets(self, optimizer: Optimizer) -> None:
+        """Every parameter has a bucket; those that came with `add_param_group` get new ones."""
+        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._bucket_of]
+        for device, same in itertools.groupby(new, key=lambda p: p.device):
+            neighbours, moves = list(same), self.visits.tier_of(device) is not None
+            for indices in split_into_buckets((p.nbytes for p in neighbours), self.bucket_bytes):
+                bucket = Bucket([neighbours[i] for i in indices], moves=moves, choose=self.choose)
+                self.buckets.append(bucket)
+                self._bucket_of.update((id(p), bucket) for p in bucket.parameters)
+
+    # -------------------------------------------------------------------------------------------------- the step
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._broken is not None:
+            raise PartialStepError(f"an earlier step failed half-way, and no state was loaded since: {self._broken}")
+        self._loading = None
+        self._raise_failures("the step before was complete")
+        call = StepCall(args[1:], kwargs)
+        call.evaluate_closure()
+        self._update_buckets(optimizer)
+        split = SplitStep(optimizer)
+        self._step_buckets(optimizer, split, call)
+        self.visits.stats.num_steps += 1
+        self._raise_failures("the step is complete")
+        call.give_back_loss()
+        return (idle_shadow(optimizer), *call.args), call.kwargs
+
+    def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: StepCall) -> None:
+        every = not skips_parameters_without_gradient(optimizer)
+        stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
+        progress = _Progress(len(stepped))
+        try:
+            if not stepped:
+                split.run([], {}, call.args, call.kwargs)  # counters of groups advance all the same
+            arrival, previous = None, None
+            for bucket, follower in itertools.zip_longest(stepped, stepped[1:]):
+                arrival = self._step_one(optimizer, split, call, progress, bucket, (arrival, previous, follower))
+                previous = bucket
+            if previous is not None:
+                self.visits.let_go(previous)
+            split.merge()
+        except BaseException as error:
+            self._fail(optimizer, progress, error)
+            raise
+
+    def _step_one(
+        self,
+        optimizer: Optimizer,
+        split: SplitStep,
+        call: StepCall,
+        progress: _Progress,
+        bucket: Bucket,
+        neighbours: tuple[Arrival | None, Bucket | None, Bucket | None],
+    ) -> Arrival | None:
+        """Step one bucket. Returns the state of the next one, on its way. See NOTE [what a bucket costs]."""
+        arrival, previous, follower = neighbours
+        visit = self.visits.bring(optimizer.state, bucket, arrival)
+        del arrival, neighbours
+        if previous is not None:
+            self.visits.let_go(previous)
+        coming = None
+        if follower is not None and self.visits.is_asynchronous and self._is_whole(optimizer, bucket):
+            coming = self.visits.start(optimizer.state, follower)
+        progress.begin()
+        state = split.run(bucket.parameters, visit.state, call.args, call.kwargs)
+        self.visits.park(optimizer.state, bucket, state, visit)
+        progress.end()
+        self.visits.stats.num_buckets += 1
+        return coming
+
+    def _is_whole(self, optimizer: Optimizer, bucket: Bucket) -> bool:
+        """No parameter's state is yet to be made: there is room for the next bucket beside this one."""
+        return all(
+            bucket.is_waiting(index, optimizer.state.get(p)) or p.grad is None or not bucket.moves
+            for index, p in enumerate(bucket.parameters)
+        )
+
+    def _fail(self, optimizer: Optimizer, progress: _Progress, error: BaseException) -> None:
+        """See NOTE [a step that fails]."""
+        if not progress.has_begun:
+            return
+        self._broken = (
+            f"the step of {type(optimizer).__name__} failed after {progress.num_done} of {progress.num_buckets} "
+            f"buckets ({quoted(error)}). The parameters of those are updated, the others are not: load "
+            f"a checkpoint of the model and of the optimizer before going on"
+        )
+        if isinstance(error, Exception):
+            raise PartialStepError(self._broken) from error
+
+    def _raise_failures(self, what_is_well: str) -> None:
+        if self.visits.failures:
+            errors, self.visits.failures = self.visits.failures, []
+            raise type(errors[0])(
+                f"{errors[0]}. Nothing is lost: {what_is_well}, and the state concerned stays in memory; a checkpoint "
+                f"can be saved now"
+            ) from errors[0]
+
+    # ----------------------------------------------------------------------------------------------- checkpoints
+
+    def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Ordinary tensors on the host in the place of what waits; one bucket is read at a time.
+
+        What does not wait is copied too: a snapshot must be of one moment.
+        """
+        last: tuple[Bucket, torch.Tensor] | None = None
+        state = {}
+        for key, entry in state_dict["state"].items():
+            bucket = entry.bucket if isinstance(entry, Waiting) else None
+            if bucket is None:
+                state[key] = tree_map_only(torch.Tensor, torch.clone, dict(entry) if isinstance(entry, dict) else entry)
+                continue
+            if last is None or last[0] is not bucket:
+                last = None  # no two of them at once
+                last = (bucket, bucket.read())
+            state[key] = entry.snapshot(last[1])
+        return {**state_dict, "state": state}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Hold the state back: loading would put all of it on the device at once.
+
+        A pre-hook of the user's that comes after this one must see the state: then loading takes the usual way.
+        """
+        self._loading = None
+        if not private.is_last_load_hook(optimizer, self._load_hook.id):
+            return None
+        self._loading = state_dict
+        return {**state_dict, "state": {}}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        for bucket in self.buckets:
+            self.visits.drop(bucket)
+        self.visits.failures.clear()
+        self._broken = None
+        if self._loading is not None:
+            loaded, self._loading = self._loading, None
+            self._update_buckets(optimizer)
+            state = cast_state(optimizer, loaded, self._will_wait)
+            optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
+        self._send_away(optimizer)
+
+    def _will_wait(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> bool:
+        """Whether a state tensor goes into its bucket, so that it need not come to the device before."""
+        return self._bucket_of[id(parameter)].takes(parameter, name, value)
+
+
+class _Progress:
+    """How far a step has come."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+        self.num_done = 0
+        self.has_begun = False
+
+    def begin(self) -> None:
+        self.has_begun = True
+
+    def end(self) -> None:
+        self.num_done += 1

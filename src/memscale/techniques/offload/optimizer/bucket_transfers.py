@@ -1,0 +1,270 @@
+"""A bucket's state visits its device: fetched ahead, unpacked for the step, packed and sent away again."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+
+from memscale._errors import OffloadError
+from memscale.techniques.offload.optimizer.buckets import Bucket, Slot, Waiting, own_copy, rounded
+from memscale.techniques.offload.optimizer.separable import State
+from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, TieredStore
+from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
+
+Entries = MutableMapping[Any, Any]
+"""`optimizer.state`."""
+
+
+@dataclasses.dataclass(slots=True)
+class OptimizerStats:
+    """What the adopted optimizers did. Time waited is in the stats of the transfers."""
+
+    num_optimizers: int = 0
+    num_steps: int = 0
+    num_buckets: int = 0
+    """Buckets stepped, over all steps."""
+    bytes_to_store: int = 0
+    bytes_from_store: int = 0
+    num_prefetched: int = 0
+    """Buckets whose state was asked for before it was needed."""
+    num_hits: int = 0
+    """Of these, how many were there in time."""
+    largest_bucket_bytes: int = 0
+    """State bytes of the largest bucket; the device holds at most twice that."""
+    waiting_bytes: int = 0
+    """What lies in buckets between steps."""
+    packed_bytes: int = 0
+    """What the packed state takes of that. See NOTE [packed state]."""
+    unpacked_bytes: int = 0
+    """What it would take unpacked."""
+
+
+@dataclasses.dataclass(slots=True)
+class Visit:
+    """The state of a bucket's parameters on their device."""
+
+    state: State
+    memory: torch.Tensor | None = None
+    """What the waiting part of it lies in."""
+    views: dict[tuple[int, Any], torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Visits:
+    """Brings buckets to their device and back.
+
+    NOTE [a failed write]: the bytes are still in memory. The entries become ordinary dicts again, on the host or the
+    device, the error is kept in `failures`, and the next step takes the state from there.
+    """
+
+    def __init__(
+        self, store: Store | None, transfers: Transfers | None, stats: OptimizerStats, host_has_room: bool = False
+    ) -> None:
+        self.store = store
+        self._transfers = transfers
+        self.stats = stats
+        self.failures: list[OffloadError] = []
+        disks = [leaf for leaf in store.leaves() if not leaf.in_memory] if store is not None else []
+        self._below_host = TieredStore(*disks) if disks and not host_has_room else None
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None, "only what has a ticket moves"
+        return self._transfers
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._transfers is not None and self._transfers.asynchronous
+
+    def tier_of(self, device: torch.device) -> Store | None:
+        """Where state of this device waits. From the CPU only the disk is another place."""
+        return self._below_host if device.type == "cpu" else self.store
+
+    # ------------------------------------------------------------------------------------------------------- in
+
+    def start(self, entries: Entries, bucket: Bucket) -> Arrival | None:
+        """Start fetching what waits of a bucket."""
+        self.recover(bucket)
+        if bucket.ticket is None or not any(
+            bucket.is_waiting(i, entries.get(p)) for i, p in enumerate(bucket.parameters)
+        ):
+            return None
+        self.stats.bytes_from_store += bucket.num_bytes
+        return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.parameters[0].device))
+
+    def bring(self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None) -> Visit:
+        """The bucket's state on its device: what waits unpacked, everything else as it is."""
+        if arrival is not None:
+            self.stats.num_prefetched += 1
+            self.stats.num_hits += arrival.is_here()
+        arrival = arrival if arrival is not None else self.start(entries, bucket)
+        memory = arrival.wait() if arrival is not None else bucket.memory
+        views = {**bucket.views(memory), **bucket.unpacked(memory)} if memory is not None else {}
+        state: State = {}
+        for index, parameter in enumerate(bucket.parameters):
+            entry = entries.get(parameter)
+            if entry is None:
+                continue
+            if isinstance(entry, Waiting) and bucket.is_waiting(index, entry):
+                state[parameter] = {name: views.get((index, name), value) for name, value in entry.kept.items()}
+            else:
+                state[parameter] = _at_home(bucket, index, entry)
+        return Visit(state, memory, views)
+
+    # ------------------------------------------------------------------------------------------------------ out
+
+    def park(self, entries: Entries, bucket: Bucket, state: State, visit: Visit, *, exactly: bool = False) -> None:
+        """Pack the state that the step left and send it away. `exactly`: it may have been packed before."""
+        slots = tuple(bucket.plan(state, visit.views))
+        if slots != bucket.slots or visit.memory is None:
+            self._lay_out(bucket, slots, visit)
+        if visit.memory is None:
+            entries.update(state)
+            return
+        for slot in bucket.slots:
+            value = state[bucket.parameters[slot.index]][slot.name]
+            if slot.packing is not None:
+                slot.pack(visit.memory, value, exactly=exactly)
+                visit.views[slot.index, slot.name] = value
+            elif visit.views[slot.index, slot.name] is not value:  # made anew by this step
+                visit.views[slot.index, slot.name].copy_(value)
+        try:
+            if bucket.moves:
+                self._send(bucket, visit.memory)
+            else:
+                bucket.memory = visit.memory
+        except OffloadError as error:
+            self.failures.append(error)
+            self._keep(entries, bucket, state, visit)
+            return
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter in state:
+                entries[parameter] = bucket.wait_for(index, state[parameter], entries.get(parameter))
+
+    def _lay_out(self, bucket: Bucket, slots: tuple[Slot, ...], visit: Visit) -> None:
+        """New memory for other slots than before."""
+        num_bytes = sum(rounded(slot.span_bytes) for slot in slots)
+        if num_bytes != bucket.num_bytes:
+            self.drop(bucket)
+        self._count(bucket.slots, -1)
+        self._count(slots, +1)
+        bucket.slots, bucket.num_bytes = slots, num_bytes
+        self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
+        device = bucket.parameters[0].device
+        visit.memory = _empty(num_bytes, device) if slots else None
+        visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
+
+    def _count(self, slots: tuple[Slot, ...], sign: int) -> None:
+        for slot in slots:
+            self.stats.waiting_bytes += sign * slot.span_bytes
+            if slot.packing is not None:
+                self.stats.packed_bytes += sign * slot.span_bytes
+                self.stats.unpacked_bytes += sign * math.prod(slot.shape) * slot.dtype.itemsize
+
+    def _send(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        if bucket.ticket is None:
+            tier = self.tier_of(memory.device)
+            assert tier is not None
+            bucket.ticket = tier.reserve(Layout.of(memory))
+        self.transfers.send(memory, bucket.ticket)
+        self.stats.bytes_to_store += bucket.num_bytes
+
+    def _keep(self, entries: Entries, bucket: Bucket, state: State, visit: Visit) -> None:
+        """The state stays on the device, in memory of its own. See NOTE [a failed write]."""
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter in state:
+                names = bucket.names_of(index)
+                entries[parameter] = {
+                    name: own_copy(visit.views[index, name]) if name in names else value
+                    for name, value in state[parameter].items()
+                }
+        self.drop(bucket)
+
+    def let_go(self, bucket: Bucket) -> None:
+        """The memory that the bucket was sent from is free: its stream, or this thread, waits for the copy."""
+        if bucket.ticket is not None:
+            self.transfers.wait_sent(bucket.ticket)
+            if bucket.ticket.write_job is not None and bucket.ticket.write_job.done():
+                self.recover(bucket)
+
+    def recover(self, bucket: Bucket) -> None:
+        """If writing this bucket failed, its entries hold the state again. See NOTE [a failed write]."""
+        job = bucket.ticket.write_job if bucket.ticket is not None else None
+        if job is None:
+            return
+        self.transfers.require_own_process()
+        concurrent.futures.wait([job])
+        error = job.exception()
+        if isinstance(error, OffloadError):
+            bucket.check_out()
+            self.failures.append(error)
+            self.drop(bucket)
+        elif error is not None:
+            raise error
+
+    # --------------------------------------------------------------------------------------------------- the end
+
+    def restore(self, entries: Entries, buckets: Iterable[Bucket]) -> list[OffloadError]:
+        """Every entry is an ordinary dict on its device again. Returns what could not be read; that state is gone."""
+        lost: list[OffloadError] = []
+        for bucket in buckets:
+            try:
+                self._restore_one(entries, bucket)
+            except OffloadError as error:
+                lost.append(error)
+                for index, parameter in enumerate(bucket.parameters):
+                    if bucket.is_waiting(index, entries.get(parameter)):
+                        del entries[parameter]
+            self.drop(bucket)
+        return lost
+
+    def _restore_one(self, entries: Entries, bucket: Bucket) -> None:
+        visit = self.bring(entries, bucket)
+        for index, parameter in enumerate(bucket.parameters):
+            entry = entries.get(parameter)
+            if isinstance(entry, Waiting):
+                values = visit.state[parameter]
+                packed, device = bucket.packed_names_of(index), parameter.device
+                tensors = {
+                    name: (view if name in packed else own_copy(view)).to(device)
+                    for (i, name), view in visit.views.items()
+                    if i == index
+                }
+                if bucket.is_waiting(index, entry):
+                    entry.fill(tensors)
+                    values = {**values, **tensors}
+                entries[parameter] = values
+
+    def dissolve(self, entries: Entries, bucket: Bucket) -> None:
+        """The bucket's entries become ordinary dicts."""
+        self._restore_one(entries, bucket)
+        self.drop(bucket)
+
+    def drop(self, bucket: Bucket) -> None:
+        """What the store has of a bucket is not needed any more."""
+        if bucket.ticket is not None:
+            self.transfers.wait_sent(bucket.ticket)
+            self.transfers.free(bucket.ticket)
+        bucket.memory = None
+        bucket.ticket = None  # its slots still say which tensors belong on the device
+
+
+def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for a bucket. On the CPU it is block-aligned, so that the disk moves it without a copy in between."""
+    if device.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = torch.empty(num_bytes + PART_BYTES, dtype=torch.uint8, device="cpu")
+    return memory.narrow(0, -memory.data_ptr() % PART_BYTES, num_bytes)
+
+
+def _at_home(bucket: Bucket, index: int, entry: dict[Any, Any]) -> dict[Any, Any]:
+    """An entry that somebody looked at holds host tensors; those that were on the device go back there."""
+    device, names = bucket.parameters[index].device, bucket.names_of(index)
+    return {
+        name: value.to(device) if name in names and isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+    }

@@ -1,0 +1,145 @@
+"""Optimizers of a model with streamed parameters step part by part, each with the implementation of the whole.
+
+    in_parts.attach(model, undo)
+
+A part holds neighbours of one device, so that the step needs temporaries for one part only, on the host as on the
+device. See NOTE [the implementation of the whole] in implementations.py. An optimizer whose state waits in buckets is
+stepped by those (adopted.py); one that chooses no implementation by device is left alone.
+
+Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from memscale._torch import private
+from memscale._torch.overrides import undo_with
+from memscale.techniques.offload.optimizer.buckets import split_into_buckets
+from memscale.techniques.offload.optimizer.implementations import (
+    devices_of_streamed,
+    differs_from_whole,
+    foreach_of_whole,
+)
+from memscale.techniques.offload.optimizer.separable import (
+    NotSeparable,
+    SplitStep,
+    StepCall,
+    check_separable,
+    idle_shadow,
+    is_shadow,
+    is_taken_over,
+    skips_parameters_without_gradient,
+)
+
+BYTES_AT_ONCE = 16 * 1024 * 1024
+"""Of parameters that are stepped together; a larger one is stepped alone."""
+
+
+class StepsInParts:
+    """The optimizers of one model while some of its parameters are streamed."""
+
+    def __init__(self) -> None:
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        """The step pre-hook on each optimizer that was seen; None: it is left alone."""
+
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Look after an optimizer from its first step on. The user's own pre-hooks come first: see adopted.py."""
+        if is_shadow(optimizer) or is_taken_over(optimizer) or not _holds_streamed(optimizer):
+            return
+        if optimizer not in self._hooks and _chooses_by_device(optimizer):
+            self._hooks[optimizer] = self._take(optimizer)
+        hook = self._hooks.get(optimizer)
+        if hook is not None:
+            private.step_pre_hooks(optimizer).move_to_end(hook.id)
+
+    def release(self) -> None:
+        for hook in [*self._hooks.values()]:
+            if hook is not None:
+                hook.remove()
+        self._hooks.clear()
+
+    def _take(self, optimizer: Optimizer) -> Any:
+        """The hook, or None and a word why the optimizer is left alone."""
+        try:
+            check_separable(optimizer)
+        except NotSeparable as reason:
+            warnings.warn(
+                f"{type(optimizer).__name__} is left as it is ({reason}). PyTorch steps parameters on two devices one "
+                "by one, which may round differently from the plain model's step: set foreach=False on both to "
+                "compare them",
+                stacklevel=2,
+            )
+            return None
+        return optimizer.register_step_pre_hook(_before_step)
+
+
+def _chooses_by_device(optimizer: Optimizer) -> bool:
+    return any(private.chooses_by_device(optimizer, group) for group in optimizer.param_groups)
+
+
+def _holds_streamed(optimizer: Optimizer) -> bool:
+    streamed = devices_of_streamed()
+    return any(id(parameter) in streamed for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if is_taken_over(optimizer):
+        return None
+    call = StepCall(args[1:], kwargs)
+    call.evaluate_closure()
+    stepped: Optimizer = optimizer
+    if differs_from_whole(optimizer, foreach_of_whole(optimizer)):
+        _step_in_parts(optimizer, call)
+        stepped = idle_shadow(optimizer)
+    call.give_back_loss()
+    return (stepped, *call.args), call.kwargs
+
+
+def _step_in_parts(optimizer: Optimizer, call: StepCall) -> None:
+    split, every = SplitStep(optimizer), not skips_parameters_without_gradient(optimizer)
+    for part in parts_of(optimizer):
+        if every or any(parameter.grad is not None for parameter in part):
+            known = {parameter: optimizer.state[parameter] for parameter in part if parameter in optimizer.state}
+            for parameter, values in split.run(part, known, call.args, call.kwargs).items():
+                entry = optimizer.state[parameter]  # the same dict as ever: others may hold on to it
+                entry.clear()
+                entry.update(values)
+    split.merge()
+
+
+def parts_of(optimizer: Optimizer) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one device, up to `BYTES_AT_ONCE`."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for _, same in itertools.groupby(parameters, key=lambda parameter: parameter.device):
+        neighbours = list(same)
+        for indices in split_into_buckets((p.nbytes for p in neighbours), BYTES_AT_ONCE):
+            yield [neighbours[index] for index in indices]
+
+
+class _StepHook:
+    """Seen by every optimizer of the process, so it must not keep a model's optimizers alive."""
+
+    def __init__(self, steps: StepsInParts) -> None:
+        self._steps = weakref.ref(steps)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        steps = self._steps()
+        if steps is not None:
+            steps.before_any_step(optimizer)
+
+
+def attach(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Until undone, or until the model is gone, its optimizers step as the whole model's would."""
+    steps = StepsInParts()
+    undo.callback(steps.release)
+    undo_with(model, register_optimizer_step_pre_hook(_StepHook(steps)).remove, undo)

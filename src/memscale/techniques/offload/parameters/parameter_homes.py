@@ -1,0 +1,318 @@
+"""Homes: where streamed parameters live between their visits to the device.
+
+The `Parameter` objects stay the same; only their data moves. For asynchronous copies a home is pinned memory.
+
+NOTE [a storage of its own]: homes share pinned segments (see NOTE [pinned rounding] in host.py), but a parameter whose
+storage is a window of a larger one is odd: saving it saves the whole, and safetensors refuses it. So each home is a
+storage over its own stretch of the segment. It keeps the segment alive, whoever else holds it, and gives the stretch
+back when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale._errors import OffloadError, StoreFullError
+from memscale._torch import private
+from memscale._torch.overrides import MethodOverride
+from memscale._units import round_up
+from memscale.techniques.offload.store.host import HostStore
+from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, Ticket
+
+CPU = torch.device("cpu")
+LARGEST_SEGMENT_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A place in a module where a parameter or a buffer is kept. Holds the module weakly: a model dies as usual."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    is_buffer: bool = False
+
+    def table(self) -> dict[str, Any]:
+        module = self.module()
+        if module is None:
+            return {}
+        return module._buffers if self.is_buffer else module._parameters
+
+    def get(self) -> Any:
+        return self.table().get(self.name)
+
+
+def slots_of(modules: Iterable[nn.Module], *, buffers: bool = False) -> list[Slot]:
+    return [
+        Slot(weakref.ref(module), name, is_buffer)
+        for module in modules
+        for is_buffer, table in ((False, module._parameters), (True, module._buffers))[: 2 if buffers else 1]
+        for name, value in table.items()
+        if value is not None
+    ]
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors in groups that share memory; most groups have one member."""
+    spans: list[tuple[int, int, int, torch.Tensor]] = []
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        is_strided = tensor.layout is torch.strided
+        start = int(tensor.storage_offset()) * tensor.dtype.itemsize if is_strided else 0
+        span = Layout.of(tensor).span * tensor.dtype.itemsize if is_strided else 0
+        key = private.storage_key(tensor.untyped_storage()) if span else id(tensor)
+        spans.append((key, start, start + span, tensor))
+    spans.sort(key=lambda entry: entry[:3])
+    groups: list[list[torch.Tensor]] = []
+    last_key, last_end = -1, 0
+    for key, start, end, tensor in spans:
+        if key == last_key and start < last_end:
+            groups[-1].append(tensor)
+            last_end = max(last_end, end)
+        else:
+            groups.append([tensor])
+            last_key, last_end = key, end
+    return groups
+
+
+class Homes:
+    """Moves the streamed parameters of one model home and everything else to the device, until `restore`."""
+
+    def __init__(self, device: torch.device, store: Store | None) -> None:
+        self.device = device
+        self.store = store
+        """Pinned memory for homes; None: plain memory. A store without bytes: fake tensors."""
+        self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()  # by address
+        self._devices: list[tuple[Slot, torch.device]] = []
+        self._replaced: dict[int, torch.Tensor] = {}
+        self.host = CPU
+
+    # -------------------------------------------------------------------------------------------------- moving in
+
+    def move_in(self, model: nn.Module, streamed: set[int]) -> None:
+        """`streamed`: ids of the parameters that go home. Undone by `restore`, also half-way."""
+        slots = slots_of(model.modules(), buffers=True)
+        self._devices = [(slot, slot.get().device) for slot in slots]
+        parameters = [slot.get() for slot in slots if not slot.is_buffer]
+        staying = [parameter for parameter in parameters if id(parameter) in streamed]
+        if any(private.is_fake(parameter) for parameter in staying):
+            self.host = torch.device("meta") if self.device.type == "cpu" else CPU
+            self._fake_in(slots, streamed)
+            return
+        self._presize(staying)
+        for group in sorted(overlapping(staying), key=lambda group: -group[0].nbytes):  # large first packs best
+            self._bring_home(group)
+        for group in overlapping(slot.get() for slot in slots if id(slot.get()) not in streamed):
+            _relocate(group, self.device)
+
+    def _bring_home(self, group: list[torch.Tensor]) -> None:
+        if len(group) == 1 and self.store is not None:
+            parameter = group[0]
+            _put(parameter, self.at_home(parameter.detach()))
+            _move_gradient(parameter, CPU)
+        else:
+            _relocate(group, CPU)
+
+    def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values and strides in memory that asynchronous copies can read."""
+        layout = dataclasses.replace(Layout.of(tensor), device=self.device)
+        if self.store is None or layout.has_gaps or not layout.num_bytes:
+            return tensor.to(CPU)
+        ticket = self.store.reserve(layout)
+        memory = ticket.store.memory_of(ticket)
+        if len(memory) > 1:
+            self.store.free(ticket)
+            raise StoreFullError(
+                f"host memory for a parameter of {layout.num_bytes} bytes is left only in pieces; "
+                "raise max_cpu_offload_gb or stream fewer layers"
+            )
+        home = _tensor_over(memory[0], ticket, layout)
+        home.copy_(tensor)
+        self._tickets[home.data_ptr()] = ticket
+        return home
+
+    def ticket_of(self, parameter: torch.Tensor) -> Ticket | None:
+        """The claim on a parameter's home, if it is there, unchanged in form."""
+        if private.is_fake(parameter):
+            assert self.store is not None
+            return self.store.reserve(dataclasses.replace(Layout.of(parameter), device=self.device))
+        ticket = self._tickets.get(parameter.data_ptr())
+        if ticket is None or parameter.device.type != "cpu":
+            return None
+        layout = ticket.layout
+        same = (layout.dtype, layout.shape, layout.stride) == (
+            parameter.dtype,
+            tuple(parameter.shape),
+            tuple(parameter.stride()),
+        )
+        return ticket if same else None
+
+    def _presize(self, parameters: list[torch.Tensor]) -> None:
+        """Take large segments at once: parameters pack into them with little waste."""
+        if not isinstance(self.store, HostStore):
+            return
+        sizes = [round_up(p.nbytes, PART_BYTES) for p in {id(p): p for p in parameters}.values()]
+        with contextlib.ExitStack() as undo:
+            for num_bytes in _segment_sizes(sizes, self.store.segment_bytes):
+                layout = Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)
+                undo.callback(self.store.free, self.store.reserve(layout))
+
+    def _fake_in(self, slots: list[Slot], streamed: set[int]) -> None:
+        """Fake data cannot change its device: stand-ins take the parameters' places."""
+        stand_ins: dict[int, nn.Parameter] = {}
+        for slot in slots:
+            parameter = slot.get()
+            if id(parameter) not in streamed:
+                continue
+            if id(parameter) not in stand_ins:
+                fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self.host)
+                stand_ins[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                self._replaced[id(stand_ins[id(parameter)])] = parameter
+            slot.table()[slot.name] = stand_ins[id(parameter)]
+
+    # ------------------------------------------------------------------------------------------------- moving out
+
+    def restore(self) -> None:
+        """Everything back to the device that it came from. What does not fit there stays home and is told."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for slot, device in self._devices:
+            tensor = slot.get()
+            if id(tensor) in self._replaced:
+                slot.table()[slot.name] = self._replaced[id(tensor)]
+            elif tensor is not None and not private.is_fake(tensor):
+                by_device.setdefault(device, []).append(tensor)
+        self._devices, self._replaced = [], {}
+        # To the host first: it makes room on the device.
+        for device, tensors in sorted(by_device.items(), key=lambda item: item[0].type != "cpu"):
+            self._move_out(tensors, device)
+
+    def _move_out(self, tensors: list[torch.Tensor], device: torch.device) -> None:
+        moving = [t for t in tensors if t.device != device or t.data_ptr() in self._tickets]
+        try:
+            for group in overlapping(moving):
+                _relocate(group, device, anew=True)
+        except torch.OutOfMemoryError as error:
+            left = sum(tensor.nbytes for tensor in moving if tensor.device != device)
+            raise OffloadError(
+                f"{left} bytes of parameters do not fit back on {device} and stay on the host; "
+                "free device memory and move the model there with .to()"
+            ) from error
+
+
+def _segment_sizes(sizes: list[int], largest: int) -> Iterator[int]:
+    """Powers of two that hold these sizes, the last ones small."""
+    left = sum(sizes)
+    for size in sorted(sizes, reverse=True):
+        while left >= size > 0:
+            segment = min(1 << (left.bit_length() - 1), largest)
+            if segment < size:
+                break
+            yield segment
+            left -= segment
+
+
+def _tensor_over(memory: torch.Tensor, ticket: Ticket, layout: Layout) -> torch.Tensor:
+    """See NOTE [a storage of its own]."""
+    buffer = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
+    weakref.finalize(buffer, _let_go, memory, ticket).atexit = False
+    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return private.tensor_over(storage, layout.dtype, CPU, 0, layout.shape, layout.stride)
+
+
+def _let_go(memory: torch.Tensor, ticket: Ticket) -> None:
+    """Dropping the references is all: a ticket that dies unfreed is swept by its store."""
+
+
+def unviewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: what a custom autograd function may return as its own."""
+    return private.tensor_over(
+        tensor.untyped_storage(),
+        tensor.dtype,
+        tensor.device,
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+    )
+
+
+def _relocate(group: list[torch.Tensor], device: torch.device, *, anew: bool = False) -> None:
+    """Move tensors that share memory together; afterwards they share it still."""
+    if not anew and all(tensor.device == device for tensor in group):
+        return
+    if len(group) == 1 and not is_expanded(group[0]):
+        tensor = group[0]
+        fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        _put(tensor, fresh.copy_(tensor.detach()))
+    else:
+        _relocate_shared(group, device)
+    for tensor in group:
+        _move_gradient(tensor, device)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _relocate_shared(group: list[torch.Tensor], device: torch.device) -> None:
+    starts = [int(tensor.storage_offset()) * tensor.dtype.itemsize for tensor in group]
+    ends = [s + Layout.of(t).span * t.dtype.itemsize for s, t in zip(starts, group, strict=True)]
+    first, num_bytes = min(starts), max(ends) - min(starts)
+    source = private.tensor_over(group[0].untyped_storage(), torch.uint8, group[0].device, first, (num_bytes,), (1,))
+    line = torch.empty(num_bytes, dtype=torch.uint8, device=device).copy_(source)
+    for tensor, start in zip(group, starts, strict=True):
+        offset = (start - first) // tensor.dtype.itemsize
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        _put(tensor, private.tensor_over(line.untyped_storage(), tensor.dtype, device, offset, shape, stride))
+
+
+def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    tensor.data = data
+
+
+def _move_gradient(tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.is_leaf and tensor.grad is not None and tensor.grad.device != device:
+        tensor.grad.data = tensor.grad.data.to(device)
+
+
+class StayHome(MethodOverride):
+    """A module's `_apply`: `model.to(device)` leaves its streamed parameters at home; a new dtype they take on."""
+
+    method = "_apply"
+
+    def __init__(self, module: nn.Module, homes: Homes, streamed: Iterable[Slot]) -> None:
+        super().__init__(module)
+        self._homes = homes
+        self._slots = list(streamed)
+
+    def call(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        parameters = [parameter for slot in self._slots if (parameter := slot.get()) is not None]
+        staying = {id(parameter) for parameter in parameters}
+        staying_gradients = {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in staying:
+                moved = _changed_at_home(fn, tensor)
+                return moved if moved is tensor else self._homes.at_home(moved)
+            if id(tensor) in staying_gradients:
+                return _changed_at_home(fn, tensor)
+            return fn(tensor)
+
+        return self.inner()(keep, recurse)
+
+
+def _changed_at_home(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """What `fn` does to the tensor, but for the change of device."""
+    probe = fn(torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+    if probe.device == tensor.device:
+        return fn(tensor)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = torch.preserve_format if probe.is_contiguous() else formats.get(tensor.dim(), torch.preserve_format)
+    moved = tensor.detach().to(probe.dtype, memory_format=wanted)
+    return tensor if moved.dtype == tensor.dtype and moved.stride() == tensor.stride() else moved

@@ -1,0 +1,159 @@
+"""What follows a parameter to another device: its optimizer's state, and the scale of its gradients.
+
+NOTE [scale on the host]: `torch.amp.GradScaler` copies its scale to the devices of the gradients without blocking and
+uses the copy at once. To the host that is a race, which real devices lose rarely and silently. While gradients live on
+the host, such copies block: in the scaler's replicator, and for fused optimizers, which copy the scale themselves, by
+handing them a copy on the host. Fused optimizers skip a step if `found_inf` is 1, but the scaler hands them the sum
+over devices, which is 2 if two of them overflowed: they get 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from memscale._torch import private
+from memscale._torch.overrides import undo_with
+
+_HOST_SCALARS = ("step", "mu_product")
+"""Counters that most optimizers keep on the host, unless they are capturable or fused."""
+
+
+class Followers:
+    """Keeps the state of every optimizer of one model beside its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._moved_scalars: set[tuple[int, str]] = set()
+        """Counters that some optimizers keep beside the parameter, by the parameter's id and their name."""
+
+    def follow_all(self) -> None:
+        """Move the state of the model's optimizers to where the parameters are now."""
+        # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
+        for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
+            if self._owns(optimizer):
+                self._optimizers.add(optimizer)
+                self._follow(optimizer)
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer that was out of reach until now (unpickled, made by others) is caught here."""
+        if optimizer not in self._optimizers:
+            if not self._owns(optimizer):
+                return
+            self._optimizers.add(optimizer)
+            self._follow(optimizer)
+        _scale_on_host(optimizer)
+
+    def release(self) -> None:
+        for optimizer in [*self._optimizers]:
+            self._follow(optimizer)
+
+    def _is_ours(self, parameter: Any) -> bool:
+        found = self._parameters.get(id(parameter))
+        return found is not None and found() is parameter
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        return any(self._is_ours(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter) if self._is_ours(parameter) else None
+                if type(state) is dict:  # anything else is somebody's who looks after it
+                    self._move_state(state, parameter, group)
+
+    def _move_state(self, state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        for name, value in [*state.items()]:
+            if not isinstance(value, torch.Tensor) or value.device == parameter.device:
+                continue
+            key = (id(parameter), name)
+            if value.dim() == 0 and value.device.type != "cpu":
+                self._moved_scalars.add(key)
+            elif stays_on_host(name, value, group) and key not in self._moved_scalars:
+                continue
+            state[name] = value.to(parameter.device)
+
+
+def stays_on_host(name: str, value: torch.Tensor, group: dict[str, Any]) -> bool:
+    """Whether this value of a parameter's state is on the host wherever the parameter is."""
+    is_counter = name in _HOST_SCALARS and value.dim() == 0
+    return is_counter and not (group.get("capturable") or group.get("fused"))
+
+
+def _scale_on_host(optimizer: Any) -> None:
+    """See NOTE [scale on the host]."""
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if isinstance(scale, torch.Tensor):
+        optimizer.grad_scale = scale.cpu()
+    if isinstance(found_inf, torch.Tensor):
+        optimizer.found_inf = (found_inf.cpu() != 0).to(found_inf.dtype)
+
+
+class _BlockingReplicas:
+    """The scaler's replicator blocks on copies to the host while anybody streams."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._original: Callable[..., torch.Tensor] | None = None
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                replicator = private.scale_replicator()
+                self._original = replicator.get
+                replicator.get = _blocking_get(self._original)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                private.scale_replicator().get = self._original
+                self._original = None
+
+
+_REPLICAS = _BlockingReplicas()
+
+
+def _blocking_get(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def get(replicator: Any, device: torch.device) -> torch.Tensor:
+        copy = original(replicator, device)
+        if device.type == "cpu" and replicator.master.device.type != "cpu":
+            torch.accelerator.current_stream(replicator.master.device).synchronize()
+        return copy
+
+    return get
+
+
+class _StepHook:
+    """Seen by every optimizer of the process, so it must not keep a model's followers alive."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = weakref.ref(followers)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        followers = self._followers()
+        if followers is not None:
+            followers.before_step(optimizer, args, kwargs)
+
+
+def attach(model: nn.Module, undo: contextlib.ExitStack) -> Followers:
+    """Until undone, or until the model is gone, state follows parameters and scales are copied safely."""
+    followers = Followers(model)
+    undo.callback(followers.release)
+    with contextlib.ExitStack() as globally:
+        globally.callback(register_optimizer_step_pre_hook(_StepHook(followers)).remove)
+        _REPLICAS.enter()
+        globally.callback(_REPLICAS.leave)
+        undo_with(model, globally.pop_all().close, undo)
+    return followers

@@ -1,0 +1,394 @@
+"""The `Streamer`: parameters on their way to the device, gradients on their way home.
+
+NOTE [visits]: with overlap, the layer that came next the last time is fetched while the current one computes, and the
+last layer stays for the backward that follows. What is fetched ahead belongs to what will need it: the model's forward,
+the graph (the last layer), the backward pass. When that ends, also by an exception, or dies (a loss thrown away), so do
+the copies. A visit is used only in the place of the sequence that it was fetched for and only if every parameter
+is still the same object with the same version; else it is fetched again.
+
+NOTE [homes are written to only after they were read]: the optimizer, or anyone, may write to a home once the layer is
+done, so the host waits, after it has launched a layer's compute, for the copies that this compute began with; and
+for those that were fetched for nothing. Nothing is fetched ahead outside of the model's own forward and backward, where
+nobody could tell when that would be.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from memscale._errors import StoreFullError
+from memscale._torch import private
+from memscale._units import round_up
+from memscale.techniques.offload.parameters.parameter_homes import CPU, Homes, unviewed
+from memscale.techniques.offload.parameters.sum_order import Tails
+from memscale.techniques.offload.store.stores import PART_BYTES, Layout, StoreCounters, Ticket
+from memscale.techniques.offload.transfer import stream_order
+from memscale.techniques.offload.transfer.stream_order import TransferStats
+from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
+
+logger = logging.getLogger("memscale")
+
+LANDING_BYTES = 128 * 1024 * 1024
+"""Pinned memory in which gradients arrive."""
+
+
+class Direction(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+Stop = tuple[int, Direction]
+"""A layer, by its index, in a direction: one place in the sequence of visits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stamp:
+    """What must not change between two uses of a layer's parameters."""
+
+    parameter_id: int
+    version: int
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, parameters: Iterable[torch.Tensor]) -> tuple[Stamp, ...]:
+        return tuple(cls(id(p), p._version, p.requires_grad) for p in parameters)
+
+
+class Visit:
+    """Device copies of one layer's parameters, there or on their way."""
+
+    def __init__(self, parameters: list[torch.Tensor], arrivals: list[Arrival | torch.Tensor], place: int) -> None:
+        self.parameters = parameters
+        self.stamps = Stamp.of(parameters)
+        self.place = place
+        """The number of the fetch that it is meant for."""
+        self.arrivals = arrivals
+        self.events = [a.event for a in arrivals if isinstance(a, Arrival) and a.event is not None]
+
+    def weights(self) -> list[torch.Tensor]:
+        """The copies, for the current stream."""
+        return [unviewed(a.wait()) if isinstance(a, Arrival) else a for a in self.arrivals]
+
+    def leave_homes(self) -> None:
+        """The host waits until the homes have been read. See NOTE [homes are written to only after they were read]."""
+        for event in self.events[-1:]:  # one stream, in order
+            stream_order.order(None, event, "host after weights")
+        self.events = []
+
+    def __del__(self) -> None:
+        self.leave_homes()
+
+
+class Landing:
+    """A gradient on its way home."""
+
+    def __init__(self, ticket: Ticket, home: torch.Tensor) -> None:
+        self.num_bytes = ticket.num_bytes
+        self._ticket: Ticket | None = ticket
+        self._home: torch.Tensor | None = home
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Complete the gradient, in whichever thread needs it first; then let go of it."""
+        with self._lock:
+            (ticket, self._ticket), (home, self._home) = (self._ticket, None), (self._home, None)
+            if ticket is None or home is None or ticket.store.closed:
+                return  # closed: the pass failed and was taken off before its gradients landed; nobody waits for them
+            if ticket.written is not None:
+                stream_order.order(None, ticket.written, "host after gradient")
+            if ticket.store.keeps_bytes:
+                ticket.store.read(ticket, [ticket.layout.flatten(home)])
+            ticket.store.free(ticket)
+
+
+class Flight:
+    """One backward pass: visits fetched ahead, and gradients on their way. Dies with the pass, however that ends."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self.ahead: dict[int, Visit] = {}
+        self._transfers = transfers
+        self._sent: list[Ticket] = []
+        self._landings: collections.deque[Landing] = collections.deque()
+
+    def send(self, gradient: torch.Tensor) -> Ticket | None:
+        """Start a gradient's way home; None if there is no pinned memory for it."""
+        while True:
+            try:
+                return self._transfers.send(gradient)
+            except StoreFullError:
+                if not self._land_oldest():
+                    return None
+
+    def expect(self, ticket: Ticket, landing: Landing) -> None:
+        self._sent.append(ticket)
+        self._landings.append(landing)
+        # Pinned memory for arrivals stays bounded, however far behind the other thread is.
+        while sum(one.num_bytes for one in [*self._landings]) > LANDING_BYTES:
+            self._land_oldest()
+
+    def _land_oldest(self) -> bool:
+        if not self._landings:
+            return False
+        self._landings.popleft().wait()
+        return True
+
+    def land(self) -> None:
+        self.ahead = {}
+        while self._land_oldest():
+            continue
+        while self._sent:
+            self._transfers.wait_sent(self._sent.pop())
+
+    def __del__(self) -> None:
+        self.land()
+
+
+class Passage:
+    """One use of one parameter in one graph: where its gradient goes, and what is on the way."""
+
+    def __init__(self, streamer: Streamer, parameter: torch.Tensor, module_fqn: str) -> None:
+        self.streamer = streamer
+        self.host = parameter.device
+        self.module_fqn = module_fqn
+        self.landing: Landing | None = None
+
+
+class Layer(Protocol):
+    """What is streamed."""
+
+    needs_weights_in_backward: bool
+
+    def parameters(self) -> list[torch.Tensor]: ...
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
+class Expectation:
+    """What one forward leaves for its backward. Lives with the graph."""
+
+    stamps: tuple[Stamp, ...]
+    kept: Visit | None = None
+    """This layer's own copies, kept for a backward that follows at once."""
+    tails: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """By parameter id: where the gradients of later calls are added. See NOTE [order of sums] in sum_order.py."""
+
+
+@dataclasses.dataclass(slots=True)
+class StreamStats:
+    """What was streamed so far."""
+
+    transfers: TransferStats
+    pinned: StoreCounters
+    """Homes and gradients on their way; 0 without overlap, when both are in plain memory."""
+    num_visits: int = 0
+    num_hits: int = 0
+    """Visits that had been fetched ahead or kept."""
+
+
+class Streamer:
+    """Brings the parameters of the planned layers to the device and their gradients home."""
+
+    def __init__(self, device: torch.device, transfers: Transfers, *, overlaps: bool, prefetch_depth: int) -> None:
+        self.device = device
+        self.transfers = transfers
+        self.store = transfers.store
+        self.overlaps = overlaps
+        self.prefetch_depth = prefetch_depth if overlaps else 0
+        self.homes = Homes(device, self.store if overlaps or not self.store.keeps_bytes else None)
+        self.stats = StreamStats(transfers.stats, self.store.counters)
+        # Makes checkpoint save this device's random state, whatever the layer's arguments are.
+        self.anchor = torch.empty(0, device=device)
+        self.layers: list[weakref.ref[Layer]] = []
+        self._fetches = 0
+        self._last: Stop | None = None
+        self._next: dict[Stop, Stop] = {}
+        self._pending: list[weakref.WeakSet[Expectation]] = []
+        self.is_in_forward = False
+        """Of the model, as opposed to that of a single layer."""
+        self._ahead: dict[int, Visit] = {}
+        """For the layers that come next in forward."""
+        self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
+        self.tails = Tails(device)
+
+    def add(self, layer: Layer) -> None:
+        self.layers.append(weakref.ref(layer))
+        self._pending.append(weakref.WeakSet())
+        count = len(self.layers)
+        self._next = {
+            **{(i, Direction.FORWARD): (i + 1, Direction.FORWARD) for i in range(count - 1)},
+            (count - 1, Direction.FORWARD): (count - 1, Direction.BACKWARD),
+            **{(i, Direction.BACKWARD): (i - 1, Direction.BACKWARD) for i in range(1, count)},
+            **{(i, Direction.INFERENCE): (i + 1, Direction.INFERENCE) for i in range(count - 1)},
+        }
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All that are streamed, as they are now."""
+        layers = [layer for reference in self.layers if (layer := reference()) is not None]
+        return [parameter for layer in layers for parameter in layer.parameters()]
+
+    # ---------------------------------------------------------------------------------------------------- to device
+
+    def _load(self, index: int, place: int) -> Visit:
+        layer = self.layers[index]()
+        assert layer is not None
+        parameters = layer.parameters()
+        return Visit(parameters, [self._bring(parameter) for parameter in parameters], place)
+
+    def _bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+        ticket = self.homes.ticket_of(parameter) if self.homes.store is not None else None
+        if ticket is not None:
+            return self.transfers.fetch(ticket)
+        with torch.no_grad():
+            copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self.device)
+            return copy.copy_(parameter)
+
+    def bring_one(self, parameter: torch.Tensor) -> torch.Tensor:
+        """One parameter's copy, for the current stream, out of turn."""
+        visit = Visit([parameter], [self._bring(parameter)], -1)
+        weight = visit.weights()[0]
+        visit.leave_homes()
+        return weight
+
+    def _arrive(self, stop: Stop) -> int:
+        """Note where we are; returns the number of this fetch."""
+        before, self._last = self._last, stop
+        if before is not None and _follows(before, stop):
+            self._next[before] = stop
+        self._fetches += 1
+        self.stats.num_visits += 1
+        return self._fetches
+
+    def _take(self, ahead: dict[int, Visit], index: int, place: int) -> Visit:
+        """The visit that was fetched for this place; else a new one."""
+        visit = ahead.pop(index, None)
+        layer = self.layers[index]()
+        assert layer is not None
+        if visit is not None and visit.place == place and visit.stamps == Stamp.of(layer.parameters()):
+            self.stats.num_hits += 1
+            return visit
+        del visit
+        return self._load(index, place)
+
+    def _look_ahead(self, stop: Stop, place: int, before: dict[int, Visit], after: dict[int, Visit]) -> None:
+        """Fetch for the stops that follow in the same direction, unless that is done already."""
+        for distance in range(1, self.prefetch_depth + 1):
+            following = self._next.get(stop)
+            if following is None or following[1] is not stop[1] or following[0] in after:
+                return
+            if stop[1] is Direction.BACKWARD and not self._needed_in_backward(following[0]):
+                return
+            stop = following
+            visit = before.pop(stop[0], None)
+            if visit is None or visit.place != place + distance:
+                visit = self._load(stop[0], place + distance)
+            after[stop[0]] = visit
+
+    def _needed_in_backward(self, index: int) -> bool:
+        """Not if no graph waits for it (a frozen layer), nor if its backward reads no weights."""
+        layer = self.layers[index]()
+        return layer is not None and layer.needs_weights_in_backward and bool(self._pending[index])
+
+    def fetch_forward(self, index: int, notes: Expectation | None) -> Visit:
+        """Without notes there will be no backward."""
+        stop = (index, Direction.INFERENCE if notes is None else Direction.FORWARD)
+        place = self._arrive(stop)
+        before, self._ahead = self._ahead, {}
+        visit = self._take(before, index, place)
+        if notes is not None:
+            self._pending[index].add(notes)
+            follows_at_once = self._next.get(stop) == (index, Direction.BACKWARD)
+            if self.overlaps and follows_at_once and self._needed_in_backward(index):
+                notes.kept = Visit(visit.parameters, visit.arrivals, place)
+        if self.is_in_forward:
+            self._look_ahead(stop, place, before, self._ahead)
+        return visit
+
+    def fetch_backward(self, index: int, notes: Expectation) -> Visit:
+        stop = (index, Direction.BACKWARD)
+        place = self._arrive(stop)
+        flight = self._flight()
+        kept, notes.kept = notes.kept, None
+        if kept is not None:
+            self.stats.num_hits += 1
+            visit = kept
+        else:
+            visit = self._take(flight.ahead, index, place)
+        before, flight.ahead = flight.ahead, {}
+        self._look_ahead(stop, place, before, flight.ahead)
+        return visit
+
+    def is_called_again(self, index: int) -> bool:
+        """Whether an earlier call of this layer still waits for its backward."""
+        return len(self._pending[index]) > 1
+
+    def drop_ahead(self) -> None:
+        """Nobody will use what was fetched ahead."""
+        self._ahead = {}
+
+    # -------------------------------------------------------------------------------------------------------- home
+
+    def _flight(self) -> Flight:
+        task_id = private.graph_task_id()
+        flight = self._flights.get(task_id)
+        if flight is None:
+            flight = self._flights[task_id] = Flight(self.transfers)
+            if task_id >= 0:
+                private.at_end_of_backward(flight.land)
+        return flight
+
+    def send_home(self, gradient: torch.Tensor, passage: Passage) -> torch.Tensor:
+        """The gradient in host memory; complete when the passage's landing has been waited for."""
+        if gradient.device == passage.host or not self._overlaps_for(gradient) or gradient.nbytes > LANDING_BYTES:
+            return self._send_now(gradient, passage)
+        if not _is_dense(gradient):
+            gradient = gradient.contiguous()
+        flight = self._flight()
+        ticket = flight.send(gradient)
+        if ticket is None:
+            return self._send_now(gradient, passage)
+        home = ticket.layout.rebuild(ticket.layout.empty(passage.host))
+        passage.landing = Landing(ticket, home)
+        flight.expect(ticket, passage.landing)
+        return home
+
+    def _send_now(self, gradient: torch.Tensor, passage: Passage) -> torch.Tensor:
+        if gradient.device == passage.host and not self.store.keeps_bytes:  # a rehearsal on fake host tensors
+            self.transfers.stats.num_sends += 1
+            self.transfers.stats.bytes_sent += gradient.nbytes if gradient.layout is torch.strided else 0
+        return gradient.to(passage.host)
+
+    def make_room_for_landings(self) -> None:
+        """Take the pinned memory for gradients now, so that its size does not depend on how threads run."""
+        if not self.overlaps or not self.store.keeps_bytes:
+            return
+        parameters = [p for ref in self.layers if (layer := ref()) is not None for p in layer.parameters()]
+        sizes = [round_up(p.nbytes, PART_BYTES) for p in parameters if p.requires_grad]
+        num_bytes = min(sum(sizes), LANDING_BYTES)
+        try:
+            self.store.free(self.store.reserve(Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)))
+        except StoreFullError:
+            logger.info("the host budget leaves little room for gradients on their way: they land one by one")
+
+    def _overlaps_for(self, gradient: torch.Tensor) -> bool:
+        # Anomaly detection looks into every gradient at once, before it could arrive.
+        return self.overlaps and gradient.layout is torch.strided and not torch.is_anomaly_enabled()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return Layout.of(tensor).span == tensor.numel()
+
+
+def _follows(before: Stop, stop: Stop) -> bool:
+    """Whether the second stop may be expected after the first the next time, too."""
+    if stop[1] is Direction.INFERENCE:
+        return before[1] is Direction.INFERENCE and before[0] < stop[0]
+    return before[1] is not Direction.INFERENCE and (before[1], stop[1]) != (Direction.BACKWARD, Direction.FORWARD)

@@ -1,0 +1,399 @@
+"""Parameter streaming (exact): a layer's parameters live on the host and visit the device for forward and backward.
+
+    Parameter (host) --_AtHome--> alias (host) --_Visiting--> weight (device) --> the layer
+
+A streamed layer is a recomputed layer (`memscale.techniques.recompute`). *Inside* the recomputed region every weight is an
+autograd function of the host parameter: the first forward drops the device copies, the recompute fetches them again,
+and autograd itself carries the gradient home, where hooks, accumulation, sharing, clipping and the optimizer find it on
+the user's own `Parameter`. `_Visiting.backward` starts the copy to the host; `_AtHome.backward`, which autograd runs in
+the thread that called `backward()`, waits for it. The device's thread meanwhile goes on.
+
+Known limits: a parameter that is used outside of its layer, other than by being registered there too, is found on the
+host. Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. The optimizer's update of a
+streamed parameter runs on the host's kernels, with the implementation of the whole (in_parts.py). Gradients of two
+devices: `clip_grad_norm_` sums norms device by device, so the total may differ from a plain model's in the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale._errors import PlanError
+from memscale._plan import StreamParameters
+from memscale._torch import private
+from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
+from memscale.techniques.offload.optimizer import implementations, in_parts
+from memscale.techniques.offload.parameters import inner_checkpoints, state_placement
+from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
+from memscale.techniques.offload.parameters.parameter_homes import (
+    LARGEST_SEGMENT_BYTES,
+    Homes,
+    Slot,
+    StayHome,
+    is_expanded,
+    overlapping,
+    slots_of,
+)
+from memscale.techniques.offload.parameters.streamer import Expectation, Passage, Stamp, Streamer, Visit
+from memscale.techniques.offload.parameters.sum_order import Uses, follow
+from memscale.techniques.offload.store.host import HostStore
+from memscale.techniques.offload.store.stores import ShapeStore, Store
+from memscale.techniques.offload.store.tiers import has_streams
+from memscale.techniques.offload.transfer.transfers import Transfers
+from memscale.techniques.recompute import RecomputedForward, Region
+
+GRADIENT_WINDOW_BYTES = 32 * 1024 * 1024
+"""Gradients on their way home that may still occupy the device."""
+
+
+class _AtHome(torch.autograd.Function):
+    """The host's end: runs in the thread that called `backward()`.
+
+    NOTE [two nodes]: one node for both ends would let autograd sum the gradients of a shared parameter before they
+    have arrived.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, passage: Passage) -> torch.Tensor:
+        ctx.passage = passage
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        landing, ctx.passage.landing = ctx.passage.landing, None
+        if landing is not None:
+            landing.wait()
+        return gradient, None
+
+
+class _Visiting(torch.autograd.Function):
+    """The device's end."""
+
+    @staticmethod
+    def forward(ctx: Any, alias: torch.Tensor, weight: list[torch.Tensor], passage: Passage) -> torch.Tensor:
+        ctx.passage = passage
+        return weight[0]  # in a list, so that it is no input of the graph
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"the gradients of {ctx.passage.module_fqn}'s parameters cannot be differentiated again "
+                "(create_graph=True) while they are streamed; leave this layer out of parameter streaming"
+            )
+        return ctx.passage.streamer.send_home(gradient, ctx.passage), None, None
+
+
+class StreamedForward(RecomputedForward):
+    """The forward of a streamed layer."""
+
+    def __init__(self, module: nn.Module, module_fqn: str, streamer: Streamer, index: int, *, verify: bool) -> None:
+        super().__init__(module, module_fqn, verify=verify)
+        self.streamer = streamer
+        self.index = index
+        self.anchor = streamer.anchor
+        self.slots: list[Slot] = []
+        self._uses = Uses()
+        self.needs_weights_in_backward = verify or not _is_lookup(module)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """As they are now (`load_state_dict(assign=True)` may have replaced them), once each."""
+        return list({id(p): p for slot in self.slots if (p := slot.get()) is not None}.values())
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
+        notes = None if region is None else Expectation(Stamp.of(self.parameters()))
+        if region is not None:
+            region.notes = notes
+        visit = self.streamer.fetch_forward(self.index, notes)
+        since = private.next_sequence_number()
+        places = {id(parameter): (slot, parameter) for slot in self.slots if (parameter := slot.get()) is not None}
+        try:
+            with self._weights(visit, follows=notes is not None) as lent:
+                del visit
+                with inner_checkpoints.seen_through(self.module_fqn):
+                    output = self.inner()(*args, **kwargs)
+                if notes is not None:
+                    self._leave_tails([*places.values()], notes, output, since)
+            if notes is not None and any(lender.is_used for lender in lent):
+                notes.kept = None  # they are brought where they are used
+            return output
+        except BaseException:
+            self.streamer.drop_ahead()
+            if notes is not None:
+                notes.kept = None  # a traceback may hold the graph
+            raise
+
+    def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
+        notes: Expectation = region.notes
+        if not self.active:
+            raise RuntimeError(
+                f"MemScale was detached, or planned anew, between the forward of {self.module_fqn} and its backward; "
+                "call backward() first"
+            )
+        if notes.stamps != Stamp.of(self.parameters()):
+            raise RuntimeError(
+                f"a parameter of {self.module_fqn} was changed between the layer's forward and its backward: "
+                "the recompute would give other gradients. Call backward() before the optimizer steps."
+            )
+        if self.needs_weights_in_backward:
+            visit = self.streamer.fetch_backward(self.index, notes)
+        else:
+            visit = Visit(self.parameters(), [hollow_like(p, self.streamer.device) for p in self.parameters()], -1)
+        with self._weights(visit), inner_checkpoints.seen_through(self.module_fqn):
+            return self.inner()(*args, **kwargs)
+
+    def _leave_tails(
+        self, places: list[tuple[Slot, torch.Tensor]], notes: Expectation, output: Any, since: int
+    ) -> None:
+        """See NOTE [order of sums] in sum_order.py."""
+        weights = [slot.get() for slot, _ in places]
+        again, tails = self.streamer.is_called_again(self.index), self.streamer.tails
+        several = self._uses.several(self.module, weights, output, since, is_called_again=again)
+        for position, ((_, parameter), weight) in enumerate(zip(places, weights, strict=True)):
+            follows = parameter.requires_grad and tails.of(parameter) is not None
+            if position in several or follows:
+                tails.leave(parameter, weight, notes)
+
+    @contextlib.contextmanager
+    def _weights(self, visit: Visit, *, follows: bool = False) -> Iterator[list[Lender]]:
+        """Device copies in the place of the parameters."""
+        weights = {
+            id(parameter): self._link(parameter, weight, follows=follows)
+            for parameter, weight in zip(visit.parameters, visit.weights(), strict=True)
+        }
+        visit.arrivals = []  # the graph alone decides how long the copies live
+        lent = [Lender.of(weight) for weight in weights.values()]
+        real = [(slot, slot.get()) for slot in self.slots]
+        loans = [_Loan(slot, weights[id(parameter)], parameter) for slot, parameter in real if parameter is not None]
+        try:
+            for slot, parameter in real:
+                if parameter is not None:
+                    slot.table()[slot.name] = weights[id(parameter)]
+            del weights
+            _refresh_flat_weights(real)
+            yield [lender for lender in lent if lender is not None]
+            self._refuse_changed(loans)
+        finally:
+            for slot, parameter in real:
+                slot.table()[slot.name] = parameter
+            _refresh_flat_weights(real)
+            visit.leave_homes()
+
+    def _refuse_changed(self, loans: list[_Loan]) -> None:
+        """What a forward does to the copies is lost. Values are compared with `verify` only: that takes a copy."""
+        if any(loan.was_changed(look=self.verify) for loan in loans):
+            raise RuntimeError(
+                f"{self.module_fqn} changes its parameters in its forward (an embedding with max_norm does), "
+                "and a streamed layer would lose that; leave it out of parameter streaming"
+            )
+
+    def _link(self, parameter: torch.Tensor, weight: torch.Tensor, *, follows: bool) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return weight
+        if not parameter.requires_grad:
+            Lender(weight, parameter, self.streamer).attach()
+            return weight
+        tail = self.streamer.tails.of(parameter) if follows else None
+        linked = follow(tail, weight) if tail is not None else self._link_home(parameter, weight)
+        Lender(linked, parameter, self.streamer).attach()
+        return linked
+
+    def _link_home(self, parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        passage = Passage(self.streamer, parameter, self.module_fqn)
+        alias = _AtHome.apply(parameter, passage)  # type: ignore[no-untyped-call]
+        linked: torch.Tensor = _Visiting.apply(alias, [weight], passage)  # type: ignore[no-untyped-call]
+        private.run_first(linked.grad_fn)  # leave at once, not after the whole layer
+        return linked
+
+
+class _Loan:
+    """A copy in the place of one parameter."""
+
+    def __init__(self, slot: Slot, weight: torch.Tensor, parameter: torch.Tensor) -> None:
+        self._slot = slot
+        self._weight = weakref.ref(weight)
+        self._parameter = parameter
+        self._version = None if weight.is_inference() else weight._version
+        self._storage_key = private.storage_key(weight.untyped_storage())
+
+    def was_changed(self, *, look: bool) -> bool:
+        """Whether somebody wrote to the copy or replaced it; `look`: also past the version counter (`.data`)."""
+        weight = self._weight()
+        if weight is None or weight is not self._slot.get():
+            return True
+        if self._version is not None and weight._version != self._version:
+            return True
+        if private.is_fake(weight) or ((lender := Lender.of(weight)) is not None and lender.is_away):
+            return False
+        if private.storage_key(weight.untyped_storage()) != self._storage_key:
+            return True
+        return look and not torch.equal(_bits(weight), _bits(self._parameter))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """A layer whose backward needs indices alone: its recompute ends before it reads the weight."""
+    if (
+        not isinstance(module, nn.Embedding)
+        or module.sparse
+        or [name for name, _ in module.named_parameters()] != ["weight"]
+    ):
+        return False  # the weight of a parametrized one is computed, and its backward may need what from
+    return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+
+
+def _refresh_flat_weights(real: list[tuple[Slot, Any]]) -> None:
+    """Recurrent modules keep a list of their weights beside the parameters."""
+    for module in {id(slot.module()): slot.module() for slot, _ in real}.values():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+# ------------------------------------------------------------------------------------------------------------ attach
+
+
+def attach(
+    actions: Iterable[StreamParameters],
+    model: nn.Module,
+    device: torch.device,
+    undo: contextlib.ExitStack,
+    *,
+    asynchronous: bool = False,
+    prefetch_depth: int = 1,
+    host_budget_bytes: int | None = None,
+    gradient_window_bytes: int = GRADIENT_WINDOW_BYTES,
+    verify: bool = False,
+) -> Streamer:
+    """Stream the parameters of these layers until undone. Everything else of the model is placed on `device`."""
+    modules = _find(actions, model)
+    device = torch.empty(0, device=device).device  # with its index, as tensors show it
+    is_fake = any(private.is_fake(parameter) for parameter in model.parameters())
+    asynchronous = asynchronous and has_streams(device)
+    if device.type == "cpu" and not is_fake:
+        raise PlanError("parameters are streamed between the host and an accelerator; this plan computes on the CPU")
+    streamer = _open(device, undo, asynchronous, is_fake, prefetch_depth, host_budget_bytes, gradient_window_bytes)
+    streamed = streamable(model, modules.values())
+    for index, (module_fqn, module) in enumerate(modules.items()):
+        layer = StreamedForward(module, module_fqn, streamer, index, verify=verify)
+        layer.slots = [slot for slot in slots_of(module.modules()) if id(slot.get()) in streamed]
+        layer.attach(undo)
+        streamer.add(layer)
+        _guard(layer, streamer.homes, undo)
+    undo.callback(model.register_forward_pre_hook(_ForwardStart(streamer)).remove)
+    undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
+    keep_copies_clean(model, undo)
+    inner_checkpoints.attach(model, undo)
+    following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
+    if not is_fake:
+        implementations.begin_streaming(streamer)
+        undo.callback(implementations.end_streaming, streamer)
+        in_parts.attach(model, undo)
+    undo.callback(streamer.homes.restore)
+    streamer.homes.move_in(model, streamed)
+    streamer.make_room_for_landings()
+    following.follow_all()
+    return streamer
+
+
+class _ForwardStart(OwnHook):
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        self._streamer.is_in_forward = True
+
+
+class _ForwardEnd(OwnHook):
+    """The model's forward has ended, or failed."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._streamer.is_in_forward = False
+        self._streamer.drop_ahead()
+
+
+def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn.Module]:
+    modules: dict[str, nn.Module] = {}
+    inside: dict[nn.Module, str] = {}
+    for action in actions:
+        module = find_module(model, action.module_fqn)
+        for part in module.modules():
+            if part in inside:
+                raise PlanError(f"{action.module_fqn!r} and {inside[part]!r} share a module: stream one of them")
+        inside.update(dict.fromkeys(module.modules(), action.module_fqn))
+        modules[action.module_fqn] = module
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    return dict(sorted(modules.items(), key=lambda item: places[id(item[1])]))  # as a first guess at their order
+
+
+def rest_of(model: nn.Module, block_fqns: Iterable[str]) -> tuple[str, ...]:
+    """What could be streamed beside the blocks: embeddings, norms, heads, each the smallest module with parameters.
+
+    Parameters of modules that contain others are left out; who streams a weight must stream all that share it.
+    """
+    inside = {part for module_fqn in block_fqns for part in model.get_submodule(module_fqn).modules()}
+    return tuple(
+        module_fqn
+        for module_fqn, module in model.named_modules()
+        if module not in inside and any(True for _ in module.parameters()) and not any(True for _ in module.children())
+    )
+
+
+def streamable(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of the parameters that can live on the host: plain memory, registered nowhere but in these layers."""
+    inside = {part for module in modules for part in module.modules()}
+    streamed: set[int] = set()
+    outside = {id(p) for part in model.modules() if part not in inside for p in part._parameters.values()}
+    for group in overlapping(model.parameters()):
+        if all(id(p) not in outside and _is_plain(p) for p in group):
+            streamed.update(id(p) for p in group)
+    return streamed
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    is_plain = type(parameter) in (nn.Parameter, torch.Tensor) or private.is_fake(parameter)
+    return is_plain and parameter.layout is torch.strided and not is_expanded(parameter)
+
+
+def _open(
+    device: torch.device,
+    undo: contextlib.ExitStack,
+    asynchronous: bool,
+    is_fake: bool,
+    prefetch_depth: int,
+    host_budget_bytes: int | None,
+    gradient_window_bytes: int,
+) -> Streamer:
+    store: Store
+    if is_fake:
+        store = ShapeStore()
+    else:
+        store = HostStore(host_budget_bytes, pinned=asynchronous, segment_bytes=LARGEST_SEGMENT_BYTES)
+    undo.callback(store.close)
+    transfers = Transfers(device, store, asynchronous=asynchronous, window_bytes=gradient_window_bytes)
+    undo.callback(transfers.close)
+    streamer = Streamer(device, transfers, overlaps=asynchronous, prefetch_depth=prefetch_depth)
+    undo.callback(streamer.drop_ahead)
+    return streamer
+
+
+def _guard(layer: StreamedForward, homes: Homes, undo: contextlib.ExitStack) -> None:
+    """`model.to()` moves what is resident and leaves the rest at home."""
+    by_module: dict[int, list[Slot]] = {}
+    for slot in layer.slots:
+        by_module.setdefault(id(slot.module()), []).append(slot)
+    for slots in by_module.values():
+        module = slots[0].module()
+        assert module is not None
+        StayHome(module, homes, slots).attach(undo)

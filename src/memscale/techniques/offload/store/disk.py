@@ -1,0 +1,315 @@
+"""`DiskStore`: tensors wait in a file that nobody else can see and that cannot outlive the process.
+
+NOTE [no file is left behind]: the file is unlinked as soon as it is open, so the kernel removes it with the process,
+however that ends. Only a kill between the two calls leaves a name, of an empty file. The user's next start removes it;
+should its owner still be between the two calls, that is what it was about to do. Nothing else in the directory is ours:
+it is neither opened, followed, nor removed, and disturbs nobody.
+
+NOTE [page cache]: bytes go past the page cache (O_DIRECT, from aligned buffers). Where the file system refuses that,
+they are flushed and dropped from the cache after every move. Either way the RAM that offloading frees stays free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import pathlib
+import queue
+import re
+import shutil
+import stat
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from memscale._errors import ChecksumError, StoreFullError, StoreIOError
+from memscale.techniques.offload.store.extents import Extents
+from memscale.techniques.offload.store.stores import PART_BYTES, Store, Ticket
+
+BLOCK_BYTES = PART_BYTES
+"""Direct I/O moves whole blocks from block-aligned memory."""
+CHUNK_BYTES = 8 * 1024 * 1024
+"""One system call moves at most this, through one bounce buffer."""
+RESERVE_BYTES = 64 * 1024 * 1024
+"""Free space that is left to the rest of the machine."""
+_PREFIX = "memscale-offload-"
+_OWN_NAME = re.compile(re.escape(_PREFIX) + "[a-z0-9_]{8}")
+"""The prefix and what `tempfile` adds to it."""
+
+
+class DiskStore(Store):
+    """A directory's free space up to `budget_bytes`.
+
+    Space is reserved on the disk before anything is written, so a full disk shows when room is asked for, not in the
+    middle of a write. `verify=True` keeps a CRC-32 of every chunk and compares it when it is read. `num_buffers` bounce
+    buffers of 8 MiB are the RAM that it costs, and the number of threads that can move at once.
+    """
+
+    name = "disk"
+    survives_fork = False
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        budget_bytes: int | None = None,
+        *,
+        verify: bool = False,
+        direct: bool = True,
+        num_buffers: int = 2,
+    ) -> None:
+        super().__init__(budget_bytes)
+        self.directory = pathlib.Path(directory)
+        self.verify = verify
+        self._extents = Extents(BLOCK_BYTES)
+        self._buffers: queue.LifoQueue[mmap.mmap] = queue.LifoQueue()
+        self._file = _UnlinkedFile(self.directory, direct=direct)
+        self.direct = self._file.direct
+        for _ in range(num_buffers):
+            self._buffers.put(mmap.mmap(-1, CHUNK_BYTES))
+        self.buffer_bytes = num_buffers * CHUNK_BYTES
+
+    # ---------------------------------------------------------------------------------------------------- bytes
+
+    def write(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
+        self.process.require()
+        offset, checksum = ticket.spot, 0
+        for chunk in _chunks(parts):
+            with self._block_aligned(chunk, fill=True) as buffer:
+                if self.verify:
+                    checksum = zlib.crc32(buffer[: chunk.numel()], checksum)
+                self._file.write(buffer, offset)
+            offset += chunk.numel()
+        self._file.forget(ticket.spot, ticket.num_bytes)
+        ticket.checksum = checksum if self.verify else None
+        with self._lock:
+            self.counters.bytes_in += ticket.num_bytes
+
+    def read(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
+        self.process.require()
+        offset, checksum = ticket.spot, 0
+        for chunk in _chunks(parts):
+            with self._block_aligned(chunk, fill=False) as buffer:
+                self._file.read(buffer, offset)
+                if self.verify:
+                    checksum = zlib.crc32(buffer[: chunk.numel()], checksum)
+            offset += chunk.numel()
+        self._file.forget(ticket.spot, ticket.num_bytes)
+        if self.verify and ticket.num_bytes and checksum != ticket.checksum:
+            raise ChecksumError(
+                f"{ticket.num_bytes} bytes at offset {ticket.spot} of the offload file in {self.directory} came back "
+                f"changed (CRC-32 {checksum}, was {ticket.checksum}); the disk or its driver is at fault"
+            )
+        with self._lock:
+            self.counters.bytes_out += ticket.num_bytes
+
+    @contextlib.contextmanager
+    def _block_aligned(self, part: torch.Tensor, *, fill: bool) -> Iterator[memoryview]:
+        """The part's own memory if direct I/O can use it, else a bounce buffer, copied before or after."""
+        num_bytes = part.numel()
+        if part.data_ptr() % BLOCK_BYTES == 0 and num_bytes % BLOCK_BYTES == 0:
+            yield memoryview((ctypes.c_char * num_bytes).from_address(part.data_ptr())).cast("B")
+            return
+        buffer = self._buffers.get()
+        try:
+            bounce = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
+            if fill:
+                bounce.copy_(part)
+            yield memoryview(buffer)[: self._extents.rounded(num_bytes)]
+            if not fill:
+                part.copy_(bounce)
+        finally:
+            self._buffers.put(buffer)
+
+    # ----------------------------------------------------------------------------------------------------- room
+
+    def _reserve(self, num_bytes: int) -> int:
+        if not num_bytes:
+            return 0
+        offset = self._extents.take(num_bytes)
+        if offset is None:
+            self._grow(self._extents.rounded(num_bytes) - self._extents.tail_gap)
+            offset = self._extents.take(num_bytes)
+            assert offset is not None
+        return offset
+
+    def _grow(self, num_bytes: int) -> None:
+        size = self._extents.num_bytes
+        if self.budget_bytes is not None and size + num_bytes > self.budget_bytes:
+            raise StoreFullError(
+                f"the disk store's budget of {self.budget_bytes} bytes is spent ({size} in use) and {num_bytes} more "
+                f"are needed"
+            )
+        free = shutil.disk_usage(self.directory).free
+        if num_bytes + RESERVE_BYTES > free:
+            raise StoreFullError(
+                f"{self.directory} has {free} bytes free; offloading needs {num_bytes} and leaves {RESERVE_BYTES} to "
+                f"the rest of the machine. Free some space or set offload_dir to another disk"
+            )
+        self._file.reserve(size, num_bytes)
+        self._extents.grow(num_bytes)
+        self.counters.allocate(num_bytes, num_bytes)
+
+    def room_bytes(self) -> int:
+        reserved = self._extents.free_bytes
+        free = max(0, shutil.disk_usage(self.directory).free - RESERVE_BYTES)
+        if self.budget_bytes is not None:
+            free = min(free, self.budget_bytes - self._extents.num_bytes)
+        return reserved + free
+
+    def _release(self, spot: int, num_bytes: int) -> None:
+        if num_bytes:
+            self._extents.give(spot, num_bytes)
+
+    def close(self) -> None:
+        if not self.process.is_here():  # this process' descriptor of the parent's file is all that is ours
+            self.closed = True
+            self._file.close()
+            return
+        with self._lock:
+            if not self.closed:
+                super().close()
+                self._file.close()
+                while not self._buffers.empty():
+                    self._buffers.get()
+                self.counters.allocate(-self.counters.requested_bytes, -self.counters.allocated_bytes)
+                self.counters.hold(-self.counters.held_bytes)
+
+
+def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Pieces for one buffer each. A last block that is not full goes alone: it needs a copy, the rest does not."""
+    for part in parts:
+        for chunk in part.split(CHUNK_BYTES) if part.numel() else ():
+            whole_bytes = chunk.numel() - chunk.numel() % BLOCK_BYTES
+            yield from (piece for piece in chunk.split([whole_bytes, chunk.numel() - whole_bytes]) if piece.numel())
+
+
+class _UnlinkedFile:
+    """An open file without a name."""
+
+    def __init__(self, directory: pathlib.Path, *, direct: bool) -> None:
+        self.directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            sweep_stale(directory)
+            self.fd, self.direct = _open_unlinked(directory, direct)
+        except OSError as error:
+            raise StoreIOError(f"the offload directory {directory} cannot be used: {error}") from error
+
+    def reserve(self, offset: int, num_bytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, offset, num_bytes)
+        except OSError as error:
+            raise self._failure("reserve", num_bytes, offset, error) from error
+
+    def write(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            try:
+                moved = os.pwrite(self.fd, data[done:], offset + done)
+            except OSError as error:
+                raise self._failure("write", len(data) - done, offset + done, error) from error
+            if moved == 0:
+                raise StoreIOError(f"the disk under {self.directory} took none of {len(data) - done} bytes")
+            done += moved - moved % BLOCK_BYTES if self.direct and moved < len(data) - done else moved
+
+    def read(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            try:
+                moved = os.preadv(self.fd, [data[done:]], offset + done)
+            except OSError as error:
+                raise self._failure("read", len(data) - done, offset + done, error) from error
+            if moved == 0:
+                raise StoreIOError(
+                    f"short read: the offload file in {self.directory} ends at offset {offset + done}, "
+                    f"{len(data) - done} bytes early"
+                )
+            done += moved
+
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Drop these bytes from the page cache, if they went through it. See NOTE [page cache]."""
+        if self.direct or not hasattr(os, "posix_fadvise"):
+            return
+        try:
+            os.fdatasync(self.fd)
+            os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._failure("flush", num_bytes, offset, error) from error
+
+    def _failure(self, verb: str, num_bytes: int, offset: int, error: OSError) -> StoreFullError | StoreIOError:
+        what = f"failed to {verb} {num_bytes} bytes at offset {offset} of the offload file in {self.directory}: {error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return StoreFullError(f"{what}. Free some space or set offload_dir to another disk")
+        return StoreIOError(what)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
+
+
+def _open_unlinked(directory: pathlib.Path, direct: bool) -> tuple[int, bool]:
+    """See NOTE [no file is left behind]."""
+    fd, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+    try:
+        with contextlib.suppress(FileNotFoundError):  # somebody's sweep was quicker
+            os.unlink(name)
+        if direct and hasattr(os, "O_DIRECT"):
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            direct = _try_direct(fd, flags)
+        else:
+            direct = False
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, direct
+
+
+def _try_direct(fd: int, flags: int) -> bool:
+    """Switch to direct I/O if a real write and read of one block work; some file systems only refuse then."""
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            ok = os.pwrite(fd, block, 0) == BLOCK_BYTES and os.preadv(fd, [block], 0) == BLOCK_BYTES
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            ok = False
+    os.ftruncate(fd, 0)
+    if not ok:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return ok
+
+
+def sweep_stale(directory: pathlib.Path) -> int:
+    """Remove the empty files that killed processes of this user left. Returns how many."""
+    try:
+        with os.scandir(directory) as entries:
+            stale = [pathlib.Path(entry.path) for entry in entries if _is_ours(entry)]
+    except PermissionError:
+        return 0  # a directory in which one may write, but not look around
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return len(stale)
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    """Whether `_open_unlinked` made it: nothing is opened to find that out, and no link is followed."""
+    if not _OWN_NAME.fullmatch(entry.name):
+        return False
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False  # its owner has just unlinked it
+    is_private = stat.S_IMODE(found.st_mode) == stat.S_IRUSR | stat.S_IWUSR
+    return stat.S_ISREG(found.st_mode) and is_private and found.st_uid == os.geteuid() and found.st_size == 0

@@ -1,0 +1,1 @@
+"""How tensors travel: copies, their order on streams, threads for files."""

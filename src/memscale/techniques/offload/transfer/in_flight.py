@@ -1,0 +1,78 @@
+"""Sources on their way out: each stays as it is until its copy has been made, all of them within a window of bytes.
+
+See NOTE [stream order] in transfers.py, point 3. Nothing here is locked: `Transfers` is.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+
+import torch
+
+from memscale.techniques.offload.store.stores import Ticket
+from memscale.techniques.offload.transfer import stream_order
+from memscale.techniques.offload.transfer.io_threads import Job
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sent:
+    """A source that stays as it is until its copy has been made."""
+
+    source: torch.Tensor | None
+    num_bytes: int
+    stream: torch.Stream | None
+    """Who allocated the source and may reuse its memory."""
+    event: torch.Event | None
+    job: Job | None
+
+    def release(self) -> None:
+        if self.event is not None:
+            stream_order.order(self.stream, self.event, "reuse after sent")
+        if self.job is not None:
+            concurrent.futures.wait([self.job])
+        self.source = None  # the ticket still knows us
+
+    def __del__(self) -> None:
+        if self.source is not None and self.event is not None:  # dropped with a model that nobody detached
+            stream_order.order(self.stream, self.event, "reuse after sent")
+
+
+class Window:
+    """The sources in flight, oldest first."""
+
+    def __init__(self, stats: stream_order.TransferStats) -> None:
+        self.num_bytes = 0
+        self._stats = stats
+        self._sent: collections.deque[Sent] = collections.deque()
+
+    def keep(
+        self,
+        ticket: Ticket,
+        source: torch.Tensor,
+        stream: torch.Stream | None = None,
+        event: torch.Event | None = None,
+        job: Job | None = None,
+    ) -> None:
+        """Until the event on `stream`, or the job, says that it has been copied; with neither, until let go."""
+        ticket.sent = Sent(source, ticket.num_bytes, stream, event, job)
+        self._sent.append(ticket.sent)
+        self.num_bytes += ticket.num_bytes
+
+    def trim(self, limit_bytes: int) -> None:
+        """Let go of the oldest sources until what is in flight fits the limit."""
+        while self.num_bytes > limit_bytes:
+            self._let_go(self._sent[0])
+
+    def release(self, ticket: Ticket) -> None:
+        """Let go of this one, if it is still here."""
+        if ticket.sent in self._sent:
+            self._let_go(ticket.sent)
+        ticket.sent = None
+
+    def _let_go(self, sent: Sent) -> None:
+        with self._stats.blocking():
+            sent.release()
+        self._sent.remove(sent)
+        self.num_bytes -= sent.num_bytes

@@ -1,0 +1,91 @@
+"""Threads that read and write a disk beside compute: in order on every spot, and no error of a write is lost.
+
+    threads = IoThreads(2, stats)
+    threads.submit_write(ticket, function, *args)   # after earlier jobs on the same spot
+    threads.submit_read(ticket, function, *args)    # and only if its write succeeded
+    writes = threads.finish()                       # nobody is busy any more; `job.result()` raises what it raised
+    threads.close()
+
+Nothing here is locked: `Transfers` is.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from memscale.techniques.offload.store.stores import Ticket
+from memscale.techniques.offload.transfer.stream_order import TransferStats
+
+Job = concurrent.futures.Future[None]
+
+
+class IoThreads:
+    """The jobs of one `Transfers`. With no threads (`num_threads=0`) there is nothing to submit, finish or close."""
+
+    def __init__(self, num_threads: int, stats: TransferStats) -> None:
+        self._stats = stats
+        self._writes: collections.deque[Job] = collections.deque()
+        """Not done yet, or failed and not yet asked for."""
+        self._reads: set[Job] = set()
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        if num_threads:
+            self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="memscale-io")
+
+    def submit_write(self, ticket: Ticket, function: Callable[..., None], *args: Any) -> Job:
+        job = ticket.write_job = self._submit(ticket, None, function, *args)
+        while self._writes and self._writes[0].done() and self._writes[0].exception() is None:
+            self._writes.popleft()
+        self._writes.append(job)
+        return job
+
+    def submit_read(self, ticket: Ticket, function: Callable[..., None], *args: Any) -> Job:
+        job = self._submit(ticket, ticket.write_job, function, *args)
+        self._reads.add(job)
+        job.add_done_callback(self._reads.discard)
+        return job
+
+    def _submit(self, ticket: Ticket, needed: Job | None, function: Callable[..., None], *args: Any) -> Job:
+        """Run in a thread, after the earlier jobs on the same spot. First in, first out: they cannot wait for us."""
+        assert self._pool is not None
+        ticket.jobs = [job for job in ticket.jobs if not job.done()]
+        job = self._pool.submit(_run_after, [*ticket.jobs], needed, function, *args)
+        ticket.jobs.append(job)
+        return job
+
+    def wait_for_a_write(self) -> bool:
+        """Block until the oldest write that is under way is done; False if there is none."""
+        pending = next((job for job in self._writes if not job.done()), None)
+        if pending is None:
+            return False
+        with self._stats.blocking():
+            concurrent.futures.wait([pending])
+        return True
+
+    def forget_write(self, ticket: Ticket) -> None:
+        """Its error is not asked for any more."""
+        with contextlib.suppress(ValueError):
+            self._writes.remove(ticket.write_job)  # type: ignore[arg-type]
+
+    def finish(self) -> list[Job]:
+        """Block until no thread is busy. Returns the writes, whose errors are the caller's from here on."""
+        writes, self._writes = [*self._writes], collections.deque()
+        with self._stats.blocking():
+            concurrent.futures.wait([*writes, *self._reads])
+        return writes
+
+    def close(self) -> None:
+        """Errors are not asked for any more."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        self._writes.clear()
+
+
+def _run_after(earlier: list[Job], needed: Job | None, function: Callable[..., None], *args: Any) -> None:
+    concurrent.futures.wait(earlier)
+    if needed is not None:
+        needed.result()  # what was never written must not be read
+    function(*args)

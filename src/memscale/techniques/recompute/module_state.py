@@ -1,0 +1,409 @@
+"""What a module's forward reads and changes beside its arguments, kept so that a second run sees what the first saw.
+
+    memory = state.before()            # then the forward
+    state.after(memory)
+    ...
+    shown = state.show(memory)         # the module as that forward found it; then the second run
+    state.hide(shown)                  # the module as it was, untouched
+
+It runs once a layer a step, so it is written for speed: `python -m memscale.benchmarks.overhead`.
+
+NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
+the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for
+tensors, changed. Buffers are compared by value at first: some kernels write to them without telling autograd. What an
+attribute holds that is neither a tensor nor a container is not looked into.
+
+NOTE [tables]: everything lies in dictionaries: four for each part of the module, its attributes, parameters, buffers
+and children. They are numbered and read in one go. Those of the parts are held; the module's own is not, since it
+leads to us: a wrapped model dies with its last reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memscale._torch.overrides import OWN_ATTRIBUTES
+from memscale.techniques.recompute.snapshots import (
+    ABSENT,
+    KeptTensor,
+    clones_of,
+    has_same_values,
+    is_generator,
+    is_unchanged,
+    may_change_silently,
+    set_state,
+    sharing_keys,
+    snapshot,
+    stand_in_for,
+    state_of,
+    version_of,
+    versions_of,
+)
+
+Table: TypeAlias = dict[str, Any]
+Slot: TypeAlias = tuple[int, str]
+"""The number of a table, and a name in it."""
+Flags: TypeAlias = tuple[bool, ...]
+
+_NUM_TABLES = 4
+"""Of each part: attributes, parameters, buffers, children."""
+_COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
+_is = operator.is_
+
+
+class Layout:
+    """Where everything lies that a forward may read, at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        parts = list(module.modules())
+        self._others: list[Table] = [table for part in parts for table in _tables_of(part)][1:]
+        tables = self._tables()
+        self._num_entries = sum(map(len, tables))
+        numbers = range(0, len(tables), _NUM_TABLES)
+        # A compiled module has no flag of its own, it asks the one inside.
+        flags = [(n, "training") for n in numbers if "training" in tables[n]]
+        attributes = [(n, name) for n in numbers for name in tables[n] if name not in _COMMON_ATTRIBUTES]
+        parameters, self.buffer_slots, self._child_slots = (
+            [(n, name) for n in range(kind, len(tables), _NUM_TABLES) for name in tables[n]] for kind in (1, 2, 3)
+        )
+        self.slots = [*flags, *attributes, *parameters, *self.buffer_slots]
+        ends = len(flags), len(flags) + len(attributes), len(self.slots) - len(self.buffer_slots)
+        self.flags, self.attributes = slice(ends[0]), slice(ends[0], ends[1])
+        self.parameters, self.buffers = slice(ends[1], ends[2]), slice(ends[2], None)
+        self._buffer_tables = tables[2::_NUM_TABLES]
+        self._children = [tables[n][name] for n, name in self._child_slots]
+        values = [tables[n][name] for n, name in attributes]
+        self._types = list(map(type, values))
+        self.tensors = [ends[0] + k for k, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        """Attributes that hold tensors, and those that hold random generators: their places among the slots."""
+        self.generators = [ends[0] + k for k, value in enumerate(values) if is_generator(value)]
+
+    def _tables(self) -> list[Table]:
+        module = self._module()
+        assert module is not None, "a module's forward runs while the module lives"
+        return [module.__dict__, *self._others]
+
+    def forget_parts(self) -> None:
+        self._others, self._children, self._buffer_tables = [], [], []
+
+    def has_the_parts_of(self, other: Layout) -> bool:
+        return len(self._others) == len(other._others) and all(map(_is, self._others, other._others))
+
+    def read(self) -> list[Any] | None:
+        """What the slots hold now; None if there are other slots, other parts, or tensors where there were none."""
+        tables = self._tables()
+        if sum(map(len, tables)) != self._num_entries:
+            return None
+        try:
+            values = [tables[n][name] for n, name in self.slots]
+            children = [tables[n][name] for n, name in self._child_slots]
+        except KeyError:
+            return None
+        is_as_before = all(map(_is, children, self._children)) and all(
+            map(_is, map(type, values[self.attributes]), self._types)
+        )
+        return values if is_as_before else None
+
+    def table(self, number: int) -> Table:
+        return self._others[number - 1] if number else self._tables()[0]
+
+    def get(self, slot: Slot) -> Any:
+        return self.table(slot[0]).get(slot[1], ABSENT)
+
+    def num_buffers(self) -> int:
+        return sum(map(len, self._buffer_tables))
+
+    def slots_now(self) -> Iterator[Slot]:
+        """Also those that came after this layout was made; without children."""
+        for number, table in enumerate(self._tables()):
+            kind = number % _NUM_TABLES
+            names = [name for name in table if kind or name not in _COMMON_ATTRIBUTES] if kind != 3 else []
+            yield from ((number, name) for name in names)
+
+    def is_attribute(self, slot: Slot) -> bool:
+        return slot[0] % _NUM_TABLES == 0
+
+    def is_buffer(self, slot: Slot) -> bool:
+        return slot[0] % _NUM_TABLES == 2
+
+    def owner_of(self, slot: Slot) -> str:
+        """The class of the part that a slot belongs to."""
+        module = self._module()
+        assert module is not None
+        return type(list(module.modules())[slot[0] // _NUM_TABLES]).__name__
+
+
+def _tables_of(part: nn.Module) -> tuple[Table, Table, Table, Table]:
+    return part.__dict__, part._parameters, part._buffers, part._modules
+
+
+class Memory:
+    """What one forward found."""
+
+    __slots__ = (
+        "attributes", "buffers", "copies", "flags", "generators", "layout", "shared", "tensors", "values", "versions",
+    )  # fmt: skip
+
+    def __init__(self, layout: Layout, values: list[Any]) -> None:
+        self.layout = layout
+        self.values = values
+        self.flags: Flags = tuple(values[layout.flags])
+        self.versions = versions_of(values[layout.parameters])
+        self.buffers: Sequence[tuple[Slot, torch.Tensor | None, int]] = ()
+        """Those that it left alone, with their versions."""
+        self.copies: dict[Slot, Any] = {}
+        """Earlier values of the buffers that it changed; None or `ABSENT` for those that it made."""
+        self.shared: frozenset[Slot] = frozenset()
+        """Those of the copied buffers that share memory with another one."""
+        self.tensors: Sequence[tuple[Slot, Any, int]] = ()
+        """Attributes that hold tensors, with their versions."""
+        self.attributes: dict[Slot, Any] = {}
+        """Snapshots of the attributes that it changed."""
+        self.generators: Sequence[tuple[Any, Any]] = ()
+        """Random generators that the module holds, and their state."""
+
+
+class Shown:
+    """What the module really has while it shows a memory."""
+
+    __slots__ = ("entries", "generators")
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Table, str, Any]] = []
+        self.generators: list[tuple[Any, Any]] = []
+
+    def put(self, layout: Layout, values: Iterable[tuple[Slot, Any]]) -> None:
+        entries = []
+        for (number, name), value in values:
+            table = layout.table(number)
+            self.entries.append((table, name, table.get(name, ABSENT)))
+            entries.append((table, name, value))
+        _put(entries)
+
+
+def _put(entries: Iterable[tuple[Table, str, Any]]) -> None:
+    for table, name, value in entries:
+        if value is ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+
+def _forget_parts(state_ref: weakref.ref[ModuleState], _: object) -> None:
+    state = state_ref()
+    if state is not None:
+        state.forget_parts()
+
+
+class ModuleState:
+    """Everything about one module that its recompute must see as its forward saw it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module, functools.partial(_forget_parts, weakref.ref(self)))
+        self._layout = Layout(module)
+        self._buffers, self._attributes = _Buffers(), _Attributes()
+
+    def forget_parts(self) -> None:
+        """The module is gone: whoever still holds its executor does not hold the parameters of its parts."""
+        self._layout.forget_parts()
+        self._buffers, self._attributes = _Buffers(), _Attributes()
+
+    def before(self) -> Memory:
+        """To be called right before the forward."""
+        values = self._layout.read()
+        if values is None:
+            values = self._look_again()
+        memory = Memory(self._layout, values)
+        if self._layout.buffer_slots:
+            self._buffers.before(memory)
+        self._attributes.before(memory)
+        return memory
+
+    def _look_again(self) -> list[Any]:
+        """There is more or less than there was. All that was learned about other parts is forgotten."""
+        module = self._module()
+        assert module is not None, "a module's forward runs while the module lives"
+        layout = Layout(module)
+        if not layout.has_the_parts_of(self._layout):
+            self._buffers, self._attributes = _Buffers(), _Attributes()
+        self._layout = layout
+        values = layout.read()
+        assert values is not None, "nothing has happened since"
+        return values
+
+    def after(self, memory: Memory) -> None:
+        """To be called right after it; learns, and refuses what was learned wrongly."""
+        if memory.layout.num_buffers() or memory.layout.buffer_slots:
+            self._buffers.after(memory)
+        if memory.flags not in self._attributes.changing:
+            self._attributes.learn(memory)
+
+    def show(self, memory: Memory) -> Shown:
+        """Let the module be as that forward found it. Refuses before it changes anything."""
+        layout = memory.layout
+        if versions_of(memory.values[layout.parameters]) != memory.versions:
+            _refuse_changed(memory)
+        if memory.tensors:
+            self._attributes.refuse_changed(memory)
+        shown = Shown()
+        now = layout.read()
+        if now is None or not all(map(_is, now, memory.values)):
+            _show_others(memory, shown)
+        # Stand-ins: a second recompute finds the copies untouched.
+        if memory.copies:
+            shown.put(layout, clones_of(memory.copies, memory.shared).items())
+        if memory.attributes:
+            shown.put(layout, [(slot, stand_in_for(value)) for slot, value in memory.attributes.items()])
+        for generator, state in memory.generators:
+            shown.generators.append((generator, state_of(generator)))
+            set_state(generator, state)
+        return shown
+
+    def hide(self, shown: Shown) -> None:
+        """Let the module be as it was before `show`."""
+        _put(reversed(shown.entries))
+        for generator, state in shown.generators:
+            set_state(generator, state)
+
+
+def _show_others(memory: Memory, shown: Shown) -> None:
+    """What was replaced, made or taken out since the forward began: by a later one than was learned from, by somebody
+    between forward and backward (a rate, the training mode), or by `torch.func.functional_call`, which puts other
+    tensors in place for the length of a forward."""
+    layout = memory.layout
+    before = dict(zip(layout.slots, memory.values, strict=True))
+    slots = dict.fromkeys([*before, *layout.slots_now()])
+    earlier = {slot: before.get(slot, ABSENT) for slot in slots if slot not in memory.copies | memory.attributes}
+    shown.put(layout, [(slot, value) for slot, value in earlier.items() if layout.get(slot) is not value])
+
+
+def _refuse_changed(memory: Memory) -> None:
+    part = memory.layout.parameters
+    pairs = zip(memory.layout.slots[part], memory.values[part], memory.versions, strict=True)
+    name, value = next((slot[1], value) for slot, value, version in pairs if version_of(value) != version)
+    raise RuntimeError(
+        f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward: its "
+        "recompute would not be the same. Call backward before the optimizer's step."
+    )
+
+
+class _Buffers:
+    """Knows which buffers a forward changes."""
+
+    def __init__(self) -> None:
+        self._changing: dict[Flags, set[Slot]] = {}
+        self._looked_at: list[weakref.ref[Any]] = []
+        self._shared: frozenset[Slot] = frozenset()
+
+    def before(self, memory: Memory) -> None:
+        found = dict(zip(memory.layout.buffer_slots, memory.values[memory.layout.buffers], strict=True))
+        known = self._changing.get(memory.flags)
+        if known is None:
+            copied = {slot: value for slot, value in found.items() if value is not None and may_change_silently(value)}
+        else:
+            copied = {slot: found.pop(slot) for slot in known if slot in found}
+        if found:
+            memory.buffers = [(slot, value, version_of(value)) for slot, value in found.items()]
+        if copied:
+            memory.shared = self._find_shared(copied)
+            memory.copies = clones_of(copied, memory.shared)
+
+    def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:
+        """Looked for anew only when there are other tensors than last time: asking for storages takes its time."""
+        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+        known = [ref() for ref in self._looked_at]
+        if len(tensors) != len(known) or not all(map(_is, tensors, known)):
+            self._looked_at, self._shared = [weakref.ref(tensor) for tensor in tensors], sharing_keys(values)
+        return self._shared
+
+    def after(self, memory: Memory) -> None:
+        layout = memory.layout
+        touched: dict[Slot, Any] = {
+            slot: value
+            for slot, value, version in memory.buffers
+            if layout.get(slot) is not value or version_of(value) != version
+        }
+        if layout.num_buffers() != len(layout.buffer_slots):
+            there = frozenset(layout.buffer_slots)
+            made = [slot for slot in layout.slots_now() if layout.is_buffer(slot) and slot not in there]
+            touched |= dict.fromkeys(made, ABSENT)
+        known = self._changing.get(memory.flags)
+        if known is None:
+            self._learn(memory, touched)
+        elif touched:
+            known.update(touched)
+            _refuse_buffer(layout, next(iter(touched)))
+
+    def _learn(self, memory: Memory, touched: dict[Slot, Any]) -> None:
+        changed = {slot for slot, value in memory.copies.items() if not _is_as_copied(value, memory.layout.get(slot))}
+        known = self._changing[memory.flags] = changed.union(touched)
+        for slot, value in touched.items():
+            if slot not in memory.copies:  # made by this forward, or without values: then any copy will do
+                memory.copies[slot] = value.clone() if isinstance(value, torch.Tensor) else value
+        memory.copies = {slot: kept for slot, kept in memory.copies.items() if slot in known}
+        memory.buffers = [entry for entry in memory.buffers if entry[0] not in known]
+
+
+def _is_as_copied(copied: torch.Tensor, now: Any) -> bool:
+    return isinstance(now, torch.Tensor) and has_same_values(copied, now)
+
+
+def _refuse_buffer(layout: Layout, slot: Slot) -> None:
+    raise RuntimeError(
+        f"buffer {slot[1]!r} of {layout.owner_of(slot)} was changed by this forward, not by earlier ones: its "
+        "recompute would not be the same. Run the step again: MemScale remembers it from now on."
+    )
+
+
+class _Attributes:
+    """Knows which Python attributes a forward changes."""
+
+    def __init__(self) -> None:
+        self.changing: dict[Flags, dict[Slot, None]] = {}
+
+    def before(self, memory: Memory) -> None:
+        layout, values = memory.layout, memory.values
+        known = self.changing.get(memory.flags)
+        if known is None:
+            found = zip(layout.slots[layout.attributes], values[layout.attributes], strict=True)
+            memory.attributes = {slot: snapshot(value, may_be_large=False) for slot, value in found}
+        elif known:
+            memory.attributes = {slot: snapshot(layout.get(slot)) for slot in known}
+        if layout.tensors:
+            memory.tensors = [(layout.slots[k], values[k], version_of(values[k])) for k in layout.tensors]
+        if layout.generators:
+            memory.generators = [(values[k], state_of(values[k])) for k in layout.generators]
+
+    def learn(self, memory: Memory) -> None:
+        """From the first forward. What later ones replace is seen when it matters, in `show`."""
+        layout, before = memory.layout, memory.attributes
+        slots = dict.fromkeys([*before, *filter(layout.is_attribute, layout.slots_now())])
+        known = {slot: None for slot in slots if not is_unchanged(before.get(slot, ABSENT), layout.get(slot))}
+        self.changing[memory.flags] = known
+        memory.attributes = {slot: before.get(slot, ABSENT) for slot in known}
+        for slot, value in memory.attributes.items():
+            if isinstance(value, KeptTensor) and value.is_lost:
+                _refuse_attribute(layout, slot)
+
+    def refuse_changed(self, memory: Memory) -> None:
+        """A tensor that was changed in place, and of which there is no copy; the next forward makes one."""
+        for slot, value, version in memory.tensors:
+            if version_of(value) != version and slot not in memory.attributes:
+                self.changing.get(memory.flags, {})[slot] = None
+                _refuse_attribute(memory.layout, slot)
+
+
+def _refuse_attribute(layout: Layout, slot: Slot) -> None:
+    raise RuntimeError(
+        f"attribute {slot[1]!r} of {layout.owner_of(slot)} was changed in place since this forward began, which "
+        "earlier ones did not do: its recompute would not be the same. Run the step again: MemScale remembers it from "
+        "now on."
+    )
