@@ -1,7 +1,7 @@
 """Write README's table of five models from what the benchmark left in docs/results.
 
-    python -m memscale.benchmarks --fake --results docs/results/table_fake.json    predict every row
-    python -m memscale.benchmarks --results docs/results/table.json                measure them, one after the other
+    python -m benchmarks --fake --results docs/results/table_fake.json    predict every row
+    python -m benchmarks --results docs/results/table.json                measure them, one after the other
     python docs/make_table.py                                                      write README, and the same as text
 
 Rows that nobody has measured yet show what was predicted. `tests/test_docs.py` checks that README and files agree.
@@ -13,8 +13,8 @@ import json
 import pathlib
 from typing import Any
 
-from memscale.benchmarks import table
-from memscale.benchmarks.runs import Result, Subject
+from benchmarks import table
+from benchmarks.runs import Result, Subject
 
 DOCS = pathlib.Path(__file__).parent
 README = DOCS.parent / "README.md"
@@ -73,7 +73,7 @@ def main() -> None:
     start, end = text.index(START), text.index(END) + len(END)
     README.write_text(text[:start] + readme_table(measured, predicted) + text[end:])
     for path, options in ((MEASURED, ""), (PREDICTED, " --fake")):
-        path.with_suffix(".txt").write_text(as_text(path, f"python -m memscale.benchmarks{options}"))
+        path.with_suffix(".txt").write_text(as_text(path, f"python -m benchmarks{options}"))
 
 
 if __name__ == "__main__":

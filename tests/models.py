@@ -1,4 +1,4 @@
-"""The suite of `memscale.benchmarks.models`, and odd models that only tests need."""
+"""The suite of `benchmarks.models`, and odd models that only tests need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memscale.benchmarks.models import Case, Mlp, MlpBlock, ResNet, case, suite
+from benchmarks.models import Case, Mlp, MlpBlock, ResNet, case, suite
 
 __all__ = ["ODD_CASES", "SUITE", "Case", "Chain", "Mlp", "MlpBlock", "ResNet", "case", "odd", "square_loss", "suite"]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
 
-from memscale.benchmarks import overhead, prediction
-from memscale.benchmarks.models import Mlp, MlpBlock, case, suite
+from benchmarks import overhead, prediction
+from benchmarks.models import Mlp, MlpBlock, case, suite
 
 QUICK = ("mlp", "resnet", "nested", "data-dependent")
 PEAKS_IN_THE_OPTIMIZER = ("nested",)
@@ -130,7 +130,7 @@ def test_the_skipped_model_has_nothing_attached() -> None:
 
 
 def test_the_package_lists_its_benchmarks() -> None:
-    text = subprocess.check_output([sys.executable, "-m", "memscale.benchmarks", "--list"], text=True)
-    assert "python -m memscale.benchmarks.prediction\n    Does the number hold?" in text
-    assert "python -m memscale.benchmarks.overhead\n" in text
-    assert "memscale.benchmarks.models" not in text
+    text = subprocess.check_output([sys.executable, "-m", "benchmarks", "--list"], text=True)
+    assert "python -m benchmarks.prediction\n    Does the number hold?" in text
+    assert "python -m benchmarks.overhead\n" in text
+    assert "benchmarks.models" not in text

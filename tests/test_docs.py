@@ -117,7 +117,7 @@ def test_the_table_of_models_is_what_the_benchmark_found() -> None:
     assert make_table.readme_table(measured, predicted) in text, "run `python docs/make_table.py`"
     assert text.index(make_table.START) < 1500, "it belongs on the first screen"
     for path, options in ((make_table.MEASURED, ""), (make_table.PREDICTED, " --fake")):
-        command = f"python -m memscale.benchmarks{options}"
+        command = f"python -m benchmarks{options}"
         assert path.with_suffix(".txt").read_text() == make_table.as_text(path, command), (
             "run `python docs/make_table.py`"
         )

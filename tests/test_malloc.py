@@ -24,7 +24,7 @@ from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint, OffloadOptimizer
 from memscale._profile.layers import find_blocks
-from memscale.benchmarks.models import Mlp
+from benchmarks.models import Mlp
 
 torch.set_num_threads(1)
 process = psutil.Process()

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale
+from benchmarks.prediction import settled_plan
 from memscale import Config
 from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
-from memscale.benchmarks.prediction import settled_plan
 from tests.models import SUITE, Case, Mlp, case, square_loss
 from tests.parity import seed
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import search as benchmark
 from memscale import Config
 from memscale._decide import decide
 from memscale._decide.choice import Choice, Outcome, Run
@@ -19,7 +20,6 @@ from memscale._decide.lowest_peak import Room
 from memscale._decide.partial_choices import Front
 from memscale._decide.search import EXACT_BLOCKS, Candidate, search
 from memscale._plan import Plan, TileHead
-from memscale.benchmarks import search as benchmark
 from tests.profiles import Block, full_profile, hardware_of, trace_of, with_tiled_head
 
 RUNS = (Run(), Run(offloads_optimizer=True))

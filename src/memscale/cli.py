@@ -264,7 +264,7 @@ def bench(
     from memscale import zoo
 
     with zoo.quiet():
-        from memscale.benchmarks import table
+        from benchmarks import table
 
         table.run(fake=fake, quick=quick, factory=factory, only=only, results=results, as_json=as_json)
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import memscale
+from benchmarks.real_step import RealRehearsal
 from memscale import Config, Hardware
 from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, fake_copy, loss_of
 from memscale._torch import private
-from memscale.benchmarks.real_step import RealRehearsal
 from tests.models import Chain, Mlp, ResNet, TwoLinears, case, odd
 from tests.parity import checkpoint_all
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
-from memscale.benchmarks import full_stack
-from memscale.benchmarks.full_stack import loss, peaks, setups
-from memscale.benchmarks.full_stack import state as state_module
+from benchmarks import full_stack
+from benchmarks.full_stack import loss, peaks, setups
+from benchmarks.full_stack import state as state_module
 
 
 def test_peaks_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any, simgpu_device: Any):

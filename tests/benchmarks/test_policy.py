@@ -9,6 +9,13 @@ import pathlib
 import numpy as np
 import pytest
 
+from benchmarks import policy
+from benchmarks.policy import cases as case_module
+from benchmarks.policy import shapes
+from benchmarks.policy.boosting import Settings, fit
+from benchmarks.policy.cases import Case, Verdict, draw_cases, feature_names
+from benchmarks.policy.scores import NOT_EARNED, compare, held_out_choices, scores_table, verdict
+from benchmarks.policy.shapes import Shape, build, draw_shape, hardware_for, profile_shape, stretch
 from memscale import Config
 from memscale._decide import decide
 from memscale._decide.choice import Choice
@@ -17,13 +24,6 @@ from memscale._decide.policy import learned
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._hardware import Hardware
 from memscale._planning.planner import Study
-from memscale.benchmarks import policy
-from memscale.benchmarks.policy import cases as case_module
-from memscale.benchmarks.policy import shapes
-from memscale.benchmarks.policy.boosting import Settings, fit
-from memscale.benchmarks.policy.cases import Case, Verdict, draw_cases, feature_names
-from memscale.benchmarks.policy.scores import NOT_EARNED, compare, held_out_choices, scores_table, verdict
-from memscale.benchmarks.policy.shapes import Shape, build, draw_shape, hardware_for, profile_shape, stretch
 from tests.profiles import full_profile
 
 TINY = Shape("gpt2", "cuda", 32, 2, 64, 100, 2, 32)
@@ -93,9 +93,9 @@ def test_cases_differ_in_what_is_good() -> None:
 def test_the_truth_is_what_stage_2_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict on a strategy is the plan that `decide` makes under it."""
     hardware = Hardware.from_name("RTX 3090")
-    monkeypatch.setattr("memscale.benchmarks.policy.cases.draw_hardware", lambda device_type, rng: hardware)
-    monkeypatch.setattr("memscale.benchmarks.policy.cases.DEPTHS", (3,))
-    monkeypatch.setattr("memscale.benchmarks.policy.cases.RULED_OUT", (("use_8bit_optimizer",),))
+    monkeypatch.setattr("benchmarks.policy.cases.draw_hardware", lambda device_type, rng: hardware)
+    monkeypatch.setattr("benchmarks.policy.cases.DEPTHS", (3,))
+    monkeypatch.setattr("benchmarks.policy.cases.RULED_OUT", (("use_8bit_optimizer",),))
     profile = full_profile(3)
     baseline = CostModel(profile, hardware).evaluate(Choice()).peak_bytes
     for case in quick_cases()[:12]:

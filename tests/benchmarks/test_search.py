@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from benchmarks import search as benchmark
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
-from memscale.benchmarks import search as benchmark
 
 
 def test_brute_force_is_what_the_model_says() -> None:

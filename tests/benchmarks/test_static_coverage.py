@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memscale.benchmarks import static_coverage
+from benchmarks import static_coverage
 
 
 def test_architectures_are_tried() -> None:

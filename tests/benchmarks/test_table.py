@@ -15,8 +15,8 @@ import pytest
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
 
 import memscale
-from memscale.benchmarks import runs, table
-from memscale.benchmarks.runs import Result, Subject
+from benchmarks import runs, table
+from benchmarks.runs import Result, Subject
 
 BERT = table.SUBJECTS[0]
 OWN = """

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
+from benchmarks.precision import LARGEST_BOUND, MEAN_BOUND, measure_distance
+from benchmarks.real_step import RealRehearsal
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute.executor import Executor
@@ -24,8 +26,6 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.benchmarks.precision import LARGEST_BOUND, MEAN_BOUND, measure_distance
-from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques import checkpointing, precision
 from memscale.techniques.precision import LossScale
 from tests.models import WIDTH, Case, Chain, TwoLinears, case, features, square_loss

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.models import case
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
-from memscale.benchmarks.models import case
 from memscale.techniques.tiling import find_attentions, find_head, find_mlps, record
 from memscale.techniques.tiling.find import suggested_rows
 from tests.techniques.tiling_models import HandWritten, OwnProduct, hugging_face, labels, tokens

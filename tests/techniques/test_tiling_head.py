@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.real_step import RealRehearsal
 from memscale._errors import PlanError
 from memscale._plan import TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques.tiling import LazyLogits, StaleLogitsError
 from memscale.techniques.tiling.head.lazy import lazy_linear
 from tests.techniques.tiling_models import (

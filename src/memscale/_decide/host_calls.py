@@ -2,7 +2,7 @@
 
 On models of a few thousand values a layer this is most of a step; on large ones it is nothing. A GPU's host runs ahead
 of it, so there it is not counted. The figures were fitted to the models of the suite, on one core
-(`python -m memscale.benchmarks.timing`).
+(`python -m benchmarks.timing`).
 """
 
 from __future__ import annotations

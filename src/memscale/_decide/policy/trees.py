@@ -1,4 +1,4 @@
-"""Boosted trees as plain data, and the walk through them. Training them: `memscale.benchmarks.policy`."""
+"""Boosted trees as plain data, and the walk through them. Training them: `benchmarks.policy`."""
 
 from __future__ import annotations
 

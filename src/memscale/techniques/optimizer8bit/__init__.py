@@ -12,7 +12,7 @@ moment of the gradient (step counters, say).
 Bound: a value with a sign is stored to within 0.71 % of its block's largest; to within 0.15 % of it if it is below a
 tenth of that, 0.03 % below a hundredth, 0.008 % below a thousandth. Without a sign it is half of that.
 What that does to a training is measured by
-`python -m memscale.benchmarks.optimizer8bit`.
+`python -m benchmarks.optimizer8bit`.
 """
 
 from __future__ import annotations

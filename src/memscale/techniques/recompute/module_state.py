@@ -6,7 +6,7 @@
     shown = state.show(memory)         # the module as that forward found it; then the second run
     state.hide(shown)                  # the module as it was, untouched
 
-It runs once a layer a step, so it is written for speed: `python -m memscale.benchmarks.overhead`.
+It runs once a layer a step, so it is written for speed: `python -m benchmarks.overhead`.
 
 NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
 the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for

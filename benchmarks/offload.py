@@ -1,7 +1,7 @@
 """Does a model train that is larger than its device, and are transfers hidden? On the simulated device, or the CPU.
 
-    python -m memscale.benchmarks.offload train [--model gpt2-xl] [--device-gb 2] [--offload-dir DIR] [--device cpu]
-    python -m memscale.benchmarks.offload overlap [--layers N] [--card "RTX 3090"]
+    python -m benchmarks.offload train [--model gpt2-xl] [--device-gb 2] [--offload-dir DIR] [--device cpu]
+    python -m benchmarks.offload overlap [--layers N] [--card "RTX 3090"]
 
 `train`: training steps of a GPT-2 with everything streamed, embedding and head included: parameters and gradients on
 the host, boundaries of the recomputed layers and optimizer state on disk. On `simgpu` the device has a hard capacity,

@@ -284,7 +284,7 @@ def measure_apart(subject: Subject, variant: str) -> Result:
 
 def _apart(order: dict[str, Any]) -> list[dict[str, Any]] | str:
     """What the order gave, or the last line of what went wrong."""
-    command = [sys.executable, "-m", "memscale.benchmarks.runs", json.dumps(order)]
+    command = [sys.executable, "-m", "benchmarks.runs", json.dumps(order)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
         answer: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""`python -m memscale.benchmarks`: the published table; `--list` says what else there is to run."""
+"""`python -m benchmarks`: the published table; `--list` says what else there is to run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import importlib
 import pkgutil
 import sys
 
-import memscale.benchmarks
+import benchmarks
 
 
 def runnable() -> dict[str, str]:
     """Modules with a `main`, and the first line of what each says about itself."""
     found = {}
-    for info in pkgutil.iter_modules(memscale.benchmarks.__path__):
+    for info in pkgutil.iter_modules(benchmarks.__path__):
         if info.name not in ("__main__", "table"):
-            module = importlib.import_module(f"memscale.benchmarks.{info.name}")
+            module = importlib.import_module(f"benchmarks.{info.name}")
             if hasattr(module, "main"):
-                found[f"memscale.benchmarks.{info.name}"] = (module.__doc__ or "").partition("\n")[0]
+                found[f"benchmarks.{info.name}"] = (module.__doc__ or "").partition("\n")[0]
     return found
 
 
@@ -25,7 +25,7 @@ def main() -> int:
         for name, summary in runnable().items():
             print(f"python -m {name}\n    {summary}")
         return 0
-    from memscale.benchmarks import table
+    from benchmarks import table
 
     return table.main()
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from memscale.benchmarks.full_stack.setups import MIN_STATE_REDUCTION, prepared, state_bytes
-from memscale.benchmarks.text import Characters, Learned, build, learn
+from benchmarks.full_stack.setups import MIN_STATE_REDUCTION, prepared, state_bytes
+from benchmarks.text import Characters, Learned, build, learn
 from memscale.report.terminal import table
 
 WIDTH = 128

@@ -1,6 +1,6 @@
 """The learned policy of stage 1: train it, and compare it with the rules on architectures that it was not trained on.
 
-    python -m memscale.benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE]
+    python -m benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE]
 
 `--num` shapes are drawn, in turns from every family of models; each is profiled on fake tensors (half a minute) and
 gives some dozens of cases: depths, cards, what users rule out, budgets. `--cache` keeps profiles and cases, and a
@@ -25,15 +25,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from benchmarks.policy import cases as case_module
+from benchmarks.policy import shapes
+from benchmarks.policy.cases import Case, draw_cases, feature_names
+from benchmarks.policy.scores import compare, fit_policy, scores_table, verdict
 from memscale import _json
 from memscale._decide.policy import features, strategies
 from memscale._decide.policy.learned import FORMAT, Artifact
 from memscale._hardware import Hardware
 from memscale._profile import Profile
-from memscale.benchmarks.policy import cases as case_module
-from memscale.benchmarks.policy import shapes
-from memscale.benchmarks.policy.cases import Case, draw_cases, feature_names
-from memscale.benchmarks.policy.scores import compare, fit_policy, scores_table, verdict
 
 Task = tuple[int, str, int, str]
 """The number of a shape, its family, the seed, the cache."""
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks.policy", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.policy", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--num", type=int, default=36, help="shapes of models to profile")
     parser.add_argument("--seed", type=int, default=7)

@@ -1,6 +1,6 @@
 """Which architectures are profiled without being run: tiny models of transformers, timm and diffusers on fake tensors.
 
-    python -m memscale.benchmarks.static_coverage [--library NAME] [--only NAME ...] [--seconds N] [--out FILE]
+    python -m benchmarks.static_coverage [--library NAME] [--only NAME ...] [--seconds N] [--out FILE]
 
 Every architecture that builds from the installed libraries with random weights, in a tiny configuration, is trained for
 one real step; those that train are rehearsed on fake tensors. The table names those that are not profiled statically,
@@ -442,7 +442,7 @@ class Server:
     """A process that tries architectures; one that hangs is ended."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "memscale.benchmarks.static_coverage", "--serve"]
+        command = [sys.executable, "-m", "benchmarks.static_coverage", "--serve"]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         self.process = subprocess.Popen(
             command,

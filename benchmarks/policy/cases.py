@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.policy.shapes import DEPTHS, draw_hardware, hardware_for, stretch
 from memscale import Config
 from memscale._decide import Budget, find_candidates, full_budget
 from memscale._decide.choice import Choice
@@ -26,7 +27,6 @@ from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._decide.search import Candidate
 from memscale._hardware import Hardware
 from memscale._profile import OptimizerCost, Profile, StepTrace
-from memscale.benchmarks.policy.shapes import DEPTHS, draw_hardware, hardware_for, stretch
 
 SETTINGS_PER_SHAPE = 8
 BUDGETS_PER_SETTING = 12

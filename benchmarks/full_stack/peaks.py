@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import memscale
+from benchmarks.full_stack.setups import BATCHES, fresh_model
 from memscale import Config
 from memscale._execute.executor import executor_of
-from memscale.benchmarks.full_stack.setups import BATCHES, fresh_model
 from memscale.report.terminal import table
 
 PUBLISHED_GB = {"bert-base": 0.84, "gpt2-medium": 2.61}

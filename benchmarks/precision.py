@@ -1,7 +1,7 @@
 """Does training in 16 bits learn as well as in 32? A character-level GPT-2 on a real text, one curve a precision.
 
-    python -m memscale.benchmarks.precision [--steps N] [--svg FILE] [--json]
-    python -m memscale.benchmarks.precision --bounds
+    python -m benchmarks.precision [--steps N] [--svg FILE] [--json]
+    python -m benchmarks.precision --bounds
 
 Every run starts from the same weights and sees the same batches. Beside the loss stands what the forward of one step
 leaves for backward, in bytes. The bar: the mean loss of the last 20 steps within 1 % of fp32's. Exits with 1 when it is
@@ -26,10 +26,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from benchmarks.models import case
+from benchmarks.text import Characters, Learned, build, learn
 from memscale._plan import MixedPrecision
 from memscale._torch.live_bytes import LiveBytes
-from memscale.benchmarks.models import case
-from memscale.benchmarks.text import Characters, Learned, build, learn
 from memscale.report.terminal import table
 from memscale.techniques import precision
 
@@ -183,7 +183,7 @@ def _smooth(losses: Sequence[float]) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks.precision",
+        prog="python -m benchmarks.precision",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Does the number hold? Predicted against measured peak of a training step, for every model of the suite.
 
-    python -m memscale.benchmarks.prediction [--device simgpu] [--json] [NAME ...]
+    python -m benchmarks.prediction [--device simgpu] [--json] [NAME ...]
 
 Each model is trained for AdamW steps, as it is and under plans, and its peak is compared with what the plan said
 beforehand. On the CPU that is `force_optimize` and the second step, measured with `memscale.measure()`; exits with 1
@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import memscale
+from benchmarks.models import Case, case, suite
 from memscale import zoo
 from memscale._execute.executor import executor_of
 from memscale._plan import Plan
-from memscale.benchmarks.models import Case, case, suite
 from memscale.report.terminal import table
 
 MAX_ERROR = 0.01
@@ -241,7 +241,7 @@ def to_json(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     names = [entry.name for entry in suite()]
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks.prediction",
+        prog="python -m benchmarks.prediction",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """What does tiling save, and what does it cost? The head at 4 x 512 x 50,257, and peaks over the sequence length.
 
-    python -m memscale.benchmarks.tiling [--repeats N] [--measured-up-to LENGTH] [--svg FILE] [--simgpu] [--json FILE]
+    python -m benchmarks.tiling [--repeats N] [--measured-up-to LENGTH] [--svg FILE] [--simgpu] [--json FILE]
 
 Bytes are counted at operator boundaries (`memscale.measure`'s way), on the CPU; with `--simgpu` also by the allocator
 of the simulated device, which must be installed. The head's share is what head, loss and their backward need above the
@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.real_step import RealRehearsal
 from memscale._plan import Checkpoint, TileHead, TileMlp
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.benchmarks.real_step import RealRehearsal
 from memscale.techniques import checkpointing, tiling
 
 MIN_REDUCTION, MAX_TIME_RATIO, MAX_DISTANCE = 10.0, 1.05, 1e-4
@@ -313,7 +313,7 @@ def _axes(highest: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m memscale.benchmarks.tiling", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiling", description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each head")
     parser.add_argument("--measured-up-to", type=int, default=512, help="longest sequence that is also run for real")
     parser.add_argument("--svg", type=pathlib.Path, help="write the sweep as a plot")

@@ -25,7 +25,7 @@ _FILE = "king_james_bible.txt.xz"
 
 
 def read_text() -> str:
-    data = importlib.resources.files("memscale.benchmarks").joinpath("data", _FILE).read_bytes()
+    data = importlib.resources.files("benchmarks").joinpath("data", _FILE).read_bytes()
     return lzma.decompress(data).decode("ascii")
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.full_stack.setups import MIN_STATE_REDUCTION, fresh_model, prepared, state_bytes
 from memscale._execute.executor import executor_of
-from memscale.benchmarks.full_stack.setups import MIN_STATE_REDUCTION, fresh_model, prepared, state_bytes
 from memscale.report.terminal import table
 from memscale.techniques.optimizer8bit import embeddings_of
 

@@ -1,6 +1,6 @@
 """Is the plan the best there is? The search against brute force, its speed, and its laws.
 
-    python -m memscale.benchmarks.search [--profiles N] [--seed N]
+    python -m benchmarks.search [--profiles N] [--seed N]
 
 - Optimum: random models of 1 to 8 blocks, of which some are equal, under every treatment. Every way of treating every
   block is evaluated, with the optimizer's state on the device and offloaded; for 101 budgets between the lowest and the
@@ -305,7 +305,7 @@ def _look_at_the_lowest(laws: Laws, profile: Profile, hardware: Hardware) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks.search",
+        prog="python -m benchmarks.search",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

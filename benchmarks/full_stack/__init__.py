@@ -1,8 +1,8 @@
 """What the full stack takes and what it costs: peaks on a simulated device, and the loss on a real text.
 
-    python -m memscale.benchmarks.full_stack peaks [--model bert-base] [--json FILE]
-    python -m memscale.benchmarks.full_stack loss [--steps N] [--svg FILE] [--json FILE]
-    python -m memscale.benchmarks.full_stack state [--model bert-base] [--json FILE]
+    python -m benchmarks.full_stack peaks [--model bert-base] [--json FILE]
+    python -m benchmarks.full_stack loss [--steps N] [--svg FILE] [--json FILE]
+    python -m benchmarks.full_stack state [--model bert-base] [--json FILE]
 
 `peaks`: two training steps of BERT-Base (16 x 128) and GPT-2 Medium (4 x 512) after `apply_all_optimizations`, on
 simgpu, whose memory is counted: bytes are exact. Beside them stand the peak of the unmodified model as predicted, what
@@ -28,17 +28,17 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from memscale.benchmarks.full_stack.loss import COLORS, RUNS, meets_bars, show_runs, train
-from memscale.benchmarks.full_stack.peaks import measure_peak, show_peaks
-from memscale.benchmarks.full_stack.setups import BATCHES
-from memscale.benchmarks.full_stack.state import measure_states, show_states
-from memscale.benchmarks.precision import draw_curves
-from memscale.benchmarks.text import Characters
+from benchmarks.full_stack.loss import COLORS, RUNS, meets_bars, show_runs, train
+from benchmarks.full_stack.peaks import measure_peak, show_peaks
+from benchmarks.full_stack.setups import BATCHES
+from benchmarks.full_stack.state import measure_states, show_states
+from benchmarks.precision import draw_curves
+from benchmarks.text import Characters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks.full_stack",
+        prog="python -m benchmarks.full_stack",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

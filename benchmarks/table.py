@@ -1,6 +1,6 @@
 """The published table: what five models peak at, plain and under MemScale, predicted and measured.
 
-    python -m memscale.benchmarks [--fake | --quick] [--results FILE] [--only MODEL] [--json] [PATH.py:FACTORY]
+    python -m benchmarks [--fake | --quick] [--results FILE] [--only MODEL] [--json] [PATH.py:FACTORY]
 
 `--fake` predicts every row for an RTX 3090, without running or allocating anything. `--quick` trains BERT-Base and a
 small GPT-2 for real; without either all rows are trained. "For real" is on simgpu, the simulated device of the tests
@@ -31,10 +31,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import memscale
+from benchmarks.runs import GB, VARIANTS, Result, Subject, measure_apart, predict_apart
 from memscale import zoo
 from memscale._errors import quoted, shown
 from memscale._hardware import Hardware
-from memscale.benchmarks.runs import GB, VARIANTS, Result, Subject, measure_apart, predict_apart
 from memscale.report.terminal import table
 
 SUBJECTS = (
@@ -286,7 +286,7 @@ def choose_subjects(*, fake: bool, quick: bool, factory: str | None, only: str |
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--fake", action="store_true", help="predict only, for an RTX 3090")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from benchmarks.policy.boosting import Settings, fit
+from benchmarks.policy.cases import Case, Verdict
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._decide.policy.trees import Forest
-from memscale.benchmarks.policy.boosting import Settings, fit
-from memscale.benchmarks.policy.cases import Case, Verdict
 from memscale.report.terminal import table
 
 THRESHOLDS = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)

@@ -1,6 +1,6 @@
 """Does the predicted slowdown hold? Predicted against measured step time of plans, over the plain step's.
 
-    python -m memscale.benchmarks.timing [--device simgpu] [--repetitions N] [--json] [NAME ...]
+    python -m benchmarks.timing [--device simgpu] [--repetitions N] [--json] [NAME ...]
 
 On the CPU the plans checkpoint: every block, and as many as 80 % of the plain peak need. Plain and planned steps of two
 equal models take turns, in one thread; the processor's time is compared, the fastest quarter of it, as other processes
@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import memscale
+from benchmarks.models import Case, suite
 from memscale import zoo
 from memscale._decide import full_budget
 from memscale._decide.choice import Choice, choice_of
@@ -45,7 +46,6 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Plan, StreamParameters
 from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs
-from memscale.benchmarks.models import Case, suite
 from memscale.report.terminal import table, what_is_done
 
 MAX_ERROR, MAX_DEVICE_ERROR = 0.15, 0.10
@@ -276,7 +276,7 @@ def to_json(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks.timing",
+        prog="python -m benchmarks.timing",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

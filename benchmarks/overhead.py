@@ -1,6 +1,6 @@
 """What does MemScale itself cost? Its hooks, a wrapped model that needs nothing, and the import.
 
-    python -m memscale.benchmarks.overhead [--json] [--repetitions N]
+    python -m benchmarks.overhead [--json] [--repetitions N]
 
 - Hooks: a step through checkpointed blocks against the same blocks called with
   `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, in microseconds a block and step. The blocks are
@@ -28,9 +28,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memscale
+from benchmarks.models import Mlp, MlpBlock, ResidualBlock
 from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
-from memscale.benchmarks.models import Mlp, MlpBlock, ResidualBlock
 from memscale.report.terminal import table
 
 MAX_HOOK_US = 100.0
@@ -169,7 +169,7 @@ def to_text(result: Result) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m memscale.benchmarks.overhead",
+        prog="python -m benchmarks.overhead",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

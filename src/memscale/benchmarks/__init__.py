@@ -1,1 +1,0 @@
-"""Measurements that anyone can repeat: `python -m memscale.benchmarks.<name>`."""
