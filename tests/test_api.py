@@ -14,9 +14,9 @@ from torch import nn
 import memscale
 from memscale import Config, ConfigError, DoesNotFitError, ProfileError
 from memscale._execute.executor import executor_of
+from tests._torch.test_overrides import snapshot
 from tests.models import Mlp, small, square_loss
 from tests.parity import attached_plan
-from tests.test_patching import snapshot
 
 QUIET = Config(force_optimize=True, enable_logging=False)
 SAMPLE = torch.ones(64, 16)

@@ -22,6 +22,7 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Reason, StreamParameters
 from memscale.techniques.offload.optimizer.buckets import Waiting
 from memscale.techniques.offload.store import tiers
+from tests._torch.test_overrides import snapshot
 from tests.parity import plan_of, seed
 from tests.techniques.offload.runs import (
     DEVICE,
@@ -34,7 +35,6 @@ from tests.techniques.offload.runs import (
     tokens,
     weights,
 )
-from tests.test_patching import snapshot
 
 BUCKET_BYTES = 8192
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")

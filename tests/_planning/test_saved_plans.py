@@ -21,9 +21,9 @@ from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, Strea
 from memscale._planning import make_plan
 from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._profile.inputs import Inputs
+from tests._torch.test_overrides import snapshot
 from tests.models import Mlp, square_loss
 from tests.parity import plan_of
-from tests.test_patching import snapshot
 
 QUIET = Config(enable_logging=False)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from memscale._plan import TileHead
 from memscale.techniques.tiling import LazyLogits, StaleLogitsError, TilingError
-from tests.techniques.tiling_models import (
+from tests.techniques.tiling.models import (
     LENGTH,
     TILE_ROWS,
     VOCABULARY,

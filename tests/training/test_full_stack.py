@@ -16,8 +16,8 @@ import simgpu  # noqa: F401  before the first backward: autograd counts the devi
 from memscale import Config, MemScaleError
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadOptimizer, QuantizeOptimizer, StreamParameters
+from tests._torch.test_overrides import snapshot
 from tests.techniques.optimizer8bit.test_in_place import unavailable
-from tests.test_patching import snapshot
 
 QUIET = Config(mode="aggressive", force_optimize=True, enable_logging=False)
 

@@ -14,7 +14,7 @@ import simgpu  # noqa: F401  the device must be there before the first backward 
 from memscale import Config
 from memscale._execute.executor import executor_of
 from memscale._plan import TileAttention, TileHead, TileMlp
-from tests.techniques.tiling_models import (
+from tests.techniques.tiling.models import (
     LOSS_BOUND,
     Attached,
     HandWritten,

@@ -13,9 +13,9 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint
 from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
+from tests._torch.test_overrides import snapshot
 from tests.models import Mlp, case, square_loss
 from tests.parity import checkpoint_all, plan_of
-from tests.test_patching import snapshot
 
 
 def test_a_saved_plan_is_executed() -> None:

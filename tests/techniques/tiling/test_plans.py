@@ -13,7 +13,7 @@ from memscale import Config
 from memscale._execute.executor import executor_of
 from memscale._plan import TileAttention, TileHead, TileMlp
 from memscale.techniques.tiling import LazyLogits
-from tests.techniques.tiling_models import LOSS_BOUND, assert_near, assert_same_gradients
+from tests.techniques.tiling.models import LOSS_BOUND, assert_near, assert_same_gradients
 
 VOCABULARY = 2048
 CONFIG = Config(

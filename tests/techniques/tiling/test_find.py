@@ -12,7 +12,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.tiling import find_attentions, find_head, find_mlps, record
 from memscale.techniques.tiling.find import suggested_rows
-from tests.techniques.tiling_models import HandWritten, OwnProduct, hugging_face, labels, tokens
+from tests.techniques.tiling.models import HandWritten, OwnProduct, hugging_face, labels, tokens
 
 HEADS = {
     "gpt2": "lm_head",

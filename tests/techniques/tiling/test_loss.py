@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from memscale._torch.live_bytes import LiveBytes
 from memscale.techniques.tiling.head import sweep
 from memscale.techniques.tiling.head.lazy import LazyLogits, lazy_linear
-from tests.techniques.loss_bounds import LossBounds, assert_within
-from tests.techniques.tiling_models import GRADIENT_BOUND, LOSS_BOUND, assert_near, relative
+from tests.techniques.precision.loss_bounds import LossBounds, assert_within
+from tests.techniques.tiling.models import GRADIENT_BOUND, LOSS_BOUND, assert_near, relative
 
 aten = torch.ops.aten
 REDUCTIONS = ("mean", "sum", "none")

@@ -29,7 +29,7 @@ from memscale._torch.live_bytes import LiveBytes
 from memscale.techniques import checkpointing, precision
 from memscale.techniques.precision import LossScale
 from tests.models import WIDTH, Case, Chain, TwoLinears, case, features, square_loss
-from tests.techniques import tiling_models as tiled
+from tests.techniques.tiling import models as tiled
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 both = pytest.mark.parametrize("dtype", list(DTYPES))

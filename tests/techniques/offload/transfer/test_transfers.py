@@ -15,7 +15,7 @@ from memscale._torch import private
 from memscale.techniques.offload.store.disk import CHUNK_BYTES
 from memscale.techniques.offload.store.stores import ShapeStore
 from memscale.techniques.offload.transfer.transfers import Transfers
-from tests.techniques.offload.test_stores import tensors
+from tests.techniques.offload.store.test_stores import tensors
 from tests.techniques.offload.tiers import WAYS, device_of, opened, same
 
 KIB = 1 << 10

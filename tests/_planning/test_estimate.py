@@ -11,8 +11,8 @@ from torch import nn
 
 import memscale
 from memscale import Config, Hardware, MemScaleError, OptimizationMode
+from tests._torch.test_overrides import snapshot
 from tests.models import case, small
-from tests.test_patching import snapshot
 
 SAMPLE = torch.ones(64, 16)
 

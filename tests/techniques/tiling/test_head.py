@@ -25,7 +25,7 @@ from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
 from memscale.techniques.tiling import LazyLogits, StaleLogitsError
 from memscale.techniques.tiling.head.lazy import lazy_linear
-from tests.techniques.tiling_models import (
+from tests.techniques.tiling.models import (
     HEADS,
     LOSS_BOUND,
     TILE_ROWS,
@@ -697,7 +697,7 @@ DDP = """
     from torch import nn
     from memscale import _exit
     from memscale._plan import TileHead
-    from tests.techniques.tiling_models import *
+    from tests.techniques.tiling.models import *
     _exit.be_orderly()  # as `wrap` does; actions are attached by hand here
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -19,7 +19,7 @@ from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
 from memscale.techniques.tiling import TilingError
 from memscale.techniques.tiling.attention import LazyScores, TiledAttention
-from tests.techniques.tiling_models import (
+from tests.techniques.tiling.models import (
     LOSS_BOUND,
     Attached,
     assert_near,
