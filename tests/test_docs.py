@@ -52,7 +52,7 @@ def test_python_blocks_run_in_sequence(
 @pytest.mark.parametrize("block", blocks.console_blocks(), ids=str)
 def test_commands_print_what_the_document_shows(block: Any) -> None:
     printed = blocks.run_command(block.command)
-    assert blocks.agree(block.printed, printed), f"run `python docs/blocks.py`; {block.command} now prints:\n{printed}"
+    assert blocks.agree(block.printed, printed), f"run `python tools/blocks.py`; {block.command} now prints:\n{printed}"
 
 
 def test_a_document_that_says_something_else_is_found() -> None:
@@ -75,8 +75,8 @@ def test_links_lead_somewhere(path: pathlib.Path) -> None:
 
 def test_the_figure_and_the_table_are_those_of_the_measured_data() -> None:
     data = json.loads(make_figures.DATA.read_text())
-    assert make_figures.draw(data) == make_figures.FIGURE.read_text(), "run `python docs/make_figures.py`"
-    assert make_figures.table(data) in (ROOT / "README.md").read_text(), "run `python docs/make_figures.py`"
+    assert make_figures.draw(data) == make_figures.FIGURE.read_text(), "run `python tools/make_figures.py`"
+    assert make_figures.table(data) in (ROOT / "README.md").read_text(), "run `python tools/make_figures.py`"
     assert data["losses_identical"]
     assert data["weights_identical"]
 
@@ -114,10 +114,10 @@ def test_every_option_model_and_card_is_documented() -> None:
 def test_the_table_of_models_is_what_the_benchmark_found() -> None:
     measured, predicted = (make_table.table.read_results(path) for path in (make_table.MEASURED, make_table.PREDICTED))
     text = (ROOT / "README.md").read_text()
-    assert make_table.readme_table(measured, predicted) in text, "run `python docs/make_table.py`"
+    assert make_table.readme_table(measured, predicted) in text, "run `python tools/make_table.py`"
     assert text.index(make_table.START) < 1500, "it belongs on the first screen"
     for path, options in ((make_table.MEASURED, ""), (make_table.PREDICTED, " --fake")):
         command = f"python -m benchmarks{options}"
         assert path.with_suffix(".txt").read_text() == make_table.as_text(path, command), (
-            "run `python docs/make_table.py`"
+            "run `python tools/make_table.py`"
         )

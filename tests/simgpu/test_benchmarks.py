@@ -1,4 +1,4 @@
-"""The benchmarks' own machinery; the numbers they gave stand in docs/simgpu.md."""
+"""The benchmarks' own machinery; the numbers they gave stand in docs/design/simgpu.md."""
 
 import dataclasses
 import subprocess

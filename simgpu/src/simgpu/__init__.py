@@ -10,7 +10,7 @@
     simgpu.virtual_ms()                        # a modelled time, not a measured one
 
 Every operator computes through its CPU kernel, so results equal the CPU's. What this proves and what it cannot is in
-docs/simgpu.md.
+docs/design/simgpu.md.
 """
 
 from simgpu._cards import CARDS, Card

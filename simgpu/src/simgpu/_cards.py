@@ -1,4 +1,4 @@
-"""The cards that the virtual clock can play. Peak figures from the makers' data sheets; see docs/simgpu.md."""
+"""The cards that the virtual clock can play. Peak figures from the makers' data sheets; see docs/design/simgpu.md."""
 
 from dataclasses import dataclass
 

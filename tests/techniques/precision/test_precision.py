@@ -1024,7 +1024,7 @@ def test_a_rehearsal_on_fake_tensors_shows_the_same_bytes(name, device, dtype, s
 @both
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_loss_curves_stay_close_to_fp32(name, dtype):
-    """The bounds that docs/precision.md states."""
+    """The bounds that docs/design/precision.md states."""
     found = measure_distance(name, dtype)
     assert found.last_loss < 0.6 * found.first_loss, "the models must learn for this test to mean something"
     assert 0 < found.mean < MEAN_BOUND[dtype]

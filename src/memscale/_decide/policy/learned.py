@@ -3,7 +3,7 @@
 "As good" is settled by exhaustive search, on the models of peak and time: a plan that fits, is as exact, and is at most
 1 % slower than the best there is. The trees are data, `policy.json` beside this file; walking them takes nothing but
 Python. None is in the package: what was trained did not beat the rules by the bars that were set for it, nor the
-widest strategy by much (docs/policy.md). `python -m benchmarks.policy --artifact FILE` trains another.
+widest strategy by much (docs/design/policy.md). `python -m benchmarks.policy --artifact FILE` trains another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The code blocks of README.md and docs/*.md: found, run, and their printed output written anew.
 
-    python docs/blocks.py        run every `$ memscale` command of the documents and rewrite what it printed
+    python tools/blocks.py        run every `$ memscale` command of the documents and rewrite what it printed
 
 `tests/test_docs.py` runs the same blocks and fails where a document no longer says what happens. A line that is just
 `...` stands for any lines; such a block is not rewritten.

@@ -1,7 +1,7 @@
-"""Draw `docs/demo.svg` and write README's table: the memory of a training step with and without MemScale, measured.
+"""Draw `docs/images/demo.svg` and write README's table: the memory of a training step with and without MemScale, measured.
 
-    python docs/make_figures.py              draw from docs/demo.json
-    python docs/make_figures.py --measure    run examples/demo.py first, keep its numbers in docs/demo.json, then draw
+    python tools/make_figures.py              draw from docs/results/demo.json
+    python tools/make_figures.py --measure    run examples/demo.py first, keep its numbers in docs/results/demo.json, then draw
 
 The SVG is written by hand: no plotting library is needed, and the same data gives the same bytes.
 """
@@ -20,7 +20,7 @@ from typing import Any
 DOCS = pathlib.Path(__file__).parent
 DATA, FIGURE, README = DOCS / "demo.json", DOCS / "demo.svg", DOCS.parent / "README.md"
 NUM_BINS = 120
-_TABLE_START, _TABLE_END = "<!-- written by docs/make_figures.py -->", "<!-- end -->"
+_TABLE_START, _TABLE_END = "<!-- written by tools/make_figures.py -->", "<!-- end -->"
 
 COLORS = {
     "parameters": "#4c566a",
