@@ -247,7 +247,7 @@ def what_was_done(plan: memscale.Plan) -> str:
 
 
 def to_json(result: Result) -> str:
-    """What `tools/make_figures.py` draws from."""
+    """What `tools.make_figures` draws from."""
 
     def side(run: Run) -> dict[str, object]:
         return {

@@ -25,7 +25,8 @@ from torch.utils import _python_dispatch
 from torch.utils import checkpoint as checkpoint_internals
 
 from memscale._execute.executor import Executor
-from memscale._torch.live_bytes import LiveBytes, measure
+from memscale._measurement import measure
+from memscale._torch.live_bytes import LiveBytes
 from memscale._torch.overrides import ForwardOverride, OwnHook
 
 _BORN: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 import re
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -18,23 +15,9 @@ from memscale._config import OptimizationMode
 from memscale._hardware.cards import KNOWN_CARDS
 from memscale.cli import app
 from memscale.zoo import MODELS
+from tools import blocks, make_figures, make_table
 
 ROOT = pathlib.Path(__file__).parent.parent
-
-
-def _load(name: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-blocks: Any = _load("blocks")
-make_figures: Any = _load("make_figures")
-make_table: Any = _load("make_table")
 DOCUMENTS = blocks.documents()
 
 
@@ -52,7 +35,7 @@ def test_python_blocks_run_in_sequence(
 @pytest.mark.parametrize("block", blocks.console_blocks(), ids=str)
 def test_commands_print_what_the_document_shows(block: Any) -> None:
     printed = blocks.run_command(block.command)
-    assert blocks.agree(block.printed, printed), f"run `python tools/blocks.py`; {block.command} now prints:\n{printed}"
+    assert blocks.agree(block.printed, printed), f"run `python -m tools.blocks`; {block.command} now prints:\n{printed}"
 
 
 def test_a_document_that_says_something_else_is_found() -> None:
@@ -75,14 +58,14 @@ def test_links_lead_somewhere(path: pathlib.Path) -> None:
 
 def test_the_figure_and_the_table_are_those_of_the_measured_data() -> None:
     data = json.loads(make_figures.DATA.read_text())
-    assert make_figures.draw(data) == make_figures.FIGURE.read_text(), "run `python tools/make_figures.py`"
-    assert make_figures.table(data) in (ROOT / "README.md").read_text(), "run `python tools/make_figures.py`"
+    assert make_figures.draw(data) == make_figures.FIGURE.read_text(), "run `python -m tools.make_figures`"
+    assert make_figures.table(data) in (ROOT / "README.md").read_text(), "run `python -m tools.make_figures`"
     assert data["losses_identical"]
     assert data["weights_identical"]
 
 
 def test_every_field_of_the_config_is_documented() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     for field in memscale.Config.__dataclass_fields__:
         if not field.startswith("_"):
             assert f"| `{field}` |" in text
@@ -91,7 +74,7 @@ def test_every_field_of_the_config_is_documented() -> None:
 
 
 def test_the_modes_are_documented_as_they_are() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     techniques = ("enable_checkpointing", "enable_offloading", "enable_tiling", "use_8bit_optimizer")
     for technique in techniques:
         values = [getattr(memscale.Config(mode=mode), technique) for mode in OptimizationMode]
@@ -99,7 +82,7 @@ def test_the_modes_are_documented_as_they_are() -> None:
 
 
 def test_every_option_model_and_card_is_documented() -> None:
-    text = (ROOT / "docs" / "cli.md").read_text()
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text()
     for command in app.registered_commands:
         assert command.callback is not None
         assert f"`memscale {command.callback.__name__}" in text
@@ -114,10 +97,10 @@ def test_every_option_model_and_card_is_documented() -> None:
 def test_the_table_of_models_is_what_the_benchmark_found() -> None:
     measured, predicted = (make_table.table.read_results(path) for path in (make_table.MEASURED, make_table.PREDICTED))
     text = (ROOT / "README.md").read_text()
-    assert make_table.readme_table(measured, predicted) in text, "run `python tools/make_table.py`"
+    assert make_table.readme_table(measured, predicted) in text, "run `python -m tools.make_table`"
     assert text.index(make_table.START) < 1500, "it belongs on the first screen"
     for path, options in ((make_table.MEASURED, ""), (make_table.PREDICTED, " --fake")):
         command = f"python -m benchmarks{options}"
         assert path.with_suffix(".txt").read_text() == make_table.as_text(path, command), (
-            "run `python tools/make_table.py`"
+            "run `python -m tools.make_table`"
         )

@@ -1,84 +1,40 @@
-"""The import table of the design, read from the source."""
+"""The import table of the design, read from the source: which room may look into which."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 from collections.abc import Iterator
 
-import pytest
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "memscale"
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "src" / "memscale"
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-TORCH_FREE = (
-    "__init__",
-    "_calls",
-    "_cards",
-    "_choice",
-    "_config",
-    "_decide",
-    "_errors",
-    "_front",
-    "_hardware",
-    "_host",
-    "_json",
-    "_lowest",
-    "_measure",
-    "_optimizer_model",
-    "_pace",
-    "_peak",
-    "_plan",
-    "_policy",
-    "_profile",
-    "_scaling",
-    "_search",
-    "_stretch",
-    "_units",
-    "_ways",
-    "_writing",
-)
-
+WORDS = {"_errors", "_units", "_json"}
+DATA = WORDS | {"_plan", "_config"}
 ALLOWED = {
     "_errors": set(),
     "_units": set(),
     "_json": {"_errors"},
-    "_measure": {"_errors", "_json", "_units"},
-    "_config": {"_errors"},
-    "_plan": {"_errors", "_json", "_units"},
-    "_cards": set(),
-    "_host": set(),
-    "_hardware": {"_cards", "_errors", "_host", "_measure"},
-    "_profile": {"_json", "_plan"},
-    "_choice": {"_plan"},
-    "_calls": {"_choice"},
-    "_stretch": set(),
-    "_pace": {"_calls", "_choice", "_hardware", "_profile"},
-    "_optimizer_model": {"_calls", "_choice", "_pace", "_profile"},
-    "_peak": {"_choice", "_hardware", "_optimizer_model", "_pace", "_profile", "_stretch"},
-    "_scaling": {"_choice", "_plan", "_profile"},
-    "_ways": {"_choice", "_peak", "_stretch"},
-    "_lowest": {"_choice", "_peak", "_ways"},
-    "_search": {"_choice", "_lowest", "_peak", "_stretch", "_ways"},
-    "_front": {"_choice", "_plan", "_search"},
-    "_decide": {
-        "_choice",
-        "_config",
-        "_errors",
-        "_front",
-        "_hardware",
-        "_lowest",
-        "_peak",
-        "_plan",
-        "_profile",
-        "_search",
-        "_writing",
-    },
-    "_writing": {"_choice", "_config", "_front", "_hardware", "_peak", "_plan", "_profile", "_search", "_units"},
+    "_plan": WORDS,
+    "_config": WORDS,
+    "_hardware": WORDS,
+    "_torch": WORDS,
+    "_profile": WORDS | {"_plan", "_torch"},
+    "_decide": DATA | {"_hardware", "_profile"},
+    "report": DATA | {"_hardware", "__init__"},
+    "techniques": DATA | {"_torch"},
+    "_execute": DATA | {"_hardware", "_torch", "techniques"},
+    "_planning": DATA | {"_decide", "_execute", "_hardware", "_profile", "_torch", "report", "techniques"},
+    "zoo": WORDS,
+    "integrations": DATA | {"_torch", "techniques"},
 }
-"""Whom each of the pure modules may import, at most."""
-
-MEETING_PLACES = {"_api", "_planner", "_observed", "_pipeline", "_study", "_estimate", "_fit", "_advice"}
+"""Whom each room may import, at most. `_api`, `cli` and the package itself stand above all of them."""
+ABOVE_ALL = {"__init__", "__main__", "_api", "cli"}
+NO_TORCH_ON_IMPORT = {"__init__", "_config", "_errors", "_hardware", "_json", "_plan", "_units", "cli", "zoo"}
+"""Rooms that load without torch; what they need of it they import where they need it. `_decide` never does."""
+PUBLIC_BY_CUSTOM = ("torch.utils._pytree", "torch.utils._python_dispatch")
+"""Underscored modules that PyTorch's own documentation tells extension authors to use."""
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -86,6 +42,10 @@ def name_of(path: pathlib.Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
 def tree_of(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -110,67 +70,65 @@ def _walk(tree: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
         yield from _walk(node, top_level_only)
 
 
-MODULES = {name_of(path): path for path in FILES}
-
-
-def internal(name: str, *, top_level_only: bool = False) -> set[str]:
+@functools.cache
+def internal(name: str, *, top_level_only: bool = False) -> frozenset[str]:
     """Our own modules that this one imports."""
     found = set()
     for imported in imports(tree_of(MODULES[name]), top_level_only=top_level_only):
-        if imported.startswith("memscale."):
-            short = imported.removeprefix("memscale.")
+        if imported.split(".")[0] == "memscale":
+            short = imported.removeprefix("memscale").lstrip(".")
             while short and short not in MODULES:
                 short = short.rpartition(".")[0]
-            if short:
-                found.add(short)
-    return found
+            found.add(short or "__init__")
+    return frozenset(found)
 
 
-@pytest.mark.parametrize("name", TORCH_FREE)
-def test_these_need_no_torch(name: str) -> None:
-    loaded = [i for i in imports(tree_of(MODULES[name]), top_level_only=True) if i.split(".")[0] == "torch"]
-    assert not loaded
+def room_of(name: str) -> str:
+    return name.split(".")[0]
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_pure_modules_import_only_what_is_below_them(name: str) -> None:
-    assert internal(name) <= ALLOWED[name]
+def loads_torch(name: str, *, top_level_only: bool) -> bool:
+    return any(i.split(".")[0] == "torch" for i in imports(tree_of(MODULES[name]), top_level_only=top_level_only))
 
 
-def test_profile_decide_and_execute_meet_only_in_the_api() -> None:
-    def stages(name: str) -> set[str]:
-        return {
-            stage
-            for stage in ("_profile", "_decide", "_execute")
-            for used in internal(name)
-            if used == stage or (used.startswith(f"{stage}.") and stage == "_profile")
-        }
+def test_nothing_lies_at_the_root_but_what_is_listed() -> None:
+    assert {room_of(name) for name in MODULES} == {*ALLOWED, *ABOVE_ALL, "_measurement"}
 
+
+def test_every_room_imports_only_what_is_below_it() -> None:
     for name in MODULES:
-        if name in MEETING_PLACES or name.split(".")[0] in ("cli", "benchmarks", "integrations", "zoo", "_profile"):
-            continue
-        # The pure peak model and the decision read the profile's data, not its making.
-        used = (
-            {u for u in internal(name) if u.startswith("_profile.")} if name in ("_decide", "_peak") else stages(name)
-        )
-        assert len(used) <= (0 if name in ("_decide", "_peak") else 1), f"{name} imports {used}"
+        room = room_of(name)
+        if room not in ABOVE_ALL:
+            used = {room_of(other) for other in internal(name)} - {room}
+            allowed = ALLOWED.get(room, WORDS | {"_torch"})
+            assert used <= allowed, f"{name} imports {sorted(used - allowed)}"
+
+
+def test_deciding_reads_the_data_of_profiles_and_not_their_making() -> None:
+    for name in MODULES:
+        if room_of(name) == "_decide":
+            making = {used for used in internal(name) if used.startswith("_profile.")}
+            assert not making, f"{name} imports {sorted(making)}"
+
+
+def test_deciding_never_imports_torch() -> None:
+    assert not [name for name in MODULES if room_of(name) == "_decide" and loads_torch(name, top_level_only=False)]
+    assert not loads_torch("_profile", top_level_only=True), "profiles are data"
+
+
+def test_these_rooms_load_without_torch() -> None:
+    heavy = [name for name in MODULES if loads_torch(name, top_level_only=True)]
+    assert not {name for name in heavy if room_of(name) in NO_TORCH_ON_IMPORT}
 
 
 def test_techniques_never_import_one_another() -> None:
     for name in MODULES:
-        parts = name.split(".")
-        if parts[0] != "techniques" or len(parts) < 2:
-            continue
-        others = {used for used in internal(name) if used.split(".")[0] == "techniques"}
-        strangers = {used for used in others if used.split(".")[:2] != parts[:2] and used != "techniques"}
-        assert not strangers, f"{name} imports {strangers}"
-
-
-def test_techniques_know_nothing_of_profiles_and_decisions() -> None:
-    for name in MODULES:
-        if name.split(".")[0] == "techniques":
-            used = {u.split(".")[0] for u in internal(name)}
-            assert not used & {"_api", "_decide", "_execute", "_profile", "_peak", "_policy"}, name
+        if room_of(name) == "techniques" and "." in name:
+            others = {used for used in internal(name) if room_of(used) == "techniques"} - {"techniques"}
+            own = name.split(".")[1]
+            # Computing a block again is what checkpointing and streaming have in common.
+            strangers = {used for used in others if used.split(".")[1] not in (own, "recompute")}
+            assert not strangers, f"{name} imports {sorted(strangers)}"
 
 
 def test_nothing_imports_in_a_circle() -> None:
@@ -182,27 +140,32 @@ def test_nothing_imports_in_a_circle() -> None:
         done |= ready
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_device_code_is_generic(path: pathlib.Path) -> None:
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute):
-            assert ast.unparse(node) != "torch.cuda", f"{path.name}:{node.lineno} uses torch.cuda"
-    assert not [i for i in imports(tree_of(path)) if i.startswith("torch.cuda")]
+def test_device_code_is_generic() -> None:
+    for name, path in MODULES.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute):
+                assert ast.unparse(node) != "torch.cuda", f"{name}:{node.lineno} uses torch.cuda"
+        assert not [i for i in imports(tree_of(path)) if i.startswith("torch.cuda")], name
 
 
-PUBLIC_BY_CUSTOM = ("torch.utils._pytree", "torch.utils._python_dispatch")
-"""Underscored modules that PyTorch's own documentation tells extension authors to use."""
+def test_private_torch_is_in_one_place() -> None:
+    for name, path in MODULES.items():
+        if name != "_torch.private":
+            private = private_torch(tree_of(path))
+            assert not private, f"{name} uses {private}: put it into _torch/private.py"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_private_torch_is_in_one_place(path: pathlib.Path) -> None:
-    if path.name == "_torch_private.py":
-        return
-    tree = tree_of(path)
-    private = [i for i in imports(tree) if i.startswith("torch.") and "._" in i and not i.startswith(PUBLIC_BY_CUSTOM)]
+def private_torch(tree: ast.Module) -> list[str]:
+    found = [i for i in imports(tree) if i.startswith("torch.") and "._" in i and not i.startswith(PUBLIC_BY_CUSTOM)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
             if text.startswith(("torch._", "torch.optim._", "torch.utils._", "torch.nn._", "torch.autograd._")):
-                private.append(text)
-    assert not private, f"{path.name} uses {private}: put it into _torch_private.py"
+                found.append(text)
+    return found
+
+
+def test_the_product_uses_nothing_made_for_tests() -> None:
+    for name, path in MODULES.items():
+        heads = {i.split(".")[0] for i in imports(tree_of(path))}
+        assert not heads & {"unittest", "pytest", "tests", "typing_extensions"}, name

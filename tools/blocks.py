@@ -1,6 +1,6 @@
-"""The code blocks of README.md and docs/*.md: found, run, and their printed output written anew.
+"""The code blocks of README.md and docs: found, run, and their printed output written anew.
 
-    python tools/blocks.py        run every `$ memscale` command of the documents and rewrite what it printed
+    python -m tools.blocks        run every `$ memscale` command of the documents and rewrite what it printed
 
 `tests/test_docs.py` runs the same blocks and fails where a document no longer says what happens. A line that is just
 `...` stands for any lines; such a block is not rewritten.
@@ -53,7 +53,7 @@ class Block:
 
 
 def documents() -> list[pathlib.Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks_of(path: pathlib.Path) -> list[Block]:

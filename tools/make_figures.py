@@ -1,7 +1,7 @@
-"""Draw `docs/images/demo.svg` and write README's table: the memory of a training step with and without MemScale, measured.
+"""Draw `docs/images/demo.svg` and write README's table: the memory of a step with and without MemScale, measured.
 
-    python tools/make_figures.py              draw from docs/results/demo.json
-    python tools/make_figures.py --measure    run examples/demo.py first, keep its numbers in docs/results/demo.json, then draw
+    python -m tools.make_figures              draw from docs/results/demo.json
+    python -m tools.make_figures --measure    run examples/demo.py first, and keep its numbers there
 
 The SVG is written by hand: no plotting library is needed, and the same data gives the same bytes.
 """
@@ -17,8 +17,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-DOCS = pathlib.Path(__file__).parent
-DATA, FIGURE, README = DOCS / "demo.json", DOCS / "demo.svg", DOCS.parent / "README.md"
+ROOT = pathlib.Path(__file__).parent.parent
+DATA, FIGURE = ROOT / "docs" / "results" / "demo.json", ROOT / "docs" / "images" / "demo.svg"
+README = ROOT / "README.md"
 NUM_BINS = 120
 _TABLE_START, _TABLE_END = "<!-- written by tools/make_figures.py -->", "<!-- end -->"
 
@@ -55,7 +56,7 @@ def reduce_timeline(kinds: Sequence[str], timeline: list[list[float]]) -> list[d
 def measure() -> None:
     with tempfile.TemporaryDirectory() as directory:
         raw = pathlib.Path(directory) / "demo.json"
-        subprocess.run([sys.executable, DOCS.parent / "examples" / "demo.py", "--json", raw], check=True)
+        subprocess.run([sys.executable, ROOT / "examples" / "demo.py", "--json", raw], check=True)
         data = json.loads(raw.read_text())
     for side in ("plain", "wrapped"):
         data[side]["timeline"] = reduce_timeline(data["kinds"], data[side]["timeline"])

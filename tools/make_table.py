@@ -2,7 +2,7 @@
 
     python -m benchmarks --fake --results docs/results/table_fake.json    predict every row
     python -m benchmarks --results docs/results/table.json                measure them, one after the other
-    python tools/make_table.py                                                      write README, and the same as text
+    python -m tools.make_table                                                      write README, and the same as text
 
 Rows that nobody has measured yet show what was predicted. `tests/test_docs.py` checks that README and files agree.
 """
@@ -16,9 +16,10 @@ from typing import Any
 from benchmarks import table
 from benchmarks.runs import Result, Subject
 
-DOCS = pathlib.Path(__file__).parent
-README = DOCS.parent / "README.md"
-MEASURED, PREDICTED = DOCS / "results" / "table.json", DOCS / "results" / "table_fake.json"
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "docs" / "results"
+MEASURED, PREDICTED = RESULTS / "table.json", RESULTS / "table_fake.json"
 START, END = "<!-- written by tools/make_table.py -->", "<!-- end of the table -->"
 SHOWN = ("plain", "balanced", "aggressive exact", "aggressive")
 

@@ -1,4 +1,4 @@
-"""Gradient-boosted trees for yes or no, in numpy: small, deterministic, and written out as `_policy.trees`."""
+"""Gradient-boosted trees for yes or no, in numpy: small and deterministic; written out as `policy/trees.py`."""
 
 from __future__ import annotations
 

@@ -2,14 +2,18 @@
 
     model = memscale.wrap(model)      # and the training loop stays as it was
 
-    wrap / optimize                                      _api.py       the verbs; _pipeline.py, _study.py: these stages
+    wrap / optimize                                      _api.py        the verbs; _planning/ runs these stages
        |
        v
-    profile_model(model, sample)   -> Profile            _profile/     what each layer costs
-    Hardware.detect(device)        -> Hardware           _hardware.py  what there is to spend
-    choose_strategy(config, ...)   -> Strategy           _policy/      stage 1: which techniques may be used
-    decide(profile, hardware, ...) -> Plan               _decide.py    stage 2: pure, deterministic, explained
-    execute(model, plan)           -> Executor           _execute.py   attaches hooks, owns the undo stack
+    profile_model(model, sample)   -> Profile            _profile/      what each layer costs
+    Hardware.detect(device)        -> Hardware           _hardware/     what there is to spend
+    choose_strategy(config, ...)   -> Strategy           _decide/policy stage 1: which techniques may be used
+    decide(profile, hardware, ...) -> Plan               _decide/       stage 2: pure, deterministic, explained
+    execute(model, plan)           -> Executor           _execute/      attaches hooks, owns the undo stack
+
+The rooms beside these: `techniques/` holds what a plan can do to a model, a file or a folder each; `_torch/` is what
+lies below them; `report/` turns data into words; `integrations/` knows other libraries; `_config.py` and `_plan.py` are
+data.
 
 Only frozen data crosses between the stages. Importing this package does no work: names are loaded when first used.
 """
@@ -39,11 +43,11 @@ if TYPE_CHECKING:
     from memscale._errors import VerificationError as VerificationError
     from memscale._execute.executor import Executor as Executor
     from memscale._hardware import Hardware as Hardware
+    from memscale._measurement import Measurement as Measurement
+    from memscale._measurement import measure as measure
     from memscale._plan import Plan as Plan
     from memscale._planning.estimate import Estimate as Estimate
     from memscale._planning.estimate import estimate as estimate
-    from memscale._torch.live_bytes import Measurement as Measurement
-    from memscale._torch.live_bytes import measure as measure
 
 __version__ = "0.1.0"
 
@@ -53,16 +57,16 @@ _HOME_OF = {
     "detach": "_api",
     "execute": "_api",
     "apply_all_optimizations": "_api",
-    "estimate": "_estimate",
-    "Estimate": "_estimate",
-    "measure": "_memory",
-    "Measurement": "_memory",
+    "estimate": "_planning.estimate",
+    "Estimate": "_planning.estimate",
+    "measure": "_measurement",
+    "Measurement": "_measurement",
     "Config": "_config",
     "OptimizationMode": "_config",
     "AsyncOffloadConfig": "_config",
     "Hardware": "_hardware",
     "Plan": "_plan",
-    "Executor": "_execute",
+    "Executor": "_execute.executor",
     "MemScaleError": "_errors",
     "ConfigError": "_errors",
     "DoesNotFitError": "_errors",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import pathlib
 import sys
@@ -20,7 +21,8 @@ import memscale
 from memscale import _json
 from memscale._config import Config, OptimizationMode
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, PlanError, quoted, shortened, shown
-from memscale.report import doctor, terminal
+from memscale.report import doctor as doctor_report
+from memscale.report import terminal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -243,8 +245,8 @@ def fit(
 def doctor(as_json: JsonOption = False) -> None:
     """Print what was detected: hardware, versions, and which extras are there."""
     with _progress("looking at this machine"):
-        findings = doctor.examine()
-    print(_json.dumps(findings) if as_json else "\n".join(doctor.lines(findings)), end="" if as_json else "\n")
+        findings = doctor_report.examine()
+    print(_json.dumps(findings) if as_json else "\n".join(doctor_report.lines(findings)), end="" if as_json else "\n")
 
 
 @app.command()
@@ -264,9 +266,24 @@ def bench(
     from memscale import zoo
 
     with zoo.quiet():
-        from benchmarks import table
-
+        table = _benchmarks_table()
         table.run(fake=fake, quick=quick, factory=factory, only=only, results=results, as_json=as_json)
+
+
+def _benchmarks_table() -> Any:
+    """The benchmark lies in a folder of its own beside the package, and is not installed with it."""
+    root = pathlib.Path(__file__).parents[2]
+    if (root / "benchmarks" / "table.py").is_file() and str(root) not in sys.path:
+        sys.path.append(str(root))
+    try:
+        return importlib.import_module("benchmarks.table")
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", "benchmarks.table"):
+            raise
+        raise MemScaleError(
+            "The benchmarks are not part of the installed package. Clone the repository and run `memscale bench` or "
+            "`python -m benchmarks` in its folder."
+        ) from error
 
 
 # ---- what a command works on

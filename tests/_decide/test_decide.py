@@ -317,7 +317,7 @@ def test_the_whole_pipeline_gives_the_same_bytes_in_every_process() -> None:
 
 
 def _root() -> str:
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def test_inputs_are_not_changed() -> None:

@@ -168,7 +168,7 @@ def test_what_was_not_learned_is_left_to_the_rules(wish: str, artifact_at: Any) 
 
 
 def test_a_policy_is_in_the_package_only_if_it_has_earned_its_place() -> None:
-    results = (pathlib.Path(__file__).parent.parent / "docs" / "results" / "policy.txt").read_text()
+    results = (pathlib.Path(__file__).parents[2] / "docs" / "results" / "policy.txt").read_text()
     has_earned = "The learned policy earns its place." in results
     assert learned.ARTIFACT.is_file() == has_earned
     strategy = choose_strategy(Config(auto_policy=True), situation_at(2.0))

@@ -1,4 +1,4 @@
-"""Loops that add up gradients over several batches: a budget holds for them, too (`_planner`)."""
+"""Loops that add up gradients over several batches: a budget holds for them, too (`_planning/replanning.py`)."""
 
 from __future__ import annotations
 

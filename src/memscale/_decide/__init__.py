@@ -1,7 +1,7 @@
 """Stage 2: the cheapest plan that fits. A pure function of frozen data; it sees no module and no tensor.
 
 A choice says for each block what is done to it, and for the run how large the tiles are and where the optimizer's
-state waits. `_search` offers the choices that no other beats, whatever the budget is; the fastest that fits is taken.
+state waits. `search` offers the choices that no other beats, whatever the budget is; the fastest that fits is taken.
 """
 
 from __future__ import annotations

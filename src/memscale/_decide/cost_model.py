@@ -2,8 +2,8 @@
 
 The step is a sequence of stretches. Each block's are taken from the trace of the way it is treated, everything else
 from the trace of the way the rest is run; live bytes run through them. The peak is the maximum over the end of
-forward, every backward position with its recompute, and the optimizer step. How long a stretch takes: `_pace`; what the
-optimizer keeps and takes: `_optimizer_model`.
+forward, every backward position with its recompute, and the optimizer step. How long a stretch takes: `step_time`;
+what the optimizer keeps and takes: `optimizer_model`.
 
 Sizes of tiles are traced at both ends of their range. What lies between is taken from the chord: a peak is a maximum
 of straight lines in the size of a tile, so the chord is never below it.

@@ -3,9 +3,9 @@
 A stretch of neighbouring blocks is known by a *front*: ways of treating it, none of which is worse than another in
 everything. Of equal blocks in a plain stack only the number that gets each treatment matters, and their best order is
 known; fronts of other neighbours are merged pairwise, up to the whole model, in whatever order a step visits its blocks
-(`_ways`). Short models are searched exactly; on long ones fronts are thinned, by a grid on bytes that keeps the fastest
-of each cell. What thinning could lose is looked at apart: blocks that are treated alike, all or up to one of them, and
-the lowest peak that there is, which no time has a say in (`_lowest`).
+(`partial_choices`). Short models are searched exactly; on long ones fronts are thinned, by a grid on bytes that keeps
+the fastest of each cell. What thinning could lose is looked at apart: blocks that are treated alike, all or up to one
+of them, and the lowest peak that there is, which no time has a say in (`lowest_peak`).
 
 Nothing here depends on the device's budget, so a larger one can never give a slower plan. Whole bytes and a fixed
 order: the same inputs give the same front everywhere.

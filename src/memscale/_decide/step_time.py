@@ -19,7 +19,7 @@ _TILED_HEAD_SLOWDOWN = 1.02
 """What is bit-exact comes first."""
 _TILE_MS = 0.08
 """Of Python and views around the operators of a tile, which a host that launches ahead of its device hides. Nominal.
-The operators themselves are in the traces: launches on a device, calls on a CPU (`_calls`)."""
+The operators themselves are in the traces: launches on a device, calls on a CPU (`host_calls`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class Executor:
             case MixedPrecision():
                 self._attach_precision(action, undo)
             case OffloadActivations() | OffloadOptimizer() | StreamParameters() | QuantizeOptimizer():
-                pass  # together, in _offloading.py: they share tiers and prefetch one another's neighbours
+                pass  # together, in offloading.py: they share tiers and prefetch one another's neighbours
             case _:
                 assert_never(action)
 

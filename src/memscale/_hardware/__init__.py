@@ -68,7 +68,8 @@ class Hardware:
     link_directions: int = 2
     """2: to the next tier and back at once; 1: by turns."""
     launch_s: float = 0.0
-    """What an operator costs the host before the device can begin with it; 0 on a CPU, where `_calls` counts it."""
+    """What an operator costs the host before the device can begin with it; 0 on a CPU, where `_decide`
+    counts calls."""
     matmul_efficiency: float = _MATMUL_EFFICIENCY
     """The share of the throughput above that dense matrix products reach."""
     host_bytes_per_s: float | None = _HOST_BYTES_PER_S

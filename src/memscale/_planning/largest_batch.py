@@ -1,7 +1,7 @@
 """`fit`: the largest batch, or the longest sequence, that fits a device in each mode. By prediction alone.
 
 A step is profiled at two sizes with all that the modes allow: for a batch, what fits plain training, and twice that.
-Between and beyond them profiles are drawn (`_scaling`), so any size can be decided in no time. What comes out is
+Between and beyond them profiles are drawn (`profile_scaling`), so any size can be decided in no time. What comes out is
 rehearsed at its very size, and the search goes on from there if the rehearsal says otherwise.
 """
 

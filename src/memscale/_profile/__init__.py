@@ -142,8 +142,8 @@ class Profile:
     """The unmodified model."""
     variants: dict[str, StepTrace] = dataclasses.field(default_factory=dict)
     """The step with every block under one treatment ("checkpoint", "stream", ...), with tiles of some size, with the
-    rest of the model streamed, in 16 bits, by the names of `memscale._decide.cost_model`. What nobody asked for or did not run is
-    not there."""
+    rest of the model streamed, in 16 bits, by the names of `memscale._decide.cost_model`. What nobody asked for or did
+    not run is not there."""
     head: TileHead | None = None
     """How the language-model head would be tiled."""
     inside: tuple[TileAttention | TileMlp, ...] = ()

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -30,7 +31,6 @@ from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
 from memscale._torch.overrides import keep_copies_clean
 from memscale._units import round_up
-from memscale.techniques.recompute import RecomputedForward
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +56,13 @@ class ObservedStep:
     def trace(self) -> StepTrace:
         segments = tuple(piece.segment for piece in self.pieces)
         return StepTrace(segments, self.gradients_at_peak, self.activations_at_peak)
+
+
+@runtime_checkable
+class WatchedForward(Protocol):
+    """A block's forward that says when it is computed again: checkpointing and streaming put one in place."""
+
+    watcher: Any
 
 
 class Observation:
@@ -92,7 +99,7 @@ class Observation:
             self._recorder.watch(module_fqn, module, undo)
             keep_copies_clean(module, undo)
             forward = vars(module).get("forward")
-            if isinstance(forward, RecomputedForward):
+            if isinstance(forward, WatchedForward):
                 forward.watcher = self._recorder
                 undo.callback(setattr, forward, "watcher", None)
         self._recorder.watch_gradients(model, undo)

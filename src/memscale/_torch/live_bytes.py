@@ -1,4 +1,4 @@
-"""`measure()`: live bytes by kind, over time and at the peak, on any device.
+"""Live bytes by kind, on any device: the books that `memscale.measure()` and every rehearsal keep.
 
 Bytes are counted by unique storage, at operator boundaries: every operator's results enter the books when it
 returns, and leave them when the last tensor on their storage dies. What a kernel allocates and frees inside itself
@@ -8,27 +8,16 @@ temporaries several times as large as the parameter: those are seen.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memscale._errors import ConfigError
 from memscale._torch import private
 from memscale._units import round_up
 
@@ -93,6 +82,10 @@ class LiveBytes(TorchDispatchMode):
             self.see_all(result)
         return result
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage is in the books."""
+        return private.storage_key(tensor.untyped_storage()) in self._entries
+
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
@@ -110,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
             self.see_all([getattr(tensor, name) for name in names], kind)
             return
         if tensor.layout is not torch.strided:
-            self.see_all(_parts_of_sparse(tensor), kind)
+            self.see_all(parts_of_sparse(tensor), kind)
             return
         storage = tensor.untyped_storage()
         with self._lock:
@@ -163,157 +156,10 @@ def _is_opened(func: Any, args: tuple[Any, ...]) -> bool:
     return name in _OPENED and all(private.device_type_of(tensor) == "cpu" for tensor in tensors)
 
 
-def _parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What a sparse tensor consists of; other layouts hide their storages."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout is torch.sparse_csr:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return []
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
-    """Live bytes at one moment."""
-
-    seconds: float
-    total_bytes: int
-    by_kind: Mapping[Kind, int]
-
-
-class Measurement:
-    """What `measure()` saw. Grows while the context is open."""
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.peak_bytes = 0
-        """The highest live bytes, by unique storage."""
-        self.breakdown: Mapping[Kind, int] = dict.fromkeys(KINDS, 0)
-        """Bytes by kind at that peak; they add up to `peak_bytes`."""
-        self.timeline: list[Sample] = []
-        self.allocator_peak_bytes: int | None = None
-        """The device allocator's own peak, where the device has one."""
-
-    def __repr__(self) -> str:
-        kinds = ", ".join(f"{kind} {self.breakdown[kind] / 1e9:.3f}" for kind in KINDS)
-        return f"Measurement({self.device_type}: peak {self.peak_bytes / 1e9:.3f} GB; {kinds})"
-
-
-@contextlib.contextmanager
-def measure(device: str | torch.device | None = None) -> Iterator[Measurement]:
-    """Measure live bytes by kind while the context is open.
-
-        with memscale.measure() as measured:
-            train_one_step()
-        print(measured.peak_bytes, measured.breakdown)
-
-    `device=None` is the accelerator if there is one, else the CPU. Tensors that live already are found through the
-    garbage collector. What an operator computes with gradients enabled counts as activation, everything else that is
-    no parameter, gradient or optimizer state as temporary; tensors from before the context that are none of these
-    are "other".
-
-    Overhead: about 10 µs an operator and, at entry, a walk over all Python objects (about 0.1 s a million). On the
-    CPU that is a few per cent of a training step of a real model; leave it out of timings.
-    """
-    device_type = _device_type(device)
-    on_accelerator = device_type != "cpu"
-    books = _Timeline(device_type, rounding_of(device_type))
-    measurement = books.measurement
-    if on_accelerator:
-        torch.accelerator.reset_peak_memory_stats()
-    with contextlib.ExitStack() as undo:
-        books.see_what_lives(undo)
-        books.reset_peak()
-        try:
-            with books:
-                yield measurement
-        finally:
-            books.write()
-            if on_accelerator:
-                measurement.allocator_peak_bytes = torch.accelerator.max_memory_allocated()
-
-
-def _device_type(device: str | torch.device | None) -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    there = ["cpu"] if found is None else ["cpu", found.type]
-    if device is None:
-        return there[-1]
-    try:
-        wanted = torch.device(device).type
-    except RuntimeError as error:
-        raise ConfigError(f"device={device!r} is not a device that PyTorch knows") from error
-    if wanted not in there:
-        raise ConfigError(f"device={device!r} cannot be measured here: this machine has {' and '.join(there)}")
-    return wanted
-
-
-class _Timeline(LiveBytes):
-    """Live bytes with their kinds kept up to date by hooks on parameters and optimizers, and a sample a change."""
-
-    def __init__(self, device_type: str, rounding_bytes: int) -> None:
-        super().__init__(device_type, rounding_bytes)
-        self.measurement = Measurement(device_type)
-        self._start = time.perf_counter()
-        # With their weak references, because ids come back.
-        self._known_parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._undo = contextlib.ExitStack()
-
-    def _count(self, kind: Kind, num_bytes: int) -> None:
-        super()._count(kind, num_bytes)
-        if num_bytes > 0:
-            sample = Sample(time.perf_counter() - self._start, self.total_bytes, dict(self.by_kind))
-            self.measurement.timeline.append(sample)
-
-    def write(self) -> None:
-        self.measurement.peak_bytes = self.peak_bytes
-        self.measurement.breakdown = dict(self.peak_by_kind)
-
-    def see_what_lives(self, undo: contextlib.ExitStack) -> None:
-        self._undo = undo
-        undo.callback(register_optimizer_step_pre_hook(self._see_gradients).remove)
-        undo.callback(register_optimizer_step_post_hook(self._see_state).remove)
-        # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
-        objects = gc.get_objects()
-        self._see_parameters(obj for obj in objects if issubclass(type(obj), nn.Parameter))
-        for obj in objects:
-            if issubclass(type(obj), Optimizer):
-                self._see_state(obj)
-        for obj in objects:
-            if issubclass(type(obj), torch.Tensor) and not issubclass(type(obj), nn.Parameter):
-                self._see_stranger(obj)
-
-    def _see_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            known = self._known_parameters.get(id(parameter))
-            if known is not None and known() is parameter:
-                continue
-            self._known_parameters[id(parameter)] = weakref.ref(parameter)
-            self.see(parameter, "parameters")
-            if parameter.grad is not None:
-                self.see(parameter.grad, "gradients")
-            if parameter.requires_grad and parameter.is_leaf:
-                handle = parameter.register_post_accumulate_grad_hook(self._see_gradient)
-                self._undo.callback(handle.remove)
-
-    def _see_stranger(self, tensor: torch.Tensor) -> None:
-        """A tensor from before the context: "other", unless its storage is known already."""
-        if private.is_fake(tensor):
-            return
-        if tensor.layout is not torch.strided:
-            for part in _parts_of_sparse(tensor):
-                self._see_stranger(part)
-        elif private.storage_key(tensor.untyped_storage()) not in self._entries:
-            self.see(tensor, "other")
-
-    def _see_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self.see(parameter.grad, "gradients")
-
-    def _see_gradients(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._see_parameters(parameters)
-        for parameter in parameters:
-            self._see_gradient(parameter)
-
-    def _see_state(self, optimizer: Optimizer, *_: Any) -> None:
-        self.see_all(list(optimizer.state.values()), "optimizer state")

@@ -1,4 +1,4 @@
-"""Every use of PyTorch's private API, in one place. `tests/test_torch_private.py` says when one of them breaks."""
+"""Every use of PyTorch's private API, in one place. `tests/_torch/test_private.py` says when one of them breaks."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ import memscale
 import simgpu  # noqa: F401  # the device
 from memscale._execute.executor import execute, executor_of
 from memscale._execute.settings import ExecutionSettings
+from memscale._measurement import measure
 from memscale._plan import StreamParameters
 from memscale._profile.layers import find_blocks
-from memscale._torch.live_bytes import measure
 from memscale.techniques.recompute import key_value_caches
 from tests.parity import SELECTIVE, checkpoint_all, plan_of
 

@@ -14,7 +14,7 @@ Known limits: state that a forward changes elsewhere (a global, an object that a
 first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on parts of the module run
 again in the recompute. A module that changes its input tensors in
 place, or attributes of an object among its arguments, is refused. A module that is given a key-value cache of the
-caller's is not recomputed for that call (see `_caches.py`), nor is any inside `torch.func` transforms.
+caller's is not recomputed for that call (see `key_value_caches.py`), nor is any inside `torch.func` transforms.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     Parameter (host) --_AtHome--> alias (host) --_Visiting--> weight (device) --> the layer
 
-A streamed layer is a recomputed layer (`memscale.techniques.recompute`). *Inside* the recomputed region every weight is an
+A streamed layer is a recomputed layer (`techniques/recompute`). *Inside* the recomputed region every weight is an
 autograd function of the host parameter: the first forward drops the device copies, the recompute fetches them again,
 and autograd itself carries the gradient home, where hooks, accumulation, sharing, clipping and the optimizer find it on
 the user's own `Parameter`. `_Visiting.backward` starts the copy to the host; `_AtHome.backward`, which autograd runs in

@@ -48,7 +48,7 @@ class Projection:
         return self.hidden.reshape(-1, self.hidden.shape[-1])
 
     def weight_present(self) -> contextlib.AbstractContextManager[None]:
-        """A weight that is streamed has its values inside. See `memscale.techniques.offload.parameters.borrowed_weights`."""
+        """A weight that is streamed has its values inside. See `offload/parameters/borrowed_weights.py`."""
         return contextlib.nullcontext() if self.lender is None else self.lender.present()
 
     def check_current(self) -> None:

@@ -1,0 +1,1 @@
+"""Programs for those who work on MemScale: `python -m tools.NAME` at the root of the repository."""
