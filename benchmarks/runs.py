@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import benchmarks
 import memscale
 from memscale import OptimizationMode, zoo
 from memscale._decide.choice import Choice
@@ -285,7 +286,7 @@ def measure_apart(subject: Subject, variant: str) -> Result:
 def _apart(order: dict[str, Any]) -> list[dict[str, Any]] | str:
     """What the order gave, or the last line of what went wrong."""
     command = [sys.executable, "-m", "benchmarks.runs", json.dumps(order)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=benchmarks.environment())
     if run.returncode == 0:
         answer: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
         return answer

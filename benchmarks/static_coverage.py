@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import benchmarks
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
 
@@ -443,7 +444,7 @@ class Server:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "benchmarks.static_coverage", "--serve"]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        environment = benchmarks.environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
