@@ -31,7 +31,7 @@ import memscale
 from benchmarks.models import Mlp, MlpBlock, ResidualBlock
 from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
-from memscale.report.terminal import table
+from memscale.report.tables import table
 
 MAX_HOOK_US = 100.0
 MAX_IMPORT_S = 0.3

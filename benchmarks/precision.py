@@ -30,7 +30,7 @@ from benchmarks.models import case
 from benchmarks.text import Characters, Learned, build, learn
 from memscale._plan import MixedPrecision
 from memscale._torch.live_bytes import LiveBytes
-from memscale.report.terminal import table
+from memscale.report.tables import table
 from memscale.techniques import precision
 
 MAX_DISTANCE = 0.01

@@ -29,7 +29,7 @@ from benchmarks.models import Case, case, suite
 from memscale import zoo
 from memscale._execute.executor import executor_of
 from memscale._plan import Plan
-from memscale.report.terminal import table
+from memscale.report.tables import table
 
 MAX_ERROR = 0.01
 MAX_DEVICE_ERROR, MAX_DEVICE_SHORTFALL = 0.02, 0.005

@@ -34,7 +34,7 @@ from memscale._plan import Plan
 from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.rehearsal import loss_of
-from memscale.report.terminal import what_is_done
+from memscale.report.explain import what_is_done
 from memscale.techniques.offload.store.disk import DiskStore
 
 GB = 1e9

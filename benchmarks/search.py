@@ -37,7 +37,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.search import search
 from memscale._hardware import Hardware
 from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
-from memscale.report.terminal import table
+from memscale.report.tables import table
 
 MAX_EXCESS, MAX_SECONDS = 0.01, 1.0
 RUNS = (Run(), Run(offloads_optimizer=True))

@@ -35,7 +35,7 @@ from benchmarks.runs import GB, VARIANTS, Result, Subject, measure_apart, predic
 from memscale import zoo
 from memscale._errors import quoted, shown
 from memscale._hardware import Hardware
-from memscale.report.terminal import table
+from memscale.report.tables import table
 
 SUBJECTS = (
     Subject("BERT-Base", "bert-base", 16, 128, 3.14, 0.84, 0.40),

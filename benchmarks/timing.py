@@ -46,7 +46,8 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Plan, StreamParameters
 from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs
-from memscale.report.terminal import table, what_is_done
+from memscale.report.explain import what_is_done
+from memscale.report.tables import table
 
 MAX_ERROR, MAX_DEVICE_ERROR = 0.15, 0.10
 WARMUP_STEPS = 3

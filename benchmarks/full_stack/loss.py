@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.full_stack.setups import MIN_STATE_REDUCTION, prepared, state_bytes
 from benchmarks.text import Characters, Learned, build, learn
-from memscale.report.terminal import table
+from memscale.report.tables import table
 
 WIDTH = 128
 

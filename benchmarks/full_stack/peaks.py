@@ -13,7 +13,7 @@ import memscale
 from benchmarks.full_stack.setups import BATCHES, fresh_model
 from memscale import Config
 from memscale._execute.executor import executor_of
-from memscale.report.terminal import table
+from memscale.report.tables import table
 
 PUBLISHED_GB = {"bert-base": 0.84, "gpt2-medium": 2.61}
 

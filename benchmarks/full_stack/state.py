@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from benchmarks.full_stack.setups import MIN_STATE_REDUCTION, fresh_model, prepared, state_bytes
 from memscale._execute.executor import executor_of
-from memscale.report.terminal import table
+from memscale.report.tables import table
 from memscale.techniques.optimizer8bit import embeddings_of
 
 WAYS = ("AdamW8bit", "AdamW, 8-bit state")

@@ -12,7 +12,7 @@ from benchmarks.policy.boosting import Settings, fit
 from benchmarks.policy.cases import Case, Verdict
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._decide.policy.trees import Forest
-from memscale.report.terminal import table
+from memscale.report.tables import table
 
 THRESHOLDS = (0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
 """How sure the trees may have to be that a mild strategy will do; above them: never sure."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import re
 from typing import Literal, TypeAlias
 
 from memscale import _json
 from memscale._errors import PlanError, shortened, shown
-from memscale._units import show_bytes, show_speed
 
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
-_HOST_KERNELS = ("cpu", "simgpu")
-"""Devices that compute with the host's own kernels: what the host steps has the bits that they would have."""
 
 
 def _check_count(value: object, name: str, *, minimum: int) -> None:
@@ -31,11 +27,6 @@ class Reason:
 
     rule: str
     numbers: dict[str, int | float | str] = dataclasses.field(default_factory=dict)
-
-    def __str__(self) -> str:
-        # Sorted, as they are in JSON: a plan that was saved explains itself in the same words.
-        numbers = ", ".join(_show(name, value) for name, value in sorted(self.numbers.items()))
-        return f"{self.rule} ({numbers})" if numbers else self.rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,9 +197,6 @@ class Conditions:
     speeds: dict[str, float] = dataclasses.field(default_factory=dict)
     """Fields of `Hardware` that times were reckoned with, measured or from the card table."""
 
-    def __str__(self) -> str:
-        return ", ".join(_named_speed(name, value) for name, value in sorted(self.speeds.items()))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
@@ -259,8 +247,14 @@ class Plan:
 
     def explain(self) -> str:
         """The plan as text: each choice with its rule and numbers, and what there would be instead."""
-        parts = (self._head_lines(), self._run_lines(), self._table_lines(), self._front_lines())
-        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+        from memscale.report.explain import explain  # the one describer reads plans, so it lies above them
+
+        return explain(self)
+
+    @property
+    def chosen(self) -> FrontPoint | None:
+        """The point of the front that this plan is; None where there is no front."""
+        return next((point for point in self.front if point.is_chosen), None)
 
     @property
     def next_cheaper(self) -> FrontPoint | None:
@@ -277,62 +271,6 @@ class Plan:
     @property
     def _chosen_at(self) -> int:
         return next((index for index, point in enumerate(self.front) if point.is_chosen), len(self.front))
-
-    def _head_lines(self) -> list[str]:
-        how = "confirmed by a rehearsal" if self.rehearsed else "from the peak model"
-        numbers = [
-            f"  baseline:  {show_bytes(self.baseline_peak_bytes)} peak; budget {show_bytes(self.budget_bytes)}",
-            f"  planned:   {show_bytes(self.predicted_peak_bytes)} peak ({self.reduction:.1%} less, {how}), "
-            f"{self.predicted_slowdown:.2f}x the time, {'fits' if self.fits else 'does not fit'}",
-        ]
-        if self.provisional:
-            numbers = [
-                f"  planned:   not known until a training step has been seen; at least "
-                f"{show_bytes(self.predicted_peak_bytes)}, budget {show_bytes(self.budget_bytes)}"
-            ]
-        return [
-            f"Plan for {self.model_class} on {self.device_name} ({self.device_type}), mode {self.mode}, "
-            f"decided by {self.decision_source}",
-            f"  batch:     {'; '.join(self.inputs) or 'unknown'}",
-            f"  optimizer: {self.optimizer_name}; profile: {self.profile_source}",
-            *numbers,
-            f"  rule:      {self.summary}",
-            *([f"  strategy:  {self.strategy}"] if self.strategy is not None else []),
-            *([f"  times by:  {self.conditions}"] if self.conditions is not None and self.conditions.speeds else []),
-            *self._bits_lines(),
-        ]
-
-    def _bits_lines(self) -> list[str]:
-        """Where the same bits as the plain model's are not promised, though nothing of the plan is an approximation."""
-        streams = any(isinstance(action, StreamParameters) for action in self.actions)
-        if not streams or self.device_type in _HOST_KERNELS:
-            return []
-        return [
-            "  bits:      parameters that are streamed are stepped by the host's kernels: by the same formula as on "
-            f"{self.device_type}, which may round the last bit differently"
-        ]
-
-    def _run_lines(self) -> list[str]:
-        """What is not about one layer; and the head, whose rows a layer's line does not say."""
-        rows = [(_words_of(a), str(a.reason)) for a in self.actions if isinstance(a, TileHead) or _is_of_the_run(a)]
-        return _columns([("for the run", "rule"), *rows]) if rows else []
-
-    def _table_lines(self) -> list[str]:
-        header = ("layer", "class", "calls", "params", "activations", "forward", "techniques", "rule")
-        return _columns([header, *(_row_cells(row) for row in self.rows)])
-
-    def _front_lines(self) -> list[str]:
-        note = [f"({self.front_note})"] if self.front_note else []
-        if not self.front:
-            return note or ["(no front of peak against time: this plan does not carry one)"]
-        header = ("", "peak", "time", "what would be done")
-        lines = ["Peak against time, by the peak model:", *_columns([header, *map(_front_cells, self.front)])]
-        if self._chosen_at < len(self.front):
-            lines += [
-                _neighbour("next cheaper", self.next_cheaper, self),
-                _neighbour("next smaller", self.next_smaller, self),
-            ]
-        return [*lines, *note]
 
     def to_json(self) -> str:
         return _json.dumps(self)
@@ -358,66 +296,3 @@ class Plan:
         except UnicodeDecodeError as error:
             raise PlanError(f"{path} is not a plan: it is not a text file") from error
         return cls.from_json(text)
-
-
-def _is_of_the_run(action: Action) -> bool:
-    return isinstance(action, OffloadOptimizer | MixedPrecision | QuantizeOptimizer)
-
-
-def _words_of(action: Action) -> str:
-    """ "OffloadOptimizer" in words: "offload optimizer"."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(action).__name__).strip()
-
-
-def _columns(table: list[tuple[str, ...]]) -> list[str]:
-    """Under a header, with a line below it."""
-    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
-    return [line.rstrip() for line in (lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:])]
-
-
-def _front_cells(point: FrontPoint) -> tuple[str, ...]:
-    mark = ">" if point.is_chosen else ""
-    what = point.what if point.is_exact else f"{point.what} (not exact)"
-    return mark, show_bytes(point.peak_bytes), f"{point.slowdown:.2f}x", what
-
-
-def _neighbour(name: str, point: FrontPoint | None, plan: Plan) -> str:
-    if point is None:
-        return f"{name}: none"
-    chosen = plan.front[plan._chosen_at]
-    change = point.peak_bytes - chosen.peak_bytes
-    over = ", above the budget" if point.peak_bytes > plan.budget_bytes else ""
-    exact = "" if point.is_exact else ", not exact"
-    return (
-        f"{name}: {show_bytes(abs(change))} {'more' if change > 0 else 'less'}{over}, {point.slowdown:.2f}x the time "
-        f"instead of {chosen.slowdown:.2f}x{exact}: {point.what}"
-    )
-
-
-def _row_cells(row: LayerRow) -> tuple[str, ...]:
-    return (
-        row.module_fqn or "(model)",
-        row.class_name,
-        str(row.num_calls),
-        show_bytes(row.param_bytes),
-        show_bytes(row.activation_bytes),
-        f"{row.forward_ms:.2f} ms",
-        " + ".join(row.techniques) or "keep",
-        str(row.reason),
-    )
-
-
-def _named_speed(field_name: str, value: float) -> str:
-    """ "link_bytes_per_s": 2.4e10 reads as "link 24 GB/s"."""
-    name = re.sub("_(bytes_per_s|flops|s)$", "", field_name).replace("_", " ")
-    return f"{name} {show_speed(field_name, value)}"
-
-
-def _show(name: str, value: int | float | str) -> str:
-    """ "budget_bytes": 2_610_000_000 reads as "budget 2.610 GB"."""
-    if name.endswith("_bytes") and not isinstance(value, str):
-        return f"{name.removesuffix('_bytes').replace('_', ' ')} {show_bytes(value)}"
-    if name.endswith("_ms"):
-        return f"{name.removesuffix('_ms').replace('_', ' ')} {value} ms"
-    return f"{name.replace('_', ' ')} {value}"

@@ -16,6 +16,7 @@ from memscale._errors import ConfigError
 from memscale._hardware import Hardware
 from memscale._plan import LayerRow, Plan
 from memscale._units import show_bytes
+from memscale.report.explain import head_lines, reason_text, techniques_text
 
 logger = logging.getLogger("memscale")
 
@@ -99,7 +100,6 @@ def _print_table(plan: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    head, _, _ = plan.explain().partition("\n\n")
     table = Table(show_edge=False, pad_edge=False)
     for column in ("layer", "params", "activations", "forward", "techniques", "rule"):
         table.add_column(column, justify="right" if column in ("params", "activations", "forward") else "left")
@@ -109,11 +109,11 @@ def _print_table(plan: Plan) -> None:
             show_bytes(row.param_bytes),
             show_bytes(row.activation_bytes),
             f"{row.forward_ms:.2f} ms",
-            " + ".join(row.techniques) or "keep",
-            str(row.reason),
+            techniques_text(row),
+            reason_text(row.reason),
         )
     console = Console(stderr=True)
-    console.print(head, highlight=False)
+    console.print("\n".join(head_lines(plan)), highlight=False)
     console.print(table)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from memscale.report.explain import grouped, head_lines, techniques_text, what_is_done
+from memscale.report.tables import table
 
 if TYPE_CHECKING:
     from memscale._config import OptimizationMode
@@ -97,19 +97,6 @@ def _mode_cells(mode: OptimizationMode, entry: ModeEstimate) -> tuple[str, ...]:
     )
 
 
-def what_is_done(plan: Plan) -> str:
-    """The plan in a few words: "checkpoint: 20 layers"."""
-    counts = collections.Counter(" + ".join(row.techniques) for row in plan.rows if row.techniques)
-    parts = [f"{name}: {count} layer{'s' if count > 1 else ''}" for name, count in counts.items()]
-    parts += [_spaced(type(action).__name__) for action in plan.actions if not hasattr(action, "module_fqn")]
-    return ", ".join(parts) or "nothing"
-
-
-def _spaced(name: str) -> str:
-    """ "OffloadOptimizer" is not about one layer; in words: "offload optimizer"."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
-
-
 def _recommendation(result: Estimate) -> str:
     mode = result.recommended_mode
     if mode is None:
@@ -134,24 +121,9 @@ def _provenance(hardware: Hardware, plan: Plan) -> str:
 
 def plan_lines(plan: Plan) -> list[str]:
     """The head of `Plan.explain()` and, instead of a line a layer, one a group of neighbours treated alike."""
-    head, _, _ = plan.explain().partition("\n\n")
-    groups = _groups(plan.rows)
-    cells = [("layers", "params", "activations", "what is done"), *(_group_cells(group) for group in groups)]
-    return [*head.splitlines(), "", *table(cells, left=(0, 3))]
-
-
-def _groups(rows: Sequence[LayerRow]) -> list[list[LayerRow]]:
-    groups: list[list[LayerRow]] = []
-    for row in rows:
-        if groups and _likeness(groups[-1][0]) == _likeness(row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
-
-
-def _likeness(row: LayerRow) -> tuple[str, str, tuple[str, ...]]:
-    return row.module_fqn.rpartition(".")[0], row.class_name, row.techniques
+    header = ("layers", "params", "activations", "what is done")
+    cells = [header, *(_group_cells(group) for group in grouped(plan.rows))]
+    return [*head_lines(plan), "", *table(cells, left=(0, 3))]
 
 
 def _group_cells(group: list[LayerRow]) -> tuple[str, ...]:
@@ -160,17 +132,5 @@ def _group_cells(group: list[LayerRow]) -> tuple[str, ...]:
         first if len(group) == 1 else f"{first} to {last}",
         f"{sum(row.param_bytes for row in group) / 1e6:.1f} MB",
         f"{sum(row.activation_bytes for row in group) / 1e6:.1f} MB",
-        " + ".join(group[0].techniques) or "keep",
+        techniques_text(group[0]),
     )
-
-
-def table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> list[str]:
-    """Cells in columns; numbers to the right, the columns named in `left` to the left."""
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in rows
-    ]

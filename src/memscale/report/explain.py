@@ -1,0 +1,261 @@
+"""A plan as words: the one place where actions, reasons and numbers are turned into text.
+
+    explain(plan)                  # what `Plan.explain()` returns
+    what_is_done(plan)             # "checkpoint: 20 layers, tile the head: 256 rows"
+    words_of_block(actions)        # "checkpoint, input offloaded"
+
+Everything here reads data and nothing else, so a plan that was saved explains itself in the same words.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from typing_extensions import assert_never
+
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    FrontPoint,
+    LayerRow,
+    MixedPrecision,
+    OffloadActivations,
+    OffloadOptimizer,
+    QuantizeOptimizer,
+    Reason,
+    StreamParameters,
+    TileAttention,
+    TileHead,
+    TileMlp,
+)
+from memscale._units import show_bytes, show_speed
+from memscale.report.tables import table
+
+if TYPE_CHECKING:
+    from memscale._plan import Conditions, Plan
+
+_HOST_KERNELS = ("cpu", "simgpu")
+"""Devices that compute with the host's own kernels: what the host steps has the bits that they would have."""
+
+
+# ---- actions
+
+
+def words_of_block(actions: Iterable[Action]) -> str:
+    """What is done to one block: "checkpoint, input offloaded"; "keep" for nothing."""
+    found = {type(action): action for action in actions}
+    offloads = ", input offloaded" if OffloadActivations in found else ""
+    checkpoint = found.get(Checkpoint)
+    if StreamParameters in found:
+        return f"stream parameters{offloads}"
+    if isinstance(checkpoint, Checkpoint):
+        return f"checkpoint (selective){offloads}" if checkpoint.keep else f"checkpoint{offloads}"
+    return "offload activations" if offloads else "keep"
+
+
+def words_of_run(action: Action) -> str:
+    """What is done to the run, by one action that is not about a block; "" for one that is."""
+    match action:
+        case TileHead():
+            return f"tile the head: {action.rows} rows"
+        case TileMlp():
+            return f"tile inside layers: {action.num_tiles} tiles"
+        case TileAttention():
+            return f"tile attention: {action.rows} queries"
+        case OffloadOptimizer():
+            return "offload optimizer"
+        case MixedPrecision():
+            return f"compute in {action.dtype}"
+        case QuantizeOptimizer():
+            return "optimizer in 8 bits"
+        case Checkpoint() | OffloadActivations() | StreamParameters():
+            return ""
+        case _:
+            assert_never(action)
+
+
+def what_is_done(plan: Plan) -> str:
+    """The plan in a few words: "checkpoint: 20 layers, offload optimizer"."""
+    by_block: dict[str, list[Action]] = {}
+    for action in plan.actions:
+        if isinstance(action, Checkpoint | OffloadActivations | StreamParameters):
+            by_block.setdefault(action.module_fqn, []).append(action)
+    return words_of_counts(map(words_of_block, by_block.values()), plan.actions)
+
+
+def words_of_counts(blocks: Iterable[str], run: Iterable[Action]) -> str:
+    """Blocks that are treated alike are counted; what is done to the run is said once."""
+    counts = collections.Counter(blocks)
+    parts = [f"{words}: {count} layer{'s' if count > 1 else ''}" for words, count in counts.items()]
+    # An MLP in tiles says how many there are inside the layers; attention without one says it in queries.
+    actions = list(run)
+    if any(isinstance(action, TileMlp) for action in actions):
+        actions = [action for action in actions if not isinstance(action, TileAttention)]
+    named = dict.fromkeys(words for action in actions if (words := words_of_run(action)))
+    return ", ".join([*parts, *named]) or "nothing"
+
+
+# ---- a whole plan
+
+
+def explain(plan: Plan) -> str:
+    """Each choice with its rule and numbers, and what there would be instead."""
+    parts = (head_lines(plan), _run_lines(plan), _table_lines(plan), _front_lines(plan))
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def head_lines(plan: Plan) -> list[str]:
+    """What the plan is for, its numbers and the rule that settled it."""
+    conditions = plan.conditions
+    return [
+        f"Plan for {plan.model_class} on {plan.device_name} ({plan.device_type}), mode {plan.mode}, "
+        f"decided by {plan.decision_source}",
+        f"  batch:     {'; '.join(plan.inputs) or 'unknown'}",
+        f"  optimizer: {plan.optimizer_name}; profile: {plan.profile_source}",
+        *_number_lines(plan),
+        f"  rule:      {reason_text(plan.summary)}",
+        *([f"  strategy:  {reason_text(plan.strategy)}"] if plan.strategy is not None else []),
+        *([f"  times by:  {speeds_text(conditions)}"] if conditions is not None and conditions.speeds else []),
+        *_bits_lines(plan),
+    ]
+
+
+def _number_lines(plan: Plan) -> list[str]:
+    if plan.provisional:
+        return [
+            f"  planned:   not known until a training step has been seen; at least "
+            f"{show_bytes(plan.predicted_peak_bytes)}, budget {show_bytes(plan.budget_bytes)}"
+        ]
+    how = "confirmed by a rehearsal" if plan.rehearsed else "from the peak model"
+    return [
+        f"  baseline:  {show_bytes(plan.baseline_peak_bytes)} peak; budget {show_bytes(plan.budget_bytes)}",
+        f"  planned:   {show_bytes(plan.predicted_peak_bytes)} peak ({plan.reduction:.1%} less, {how}), "
+        f"{plan.predicted_slowdown:.2f}x the time, {'fits' if plan.fits else 'does not fit'}",
+    ]
+
+
+def _bits_lines(plan: Plan) -> list[str]:
+    """Where the same bits as the plain model's are not promised, though nothing of the plan is an approximation."""
+    streams = any(isinstance(action, StreamParameters) for action in plan.actions)
+    if not streams or plan.device_type in _HOST_KERNELS:
+        return []
+    return [
+        "  bits:      parameters that are streamed are stepped by the host's kernels: by the same formula as on "
+        f"{plan.device_type}, which may round the last bit differently"
+    ]
+
+
+def _run_lines(plan: Plan) -> list[str]:
+    """What is not about one layer; and the head, whose rows a layer's line does not say."""
+    of_the_run = (TileHead, OffloadOptimizer, MixedPrecision, QuantizeOptimizer)
+    rows = [(words_of_run(a), reason_text(a.reason)) for a in plan.actions if isinstance(a, of_the_run)]
+    return table([("for the run", "rule"), *rows], underlined=True) if rows else []
+
+
+def _table_lines(plan: Plan) -> list[str]:
+    header = ("layer", "class", "calls", "params", "activations", "forward", "techniques", "rule")
+    return table([header, *(_row_cells(row) for row in plan.rows)], underlined=True)
+
+
+def _row_cells(row: LayerRow) -> tuple[str, ...]:
+    return (
+        row.module_fqn or "(model)",
+        row.class_name,
+        str(row.num_calls),
+        show_bytes(row.param_bytes),
+        show_bytes(row.activation_bytes),
+        f"{row.forward_ms:.2f} ms",
+        techniques_text(row),
+        reason_text(row.reason),
+    )
+
+
+def techniques_text(row: LayerRow) -> str:
+    return " + ".join(row.techniques) or "keep"
+
+
+# ---- what there would be instead
+
+
+def _front_lines(plan: Plan) -> list[str]:
+    note = [f"({plan.front_note})"] if plan.front_note else []
+    if not plan.front:
+        return note or ["(no front of peak against time: this plan does not carry one)"]
+    header = ("", "peak", "time", "what would be done")
+    cells = [header, *map(_front_cells, plan.front)]
+    lines = ["Peak against time, by the peak model:", *table(cells, underlined=True)]
+    if plan.chosen is not None:
+        lines += [
+            _neighbour("next cheaper", plan.next_cheaper, plan.chosen, plan.budget_bytes),
+            _neighbour("next smaller", plan.next_smaller, plan.chosen, plan.budget_bytes),
+        ]
+    return [*lines, *note]
+
+
+def _front_cells(point: FrontPoint) -> tuple[str, ...]:
+    mark = ">" if point.is_chosen else ""
+    what = point.what if point.is_exact else f"{point.what} (not exact)"
+    return mark, show_bytes(point.peak_bytes), f"{point.slowdown:.2f}x", what
+
+
+def _neighbour(name: str, point: FrontPoint | None, chosen: FrontPoint, budget_bytes: int) -> str:
+    if point is None:
+        return f"{name}: none"
+    change = point.peak_bytes - chosen.peak_bytes
+    over = ", above the budget" if point.peak_bytes > budget_bytes else ""
+    exact = "" if point.is_exact else ", not exact"
+    return (
+        f"{name}: {show_bytes(abs(change))} {'more' if change > 0 else 'less'}{over}, {point.slowdown:.2f}x the time "
+        f"instead of {chosen.slowdown:.2f}x{exact}: {point.what}"
+    )
+
+
+# ---- reasons and numbers
+
+
+def reason_text(reason: Reason) -> str:
+    """The rule, and the numbers that it saw: "checkpoint (costs 0.1 ms, frees 12 MB)"."""
+    # Sorted, as they are in JSON: a plan that was saved explains itself in the same words.
+    numbers = ", ".join(_named_number(name, value) for name, value in sorted(reason.numbers.items()))
+    return f"{reason.rule} ({numbers})" if numbers else reason.rule
+
+
+def speeds_text(conditions: Conditions) -> str:
+    """The figures that times were reckoned with: "link 24 GB/s, memory 936 GB/s"."""
+    return ", ".join(_named_speed(name, value) for name, value in sorted(conditions.speeds.items()))
+
+
+def _named_speed(field_name: str, value: float) -> str:
+    """ "link_bytes_per_s": 2.4e10 reads as "link 24 GB/s"."""
+    name = re.sub("_(bytes_per_s|flops|s)$", "", field_name).replace("_", " ")
+    return f"{name} {show_speed(field_name, value)}"
+
+
+def _named_number(name: str, value: int | float | str) -> str:
+    """ "budget_bytes": 2_610_000_000 reads as "budget 2.610 GB"."""
+    if name.endswith("_bytes") and not isinstance(value, str):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {show_bytes(value)}"
+    if name.endswith("_ms"):
+        return f"{name.removesuffix('_ms').replace('_', ' ')} {value} ms"
+    return f"{name.replace('_', ' ')} {value}"
+
+
+# ---- groups of layers
+
+
+def grouped(rows: Sequence[LayerRow]) -> list[list[LayerRow]]:
+    """Neighbours of one class that are treated alike, together."""
+    groups: list[list[LayerRow]] = []
+    for row in rows:
+        if groups and _likeness(groups[-1][0]) == _likeness(row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _likeness(row: LayerRow) -> tuple[str, str, tuple[str, ...]]:
+    return row.module_fqn.rpartition(".")[0], row.class_name, row.techniques
