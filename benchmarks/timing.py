@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 import memscale
 from benchmarks.models import Case, suite
 from memscale import zoo
-from memscale._decide import full_budget
+from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy

@@ -20,7 +20,6 @@ from memscale._plan import (
     Checkpoint,
     OffloadOptimizer,
     QuantizeOptimizer,
-    Reason,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -175,14 +174,6 @@ def test_explanation_says_how_sure_it_is() -> None:
 def test_reduction() -> None:
     assert plan_of([], baseline_peak_bytes=100, predicted_peak_bytes=25).reduction == pytest.approx(0.75)
     assert plan_of([], baseline_peak_bytes=0, predicted_peak_bytes=0).reduction == 0.0
-
-
-def test_reasons_read_well() -> None:
-    assert str(Reason("rule")) == "rule"
-    text = str(Reason("rule", {"frees_bytes": 2_610_000_000, "costs_ms": 1.5, "n": 3}))
-    assert "2.61" in text
-    assert "GB" in text
-    assert "1.5 ms" in text
 
 
 @pytest.mark.parametrize(("device_type", "is_said"), [("cuda", True), ("simgpu", False), ("cpu", False)])

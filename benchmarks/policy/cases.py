@@ -18,7 +18,8 @@ import numpy as np
 
 from benchmarks.policy.shapes import DEPTHS, draw_hardware, hardware_for, stretch
 from memscale import Config
-from memscale._decide import Budget, find_candidates, full_budget
+from memscale._decide import find_candidates
+from memscale._decide.budget import Budget, full_budget
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import Situation, rules

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale._decide import full_budget, half_type
+from memscale._decide import half_type
+from memscale._decide.budget import full_budget
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
-from memscale._decide import budget_bytes, confirmed, decide, half_type, needs_optimizing
+from memscale._decide import confirmed, decide, half_type, needs_optimizing
+from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._plan import Checkpoint, Plan, TileHead

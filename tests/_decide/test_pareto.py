@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config
-from memscale._decide import decide, find_candidates, full_budget, full_front
+from memscale._decide import decide, find_candidates, full_front
+from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, Run
 from memscale._decide.cost_model import CostModel
 from memscale._decide.pareto import describe, pareto_front

@@ -11,7 +11,7 @@ import torch
 
 import memscale
 from memscale import Config, ConfigError, DoesNotFitError, OptimizationMode, Plan, _json
-from memscale._decide import Budget, full_budget
+from memscale._decide.budget import Budget, full_budget
 from memscale._decide.policy import Situation, choose_strategy, learned, rules
 from memscale._decide.policy.features import features_of
 from memscale._decide.policy.strategies import STRATEGIES

@@ -12,59 +12,23 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from memscale._config import Config
+from memscale._decide.budget import Budget, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, Run, Treatment, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.lowest_peak import Room
+from memscale._decide.misfit import explain_misfit
 from memscale._decide.pareto import by_peak, by_time, pareto_front
 from memscale._decide.search import Candidate, search
-from memscale._decide.write_plan import asked_for, explain_misfit, write_plan
+from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
 from memscale._profile import Profile
 
-HOST_MARGIN = 0.1
-"""The share of available host memory that offloading leaves alone, unless told how much it may use."""
 FORCED = "force_optimize: the lowest peak that the mode allows"
 LOWEST = "the lowest peak that the mode allows"
 DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does not"
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Budget:
-    """What a plan may use."""
-
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-
-    def admits(self, outcome: Outcome) -> bool:
-        waits = outcome.host_bytes + outcome.movable_bytes
-        return (
-            outcome.peak_bytes <= self.device_bytes
-            and outcome.host_bytes <= self.host_bytes
-            and waits <= self.host_bytes + self.disk_bytes
-        )
-
-
-def budget_bytes(hardware: Hardware, config: Config) -> int:
-    """What a plan may fill: the hard budget, else the utilisation's share of the memory, or what others leave of it."""
-    if config.memory_budget_gb is not None:
-        return round(config.memory_budget_gb * 1e9)
-    return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
-
-
-def full_budget(hardware: Hardware, config: Config) -> Budget:
-    """Device, host and disk. On a CPU the host is the device, and the next tier is the disk."""
-    if hardware.device_type == "cpu":
-        host = 0
-    elif config.max_cpu_offload_gb is not None:
-        host = round(config.max_cpu_offload_gb * 1e9)
-    else:
-        host = int(hardware.host_available_bytes * (1 - HOST_MARGIN))
-    disk = (hardware.disk_free_bytes or 0) if config.offload_dir is not None else 0
-    return Budget(budget_bytes(hardware, config), host, disk)
 
 
 def needs_optimizing(profile: Profile, hardware: Hardware, config: Config) -> bool:

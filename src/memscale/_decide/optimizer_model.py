@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memscale._decide import host_calls
 from memscale._decide.choice import Run
-from memscale._decide.step_time import Moved, Pace
+from memscale._decide.step_time import Moved, Pace, optimizer_calls_ms
 from memscale._profile import OptimizerCost, Profile
 
 
@@ -127,7 +126,7 @@ class OptimizerModel:
 
     def _compute_ms(self, cost: OptimizerCost, share: Any) -> Any:
         if self.pace.counts_calls:
-            moved_bytes, calls_ms = cost.moved_bytes, host_calls.optimizer_ms(cost.num_tensors)
+            moved_bytes, calls_ms = cost.moved_bytes, optimizer_calls_ms(cost.num_tensors)
         else:
             moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
         return share * moved_bytes / self.pace.hardware.memory_bytes_per_s * 1e3 + calls_ms

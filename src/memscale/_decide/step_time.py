@@ -2,6 +2,11 @@
 
 NOTE [pace]: the host launches, the device computes, and each direction of the link copies, side by side; the slowest of
 them sets the pace. Transfers that wait come on top of it, and from memory that is not pinned.
+
+NOTE [calls]: on a CPU calls cost time beside the arithmetic: operators, checkpoints, the optimizer's loop. On models of
+a few thousand values a layer this is most of a step; on large ones it is nothing. A GPU's host runs ahead of it, so
+there they are not counted. The figures were fitted to the models of the suite, on one core
+(`python -m benchmarks.timing`).
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from memscale._decide import host_calls
 from memscale._decide.choice import Treatment
 from memscale._hardware import Hardware
 from memscale._profile import Segment
@@ -19,7 +23,17 @@ _TILED_HEAD_SLOWDOWN = 1.02
 """What is bit-exact comes first."""
 _TILE_MS = 0.08
 """Of Python and views around the operators of a tile, which a host that launches ahead of its device hides. Nominal.
-The operators themselves are in the traces: launches on a device, calls on a CPU (`host_calls`)."""
+The operators themselves are in the traces: launches on a device, calls on a CPU."""
+_FORWARD_MS, _BACKWARD_MS = 0.02, 0.01
+"""Of an operator: forward comes from Python, backward from the engine."""
+_CHECKPOINT_MS = 0.8
+"""Of PyTorch's checkpoint and our hooks around it, random state and module state included."""
+_WATCHED_MS = 0.4
+"""Of an operator that a selective checkpoint looks at, in forward and again in backward."""
+_TENSOR_MS = 0.06
+"""Of the optimizer's step, for each parameter."""
+_RANDOM_MS = 7e-6
+"""Of one random number: generators are not vectorized."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +79,7 @@ class Pace:
         matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
         calls_ms = 0.0
         if self.counts_calls:
-            calls_ms = host_calls.segment_ms(segment.phase, segment.num_launches, segment.num_random)
+            calls_ms = _segment_calls_ms(segment.phase, segment.num_launches, segment.num_random)
         return (matmul_s + segment.other_bytes / hardware.memory_bytes_per_s) * 1e3 + calls_ms
 
     def tiles_ms(self, num_tiles: int) -> float:
@@ -78,7 +92,7 @@ class Pace:
 
     def hooks_ms(self, treatment: Treatment, num_calls: int, num_operators: int) -> float:
         """What the machinery of a treatment takes in a block, beside what is computed again."""
-        return host_calls.treatment_ms(treatment, num_calls, num_operators) if self.counts_calls else 0.0
+        return _treatment_calls_ms(treatment, num_calls, num_operators) if self.counts_calls else 0.0
 
     # ---- the host, the device and the link, side by side. Numbers or arrays of them.
 
@@ -175,3 +189,26 @@ class _Traffic:
 def _larger(a: Any, b: Any) -> Any:
     """Of numbers, or of arrays."""
     return (a + b + abs(a - b)) / 2
+
+
+# ---- calls, see NOTE [calls]
+
+
+def _segment_calls_ms(phase: str, num_launches: int, num_random: int) -> float:
+    return num_launches * (_FORWARD_MS if phase == "forward" else _BACKWARD_MS) + num_random * _RANDOM_MS
+
+
+def _treatment_calls_ms(treatment: Treatment, num_calls: int, num_operators: int) -> float:
+    """What a treatment costs a block that is called so often and has so many operators in its forward.
+
+    What is computed again is a forward, though it is in the traces of backward.
+    """
+    if treatment in ("keep", "offload"):
+        return 0.0
+    watched_ms = _WATCHED_MS if treatment == "selective" else 0.0
+    again_ms = num_operators * (_FORWARD_MS - _BACKWARD_MS + watched_ms)
+    return _CHECKPOINT_MS * max(1, num_calls) + again_ms
+
+
+def optimizer_calls_ms(num_tensors: int) -> float:
+    return _TENSOR_MS * num_tensors

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide import decide, full_budget, plan_as_it_is
+from memscale._decide import decide, plan_as_it_is
+from memscale._decide.budget import full_budget
+from memscale._decide.misfit import explain_misfit
 from memscale._decide.policy import Situation, Strategy, choose_strategy
-from memscale._decide.write_plan import explain_misfit
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan

@@ -12,7 +12,7 @@ import logging
 import time
 
 from memscale._config import Config
-from memscale._decide import budget_bytes
+from memscale._decide.budget import budget_bytes
 from memscale._decide.policy import choose_strategy
 from memscale._errors import MemScaleError
 from memscale._plan import Plan

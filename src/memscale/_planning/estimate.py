@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from memscale import _json
 from memscale._config import Config, OptimizationMode
-from memscale._decide import budget_bytes
+from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config, OptimizationMode
-from memscale._decide import budget_bytes, decide
+from memscale._decide import decide
+from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy

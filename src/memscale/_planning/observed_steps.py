@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memscale._config import Config
-from memscale._decide import full_budget, half_type
+from memscale._decide import half_type
+from memscale._decide.budget import full_budget
 from memscale._decide.choice import choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.write_plan import OPTIMIZER_BUCKET_BYTES

@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide import confirmed, decide, full_budget, full_front, half_type, needs_optimizing
+from memscale._decide import confirmed, decide, full_front, half_type, needs_optimizing
+from memscale._decide.budget import full_budget
 from memscale._decide.choice import INSIDE, REST, TILE_HEAD, Choice, Outcome, choice_of, tile_name
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import Strategy

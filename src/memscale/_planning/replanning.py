@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide import full_budget
+from memscale._decide.budget import full_budget
 from memscale._errors import DoesNotFitError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings

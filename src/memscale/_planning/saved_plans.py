@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide import full_budget
+from memscale._decide.budget import full_budget
 from memscale._decide.choice import Outcome
 from memscale._errors import DoesNotFitError, PlanError
 from memscale._hardware import Hardware

@@ -12,7 +12,7 @@ from memscale._hardware import Hardware
 from memscale._profile import Profile
 
 if TYPE_CHECKING:
-    from memscale._decide import Budget
+    from memscale._decide.budget import Budget
 
 
 @dataclasses.dataclass(frozen=True)

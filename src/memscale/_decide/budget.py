@@ -1,0 +1,48 @@
+"""What a plan may use of the device, the host and the disk. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memscale._config import Config
+from memscale._decide.choice import Outcome
+from memscale._hardware import Hardware
+
+HOST_MARGIN = 0.1
+"""The share of available host memory that offloading leaves alone, unless told how much it may use."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan may use."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    def admits(self, outcome: Outcome) -> bool:
+        waits = outcome.host_bytes + outcome.movable_bytes
+        return (
+            outcome.peak_bytes <= self.device_bytes
+            and outcome.host_bytes <= self.host_bytes
+            and waits <= self.host_bytes + self.disk_bytes
+        )
+
+
+def budget_bytes(hardware: Hardware, config: Config) -> int:
+    """What a plan may fill: the hard budget, else the utilisation's share of the memory, or what others leave of it."""
+    if config.memory_budget_gb is not None:
+        return round(config.memory_budget_gb * 1e9)
+    return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
+
+
+def full_budget(hardware: Hardware, config: Config) -> Budget:
+    """Device, host and disk. On a CPU the host is the device, and the next tier is the disk."""
+    if hardware.device_type == "cpu":
+        host = 0
+    elif config.max_cpu_offload_gb is not None:
+        host = round(config.max_cpu_offload_gb * 1e9)
+    else:
+        host = int(hardware.host_available_bytes * (1 - HOST_MARGIN))
+    disk = (hardware.disk_free_bytes or 0) if config.offload_dir is not None else 0
+    return Budget(budget_bytes(hardware, config), host, disk)

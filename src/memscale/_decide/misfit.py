@@ -1,0 +1,38 @@
+"""What to say when nothing fits: the numbers, and the nearest thing that does fit. No torch."""
+
+from __future__ import annotations
+
+from memscale._config import Config
+from memscale._plan import Plan
+from memscale._profile import Profile
+from memscale._units import show_bytes
+
+
+def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | None = None, tried: str = "") -> str:
+    """What is missing, and the nearest thing that does fit.
+
+    `smaller` is a batch or a sequence that was found to fit, "" when there is none, and `tried` is what was looked at
+    for it; None: nobody looked, and the batch that the activations' share suggests is named.
+    """
+    peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
+    switches = ("enable_checkpointing", "enable_offloading", "enable_tiling")
+    untried = " and ".join(name for name in switches if not getattr(config, name))
+    batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
+    if smaller is None:
+        suggested = _fitting_batch(profile, peak, budget, batch)
+        smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
+    remedies = [*([smaller] if smaller else []), f"raise the budget to {show_bytes(peak)}"]
+    return (
+        f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "
+        f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
+        + (f" Sizes that were rehearsed: {tried}{'' if smaller else '; none of them fits'}." if tried else "")
+        + (f" Off, and not tried: {untried}." if untried else "")
+    )
+
+
+def _fitting_batch(profile: Profile, peak: int, budget: int, batch: int) -> int:
+    """The largest batch whose share of the activations fits; 0 when parameters and their company alone do not."""
+    fixed = profile.static_bytes - profile.input_bytes + profile.plain.end_bytes
+    if batch < 2 or peak <= fixed or budget <= fixed:
+        return 0
+    return min(batch - 1, int(batch * (budget - fixed) / (peak - fixed)))

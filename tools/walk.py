@@ -1,0 +1,128 @@
+"""The walk of data: which modules `wrap` and `estimate` go through, and which pairs of them call both ways.
+
+    python -m tools.walk                 the table
+    python -m tools.walk --pairs         and the pairs, with how often each calls the other
+
+A stranger who follows one call through the code meets these modules. Few of them, and few pairs that hand the data back
+and forth, make it easy to follow. Counted with `sys.setprofile`, in this thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import inspect
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import memscale
+from memscale import cli
+from memscale.report.tables import table
+
+_PACKAGE = "memscale"
+
+
+@dataclasses.dataclass
+class Walk:
+    """What one call went through."""
+
+    functions: set[str] = dataclasses.field(default_factory=set)
+    modules: set[str] = dataclasses.field(default_factory=set)
+    edges: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    num_calls: int = 0
+
+    def record(self, work: Callable[[], Any]) -> None:
+        sys.setprofile(self._see)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+
+    def _see(self, frame: Any, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            return  # what runs when a module is loaded is no part of the walk
+        module = frame.f_globals.get("__name__", "")
+        if not _is_ours(module):
+            return
+        self.num_calls += 1
+        self.modules.add(module)
+        self.functions.add(f"{module}.{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code}")
+        caller = _caller_of_ours(frame)
+        if caller is not None and caller != module:
+            self.edges[caller, module] += 1
+
+    @property
+    def both_ways(self) -> list[tuple[str, str]]:
+        return sorted((a, b) for a, b in self.edges if a < b and (b, a) in self.edges)
+
+    def cells(self, name: str) -> tuple[str, ...]:
+        numbers = (len(self.modules), len(self.functions), self.num_calls, len(self.edges), len(self.both_ways))
+        return name, *(f"{number:,}" for number in numbers)
+
+
+def _is_ours(module: str) -> bool:
+    return module == _PACKAGE or module.startswith(f"{_PACKAGE}.")
+
+
+def _caller_of_ours(frame: Any) -> str | None:
+    """The nearest caller of the package: PyTorch may stand between the two."""
+    frame = frame.f_back
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if _is_ours(module):
+            return str(module)
+        frame = frame.f_back
+    return None
+
+
+def encoder() -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.rand(2, 16, 64)
+
+
+def walk_wrap() -> Walk:
+    """A small encoder on the CPU, checkpointing only."""
+    model, sample = encoder()
+    mode = memscale.OptimizationMode.CONSERVATIVE
+    config = memscale.Config(mode=mode, force_optimize=True, enable_logging=False)
+    walk = Walk()
+    walk.record(lambda: memscale.wrap(model, config, sample_input=sample))
+    memscale.detach(model)
+    return walk
+
+
+def walk_estimate() -> Walk:
+    """The command line, for a card that is not here, at a budget that needs every mode."""
+    command = ["estimate", "bert-tiny", "--batch", "8", "--seq", "64", "--gpu", "RTX 3090", "--budget", "0.08"]
+    walk = Walk()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        walk.record(lambda: cli.main(command))
+    return walk
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.walk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", action="store_true", help="show the pairs that call both ways")
+    options = parser.parse_args()
+    walks = {"wrap": walk_wrap(), "estimate": walk_estimate()}
+    header = ("walk", "modules", "functions", "calls", "edges", "both ways")
+    print("\n".join(table([header, *(walk.cells(name) for name, walk in walks.items())], left=(0,))))
+    if options.pairs:
+        for name, walk in walks.items():
+            print(f"\n{name}:")
+            for a, b in walk.both_ways:
+                print(f"  {a} -> {b}: {walk.edges[a, b]:,}; back: {walk.edges[b, a]:,}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
