@@ -113,6 +113,8 @@ def main() -> int:
     )
     parser.add_argument("--pairs", action="store_true", help="show the pairs that call both ways")
     options = parser.parse_args()
+    for walk_once in (walk_wrap, walk_estimate):
+        walk_once()  # what happens at first use only, such as loading a module, is no part of the walk
     walks = {"wrap": walk_wrap(), "estimate": walk_estimate()}
     header = ("walk", "modules", "functions", "calls", "edges", "both ways")
     print("\n".join(table([header, *(walk.cells(name) for name, walk in walks.items())], left=(0,))))
