@@ -32,16 +32,29 @@ import numpy as np
 
 from memscale._config import Config
 from memscale._decide import decide
-from memscale._decide.choice import Choice, Run, Treatment
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.search import search
 from memscale._hardware import Hardware
-from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
+from memscale._profile import (
+    CHECKPOINT,
+    KEEP,
+    OFFLOAD,
+    SELECTIVE,
+    STREAM,
+    Layer,
+    OptimizerCost,
+    Profile,
+    Segment,
+    StepTrace,
+    TraceKey,
+    Treatment,
+)
 from memscale.report.tables import table
 
 MAX_EXCESS, MAX_SECONDS = 0.01, 1.0
-RUNS = (Run(), Run(offloads_optimizer=True))
-TREATMENTS: tuple[Treatment, ...] = ("keep", "selective", "offload", "checkpoint", "stream")
+RUNS = (RunOptions(), RunOptions(offloads_optimizer=True))
+TREATMENTS = (KEEP, SELECTIVE, OFFLOAD, CHECKPOINT, STREAM)
 STACK, ENCODER_DECODER, CALLED_AGAIN, CALLED_IN_TURN, ANOTHER_ORDER = SHAPES = (
     "stack",
     "encoder and decoder",
@@ -50,14 +63,14 @@ STACK, ENCODER_DECODER, CALLED_AGAIN, CALLED_IN_TURN, ANOTHER_ORDER = SHAPES = (
     "another order of backward",
 )
 _MB = 10**6
-_RECOMPUTED = {"keep": 0.0, "selective": 0.5, "offload": 0.0, "checkpoint": 1.0, "stream": 1.0}
+_RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
     """Of a model drawn at random; megabytes, and megabytes moved for time."""
 
-    kept: dict[str, int]
+    kept: dict[Treatment, int]
     temporaries: int
     parameters: int
     time: int
@@ -65,10 +78,10 @@ class Block:
 
 def random_block(chance: random.Random) -> Block:
     kept = chance.randint(20, 400)
-    less = {"selective": 0.5, "offload": 0.05, "checkpoint": 0.2, "stream": 0.2}
-    keeps = {name: max(1, int(kept * share * chance.uniform(0.3, 1.5))) for name, share in less.items()}
+    less = {SELECTIVE: 0.5, OFFLOAD: 0.05, CHECKPOINT: 0.2, STREAM: 0.2}
+    keeps = {how: max(1, int(kept * share * chance.uniform(0.3, 1.5))) for how, share in less.items()}
     return Block(
-        {"keep": kept, **keeps, "stream": keeps["checkpoint"]},
+        {KEEP: kept, **keeps, STREAM: keeps[CHECKPOINT]},
         chance.randint(0, 100),
         chance.randint(1, 80),
         chance.randint(1, 500),
@@ -108,15 +121,15 @@ def _segment(phase: Any, name: str, peak: int, net: int, moved: float, *, sent: 
     return Segment(phase, name, peak * _MB, net * _MB, **work, **traffic)
 
 
-def _trace(blocks: Sequence[Block], how: str, shape: Shape) -> StepTrace:
+def _trace(blocks: Sequence[Block], how: Treatment, shape: Shape) -> StepTrace:
     segments = [_segment("forward", "", 1, 1, 1)]
     # What the encoder gives is held until the decoder's backward is over, and its gradient until the encoder's begins.
     encoded = blocks[shape.num_encoding - 1].temporaries if shape.num_encoding else 0
     for position, number in enumerate(shape.forward):
         block, name = blocks[number], f"b.{number}"
-        visit = block.parameters if how == "stream" else 0
+        visit = block.parameters if how.streams else 0
         kept = block.kept[how]
-        sent = block.kept["keep"] - kept if how == "offload" else 0
+        sent = block.kept[KEEP] - kept if how.offloads else 0
         peak = kept + block.temporaries + visit
         segments.append(_segment("forward", name, peak, kept, block.time, sent=sent, fetched=visit))
         held = encoded if position + 1 == shape.num_encoding else 0
@@ -131,13 +144,13 @@ def _trace(blocks: Sequence[Block], how: str, shape: Shape) -> StepTrace:
     return StepTrace((*segments, _segment("backward", "", 1, 0, 1)))
 
 
-def _back(block: Block, name: str, how: str, is_first: bool, encoded: int) -> Segment:
+def _back(block: Block, name: str, how: Treatment, is_first: bool, encoded: int) -> Segment:
     """A visit of backward. The first leaves gradients, which those of other calls are added to."""
-    visit, kept = (block.parameters if how == "stream" else 0), block.kept[how]
-    gradients = 0 if how == "stream" or not is_first else block.parameters
-    peak = max(0, block.kept["keep"] - kept) + block.temporaries + block.parameters + visit + encoded
-    fetched = block.kept["keep"] - kept if how == "offload" else visit
-    moved = block.time * (2 + _RECOMPUTED[how])
+    visit, kept = (block.parameters if how.streams else 0), block.kept[how]
+    gradients = 0 if how.streams or not is_first else block.parameters
+    peak = max(0, block.kept[KEEP] - kept) + block.temporaries + block.parameters + visit + encoded
+    fetched = block.kept[KEEP] - kept if how.offloads else visit
+    moved = block.time * (2 + _RECOMPUTED[how.recompute])
     return _segment("backward", name, peak, gradients - kept + encoded, moved, sent=visit, fetched=fetched)
 
 
@@ -162,8 +175,8 @@ def make_model(
         input_bytes=_MB,
         layers=(Layer("stem", "Stem", 20 * _MB, 20 * _MB, False, "stem", 1), *layers),
         optimizer=OptimizerCost("adamw", 2 * size, size, 7 * size, offloaded_step_bytes=min(size, 30 * _MB)),
-        plain=_trace(blocks, "keep", shape),
-        variants={how: _trace(blocks, how, shape) for how in TREATMENTS if how != "keep"},
+        plain=_trace(blocks, KEEP, shape),
+        variants={TraceKey(how): _trace(blocks, how, shape) for how in TREATMENTS if how != KEEP},
         rest_optimizer=OptimizerCost("adamw", 40 * _MB, 20 * _MB, 140 * _MB, offloaded_step_bytes=20 * _MB),
     )
     card = dataclasses.replace(
@@ -175,7 +188,7 @@ def make_model(
 # ---- brute force
 
 
-def all_outcomes(model: CostModel, run: Run) -> tuple[Any, Any]:
+def all_outcomes(model: CostModel, run: RunOptions) -> tuple[Any, Any]:
     """Peaks and times of every way of treating every block: `CostModel.evaluate`, for all of them at once."""
     names = tuple(model.blocks)
     ways = np.stack(np.meshgrid(*[np.arange(len(TREATMENTS))] * len(names), indexing="ij"), -1).reshape(-1, len(names))
@@ -190,7 +203,7 @@ def all_outcomes(model: CostModel, run: Run) -> tuple[Any, Any]:
     peak, ms = live, total("ms")
     for index, owner in enumerate(model.owners):
         column = ways[:, names.index(owner)] if owner else np.zeros(len(ways), np.int64)
-        each = [model.stretch(run, treatment if owner else None, index) for treatment in TREATMENTS]
+        each = [(model.treated(run, t) if owner else model.rest(run))[index] for t in TREATMENTS]
         peak = np.maximum(peak, live + np.array([stretch.peak_bytes for stretch in each])[column])
         live = live + np.array([stretch.net_bytes for stretch in each])[column]
         ms = ms + np.array([stretch.ms for stretch in each])[column]
@@ -293,9 +306,7 @@ def _look_at_the_lowest(laws: Laws, profile: Profile, hardware: Hardware) -> Non
         min(c.outcome.peak_bytes for c in search(model, RUNS, model.treatments, counts_waiting=False))
         for model in models
     ]
-    alike = [
-        Choice(tuple((fqn, t) for fqn in models[0].blocks if t != "keep"), run) for t in TREATMENTS for run in RUNS
-    ]
+    alike = [Choice(tuple((fqn, t) for fqn in models[0].blocks if t != KEEP), run) for t in TREATMENTS for run in RUNS]
     laws.num_lowest += 1
     laws.num_too_high += lowest[0] != lowest[1] or lowest[0] > min(models[0].evaluate(c).peak_bytes for c in alike)
 

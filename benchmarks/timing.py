@@ -40,10 +40,17 @@ from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
-from memscale._decide.write_plan import OPTIMIZER_BUCKET_BYTES
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.settings import ExecutionSettings
-from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Plan, StreamParameters
+from memscale._plan import (
+    OPTIMIZER_BUCKET_BYTES,
+    Action,
+    Checkpoint,
+    OffloadActivations,
+    OffloadOptimizer,
+    Plan,
+    StreamParameters,
+)
 from memscale._planning.planner import Study
 from memscale._profile.inputs import Inputs
 from memscale.report.explain import what_is_done
@@ -212,7 +219,7 @@ def _device_plans(study: Study, config: memscale.Config) -> dict[str, tuple[Acti
 def _predicted(study: Study, actions: tuple[Action, ...], config: memscale.Config) -> float | None:
     """Step time over the plain step's; None where the plan is not for this model."""
     model = CostModel(study.profile, study.hardware, overlaps=config.async_offload)
-    choice = choice_of(actions, model.blocks)
+    choice = choice_of(actions, model.profile)
     treatments = {treatment for _, treatment in choice.blocks}
     whole = treatments & set(model.whole_treatments)
     if not actions or not treatments <= {*model.treatments, *whole} or len(whole) > 1:

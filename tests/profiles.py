@@ -5,10 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from memscale._decide.choice import TILE_HEAD, tile_name
 from memscale._hardware import Hardware
 from memscale._plan import TileHead
-from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace, TensorSpec
+from memscale._profile import (
+    CHECKPOINT,
+    KEEP,
+    OFFLOAD,
+    SELECTIVE,
+    STREAM,
+    Layer,
+    OptimizerCost,
+    Profile,
+    Segment,
+    StepTrace,
+    TensorSpec,
+    TraceKey,
+    Treatment,
+)
 
 MB = 10**6
 
@@ -66,24 +79,24 @@ class Block:
     keeps_offloaded: int = 2
     parameters: int = 5
 
-    def kept(self, how: str) -> int:
+    def kept(self, how: Treatment) -> int:
         return {
-            "plain": self.keeps,
-            "selective": self.keeps_selective,
-            "checkpoint": self.keeps_checkpointed,
-            "offload": self.keeps_offloaded,
-            "stream": self.keeps_checkpointed,
+            KEEP: self.keeps,
+            SELECTIVE: self.keeps_selective,
+            CHECKPOINT: self.keeps_checkpointed,
+            OFFLOAD: self.keeps_offloaded,
+            STREAM: self.keeps_checkpointed,
         }[how]
 
 
-def trace_of(blocks: dict[str, Block], how: str, *, head: int = 50) -> StepTrace:
+def trace_of(blocks: dict[str, Block], how: Treatment, *, head: int = 50) -> StepTrace:
     """Stem, blocks, head; head, blocks backwards."""
-    extra = {"plain": 0.0, "selective": 0.5, "checkpoint": 1.0, "offload": 0.0, "stream": 1.0}[how]
-    streamed = how == "stream"
+    extra = {"none": 0.0, "selective": 0.5, "full": 1.0}[how.recompute]
+    streamed = how.streams
     segments = [segment("forward", "", 1, 1, 1)]
     for fqn, block in blocks.items():
         kept, visits = block.kept(how), block.parameters * streamed
-        sent = block.keeps - kept if how == "offload" else 0
+        sent = block.keeps - kept if how.offloads else 0
         peak = kept + block.temporaries + visits
         segments.append(segment("forward", fqn, peak, kept, block.time, sent=sent, fetched=visits))
         segments.append(segment("forward", "", 0, 0))
@@ -93,7 +106,7 @@ def trace_of(blocks: dict[str, Block], how: str, *, head: int = 50) -> StepTrace
         kept, visits = block.kept(how), block.parameters * streamed
         peak = max(0, block.keeps - kept) + block.temporaries + block.gradients + visits
         moved = int(block.time * (2 + extra))
-        fetched = block.keeps - kept if how == "offload" else visits
+        fetched = block.keeps - kept if how.offloads else visits
         net, sent = block.gradients * (not streamed) - kept, block.gradients * streamed
         segments.append(segment("backward", fqn, peak, net, moved, sent=sent, fetched=fetched))
         segments.append(segment("backward", "", 0, 0))
@@ -104,7 +117,7 @@ def trace_of(blocks: dict[str, Block], how: str, *, head: int = 50) -> StepTrace
 def profile_of(
     blocks: dict[str, Block] | int = 8,
     *,
-    variants: tuple[str, ...] = ("checkpoint", "selective"),
+    variants: tuple[Treatment, ...] = (CHECKPOINT, SELECTIVE),
     optimizer: OptimizerCost | None = None,
     **changes: Any,
 ) -> Profile:
@@ -126,15 +139,15 @@ def profile_of(
         input_bytes=1 * MB,
         layers=layers,
         optimizer=optimizer or OptimizerCost("adamw", 2 * num_parameters * MB, 10 * MB, 100 * MB),
-        plain=trace_of(blocks, "plain"),
-        variants={name: trace_of(blocks, name) for name in variants},
+        plain=trace_of(blocks, KEEP),
+        variants={TraceKey(how): trace_of(blocks, how) for how in variants},
     )
     return dataclasses.replace(profile, **changes)
 
 
 def full_profile(blocks: dict[str, Block] | int, **changes: Any) -> Profile:
     """With every treatment, and an optimizer whose state can wait elsewhere."""
-    profile = profile_of(blocks, variants=("selective", "offload", "checkpoint", "stream"))
+    profile = profile_of(blocks, variants=(SELECTIVE, OFFLOAD, CHECKPOINT, STREAM))
     size = profile.parameter_bytes
     whole = OptimizerCost("adamw", 2 * size, size, 7 * size, offloaded_step_bytes=min(size, 30 * MB))
     rest = OptimizerCost("adamw", 40 * MB, 20 * MB, 140 * MB)
@@ -143,6 +156,6 @@ def full_profile(blocks: dict[str, Block] | int, **changes: Any) -> Profile:
 
 def with_tiled_head(profile: Profile, blocks: dict[str, Block], heads: dict[int, int]) -> Profile:
     """Also traced with the head in tiles: by rows, what head and loss then need."""
-    traces = {tile_name(TILE_HEAD, rows): trace_of(blocks, "plain", head=head) for rows, head in heads.items()}
+    traces = {TraceKey(head_rows=rows): trace_of(blocks, KEEP, head=head) for rows, head in heads.items()}
     head = TileHead("head", rows=min(heads))
     return dataclasses.replace(profile, head=head, variants={**profile.variants, **traces})

@@ -27,7 +27,7 @@ from memscale._decide.policy.features import features_of
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._decide.search import Candidate
 from memscale._hardware import Hardware
-from memscale._profile import OptimizerCost, Profile, StepTrace
+from memscale._profile import OptimizerCost, Profile, StepTrace, TraceKey
 
 SETTINGS_PER_SHAPE = 8
 BUDGETS_PER_SETTING = 12
@@ -117,7 +117,7 @@ class _Setting:
         if config.use_mixed_precision or config.use_8bit_optimizer:
             profiles["lossy"] = self.profile
         for profile in profiles.values():
-            tried = sum(_is_tried(name, config) for name in profile.variants)
+            tried = sum(_is_tried(key, config) for key in profile.variants)
             model = CostModel(profile, self.hardware, overlaps=config.async_offload)
             yield tried, _Options(find_candidates(model, model.evaluate(Choice()), self.budget, config))
 
@@ -195,14 +195,11 @@ def _rank(candidate: Candidate) -> tuple[bool, float, int]:
 # ---- parts of a profile
 
 
-_HALVES = ("bfloat16/", "float16/")
-
-
 def _without(profile: Profile, *, inside: bool = False, lossy: bool = False) -> Profile:
     variants = {
-        name: trace
-        for name, trace in profile.variants.items()
-        if not (inside and "inside:" in name) and not (lossy and name.startswith(_HALVES))
+        key: trace
+        for key, trace in profile.variants.items()
+        if not (inside and key.num_tiles) and not (lossy and key.precision)
     }
     return dataclasses.replace(
         profile,
@@ -216,18 +213,21 @@ def _in_type_of(profile: Profile, hardware: Hardware) -> Profile:
     """Traced in bf16; fp16 has the same sizes, for a card that has no other."""
     if hardware.supports_bf16:
         return profile
-    variants = {name.replace("bfloat16/", "float16/"): trace for name, trace in profile.variants.items()}
+    variants = {
+        dataclasses.replace(key, precision="float16") if key.precision else key: trace
+        for key, trace in profile.variants.items()
+    }
     return dataclasses.replace(profile, variants=variants)
 
 
-def _is_tried(name: str, config: Config) -> bool:
+def _is_tried(key: TraceKey, config: Config) -> bool:
     """Whether `Study` makes this trace under this config."""
-    if name.startswith(_HALVES) and not config.use_mixed_precision:
+    if key.precision and not config.use_mixed_precision:
         return False
-    if ("tile_head" in name or "inside:" in name) and not config.enable_tiling:
+    if key.tile_size and not config.enable_tiling:
         return False
-    moves = any(word in name for word in ("offload", "stream", "rest/"))
+    moves = key.treatment.offloads or key.treatment.streams or key.streams_rest
     if moves and not config.enable_offloading:
         return False
-    recomputes = any(word in name for word in ("checkpoint", "selective", "stream", "rest/"))
+    recomputes = key.treatment.recompute != "none" or key.streams_rest
     return bool(config.enable_checkpointing) or not recomputes

@@ -43,8 +43,16 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
+        if any(dataclasses.is_dataclass(key) for key in value):
+            return _encode_pairs(value)
         return {str(encode(key)): encode(item) for key, item in value.items()}
     return value
+
+
+def _encode_pairs(value: Mapping[Any, Any]) -> list[list[Any]]:
+    """A list of pairs, in the order of the keys' JSON: an object of JSON has only text for keys."""
+    pairs = [[encode(key), encode(item)] for key, item in value.items()]
+    return sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))
 
 
 def decode(kind: Any, data: Any) -> Any:
@@ -57,9 +65,7 @@ def decode(kind: Any, data: Any) -> Any:
     if origin is tuple:
         return _decode_tuple(args, data)
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        if not isinstance(data, Mapping):
-            raise ValueError(f"expected an object, got {shown(data)}")
-        return {decode(args[0], key): decode(args[1], item) for key, item in data.items()}
+        return _decode_mapping(args, data)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(data)
     return _decode_plain(kind, data)
@@ -109,6 +115,14 @@ def _decode_tuple(args: tuple[Any, ...], data: Any) -> Any:
     if len(data) != len(args):
         raise ValueError(f"expected {len(args)} items, got {shown(data)}")
     return tuple(decode(arg, item) for arg, item in zip(args, data, strict=True))
+
+
+def _decode_mapping(args: tuple[Any, ...], data: Any) -> Any:
+    if dataclasses.is_dataclass(args[0]) and data != {}:  # an empty mapping does not show what its keys would be
+        return dict(_decode_tuple((types.GenericAlias(tuple, args), ...), data))
+    if not isinstance(data, Mapping):
+        raise ValueError(f"expected an object, got {shown(data)}")
+    return {decode(args[0], key): decode(args[1], item) for key, item in data.items()}
 
 
 def _decode_number(kind: Any, data: int | float) -> int | float:

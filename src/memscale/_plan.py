@@ -87,6 +87,10 @@ class OffloadActivations:
     reason: Reason = Reason("asked for")
 
 
+OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
+"""Planned buckets: state is brought to the device in pieces that belong to parameters of this many bytes."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadOptimizer:
     """Optimizer state waits on the next tier; the step runs bucket by bucket."""

@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 
-from memscale._decide.choice import Choice, choice_of
+from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
-from memscale._plan import Checkpoint
-from memscale._profile import OptimizerCost, Segment, StepTrace
+from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, SELECTIVE, OptimizerCost, Segment, StepTrace, TraceKey
 from tests.profiles import MB, Block, hardware_of, profile_of, trace_of
 
 ONE = {"b": Block(keeps=100, keeps_selective=40, keeps_checkpointed=10, temporaries=20, gradients=5, time=100)}
@@ -30,8 +29,8 @@ def test_plain_step() -> None:
 @pytest.mark.parametrize(
     ("treatment", "peak", "ms"),
     [
-        ("selective", 26 + 1 + 40 + 30 + 60, 402 + 50),  # the head's backward is still the highest
-        ("checkpoint", 26 + 1 + 10 + 90 + 25, 402 + 100),  # now the block's recompute is
+        (SELECTIVE, 26 + 1 + 40 + 30 + 60, 402 + 50),  # the head's backward is still the highest
+        (CHECKPOINT, 26 + 1 + 10 + 90 + 25, 402 + 100),  # now the block's recompute is
     ],
 )
 def test_treated_step(treatment: str, peak: int, ms: float) -> None:
@@ -51,29 +50,29 @@ def test_a_mixture_equals_the_whole_trace() -> None:
     """Treating every block, segment by segment, is the trace in which every block was treated."""
     profile = profile_of(5)
     model = CostModel(profile, hardware_of())
-    for name in ("checkpoint", "selective"):
+    for name in (CHECKPOINT, SELECTIVE):
         choice = Choice(tuple((f"blocks.{index}", name) for index in range(5)))
-        assert model.evaluate(choice).peak_bytes == model.peak_of(profile.variants[name], choice)
+        assert model.evaluate(choice).peak_bytes == model.peak_of(profile.variants[TraceKey(name)], choice)
 
 
 def test_single_blocks() -> None:
     model = model_of()
     assert model.activation_bytes("b") == 100 * MB
-    assert model.saved_bytes("b", "checkpoint") == 90 * MB
-    assert model.saved_bytes("b", "selective") == 60 * MB
-    assert model.extra_ms("b", "checkpoint") == pytest.approx(100)
+    assert model.saved_bytes("b", CHECKPOINT) == 90 * MB
+    assert model.saved_bytes("b", SELECTIVE) == 60 * MB
+    assert model.extra_ms("b", CHECKPOINT) == pytest.approx(100)
     assert model.forward_ms("b") == pytest.approx(100)
 
 
 def test_traces_of_another_order_are_not_mixed() -> None:
-    odd = trace_of(ONE, "checkpoint")
+    odd = trace_of(ONE, CHECKPOINT)
     odd = dataclasses.replace(odd, segments=(*odd.segments, Segment("backward", "b", 0, 0, 0, 0, 0)))
-    profile = profile_of(ONE, variants=("selective",))
-    profile = dataclasses.replace(profile, variants={**profile.variants, "checkpoint": odd})
+    profile = profile_of(ONE, variants=(SELECTIVE,))
+    profile = dataclasses.replace(profile, variants={**profile.variants, TraceKey(CHECKPOINT): odd})
     model = CostModel(profile, hardware_of())
-    assert "checkpoint" not in model.treatments
-    assert model.whole_treatments == ("checkpoint",)
-    assert model.evaluate_whole("checkpoint").peak_bytes == model.peak_of(odd, Choice((("b", "checkpoint"),)))
+    assert CHECKPOINT not in model.treatments
+    assert model.whole_treatments == (CHECKPOINT,)
+    assert model.evaluate_whole(CHECKPOINT).peak_bytes == model.peak_of(odd, Choice((("b", CHECKPOINT),)))
 
 
 def test_trace_sums() -> None:
@@ -82,19 +81,14 @@ def test_trace_sums() -> None:
     assert trace.end_bytes == 1
 
 
-def test_the_choice_behind_actions() -> None:
-    actions = (Checkpoint("a"), Checkpoint("b", keep=("matmul",)))
-    assert choice_of(actions) == Choice((("a", "checkpoint"), ("b", "selective")))
-
-
 @pytest.mark.parametrize(("fetched", "expected"), [(0, 402 - 300 + 500), (50, 402 - 300 + 2 * 500)])
 def test_what_is_still_there_in_backward_leaves_all_the_time(fetched: int, expected: float) -> None:
     """50 MB take the link 500 ms. Fetched, they leave beside the 100 ms of forward and come back beside the 200 of
     backward; still there, they have both. See NOTE [side by side]."""
-    trace = trace_of(ONE, "plain")
+    trace = trace_of(ONE, KEEP)
     traffic = {"forward": {"sent_bytes": 50 * MB}, "backward": {"fetched_bytes": fetched * MB}}
     segments = [dataclasses.replace(s, **traffic[s.phase]) if s.module_fqn else s for s in trace.segments]
     profile = profile_of(ONE, optimizer=OptimizerCost("none", 0, 0, 0))
-    profile = dataclasses.replace(profile, variants={"offload": StepTrace(tuple(segments))})
+    profile = dataclasses.replace(profile, variants={TraceKey(OFFLOAD): StepTrace(tuple(segments))})
     model = CostModel(profile, hardware_of(), overlaps=True)
-    assert model.evaluate(Choice((("b", "offload"),))).step_ms == pytest.approx(expected)
+    assert model.evaluate(Choice((("b", OFFLOAD),))).step_ms == pytest.approx(expected)

@@ -19,6 +19,7 @@ from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._plan import Checkpoint, Plan, TileHead
+from memscale._profile import CHECKPOINT
 from tests.profiles import MB, Block, hardware_of, profile_of, with_tiled_head
 
 HARDWARE = hardware_of()
@@ -109,7 +110,7 @@ def test_nothing_to_gain_by_force() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5, 8])
 def test_removing_any_action_breaks_the_budget(num_blocks: int) -> None:
-    profile = profile_of(num_blocks, variants=("checkpoint",))
+    profile = profile_of(num_blocks, variants=(CHECKPOINT,))
     model = CostModel(profile, HARDWARE)
     baseline = model.evaluate(Choice()).peak_bytes
     lowest = decide(profile, HARDWARE, with_budget(1e9, force_optimize=True)).predicted_peak_bytes
@@ -117,12 +118,12 @@ def test_removing_any_action_breaks_the_budget(num_blocks: int) -> None:
         plan = decide(profile, HARDWARE, with_budget(budget))
         assert plan.predicted_peak_bytes <= budget
         for index in range(len(plan.actions)):
-            rest = choice_of(plan.actions[:index] + plan.actions[index + 1 :])
+            rest = choice_of(plan.actions[:index] + plan.actions[index + 1 :], profile)
             assert model.evaluate(rest).peak_bytes > budget
 
 
 def test_more_pressure_treats_more_blocks() -> None:
-    profile = profile_of(8, variants=("checkpoint",))
+    profile = profile_of(8, variants=(CHECKPOINT,))
     counts = [
         len(decide(profile, HARDWARE, with_budget(BASELINE - saved * MB)).actions) for saved in (0, 1, 91, 181, 271)
     ]
@@ -131,7 +132,7 @@ def test_more_pressure_treats_more_blocks() -> None:
 
 def test_the_best_bargain_comes_first() -> None:
     blocks = {"poor": Block(keeps=20), "rich": Block(keeps=300), "middling": Block(keeps=100)}
-    profile = profile_of(blocks, variants=("checkpoint",))
+    profile = profile_of(blocks, variants=(CHECKPOINT,))
     baseline = CostModel(profile, HARDWARE).evaluate(Choice()).peak_bytes
     plan = decide(profile, HARDWARE, with_budget(baseline - 1))
     assert [action.module_fqn for action in plan.actions] == ["rich"]
@@ -186,7 +187,7 @@ def test_a_larger_budget_never_gives_a_slower_plan(found: dict[str, Block], budg
 def test_a_plan_that_says_it_fits_fits(found: dict[str, Block], budget: int) -> None:
     profile = profile_of(found)
     plan = decide(profile, HARDWARE, with_budget(budget * MB), raise_if_unfit=False)
-    again = CostModel(profile, HARDWARE).evaluate(choice_of(plan.actions))
+    again = CostModel(profile, HARDWARE).evaluate(choice_of(plan.actions, profile))
     assert again.peak_bytes == plan.predicted_peak_bytes
     assert plan.fits == (plan.predicted_peak_bytes <= plan.budget_bytes)
     assert plan.predicted_peak_bytes <= max(plan.baseline_peak_bytes, plan.budget_bytes)
@@ -238,7 +239,7 @@ def test_a_plan_that_fits_does_not_say_that_nothing_does(margin_mb: int) -> None
 def test_what_was_rehearsed_counts_with_what_that_showed() -> None:
     budget = with_budget(LOWEST + 50 * MB)
     first = decide(PROFILE, HARDWARE, budget)
-    shown = {choice_of(first.actions, {layer.module_fqn for layer in PROFILE.layers}): first.budget_bytes + MB}
+    shown = {choice_of(first.actions, PROFILE): first.budget_bytes + MB}
     second = decide(PROFILE, HARDWARE, budget, rehearsed=shown)
     assert second.actions != first.actions
     assert second.fits
@@ -246,7 +247,7 @@ def test_what_was_rehearsed_counts_with_what_that_showed() -> None:
 
 def test_a_step_that_was_traced_as_a_whole_needs_no_margin() -> None:
     """What fits is not refused because mixtures were found to be above the peak model."""
-    whole = Choice(tuple((layer.module_fqn, "checkpoint") for layer in PROFILE.layers if layer.is_block))
+    whole = Choice(tuple((layer.module_fqn, CHECKPOINT) for layer in PROFILE.layers if layer.is_block))
     peak = CostModel(PROFILE, HARDWARE).evaluate(whole).peak_bytes
     plan = decide(PROFILE, HARDWARE, with_budget(peak), margin_bytes=100 * MB, raise_if_unfit=False)
     assert plan.fits

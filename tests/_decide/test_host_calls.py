@@ -6,7 +6,7 @@ import dataclasses
 
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
-from memscale._profile import Profile, StepTrace
+from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, Profile, StepTrace, Treatment
 from tests.profiles import hardware_of, profile_of
 
 ON_CPU, ON_GPU = hardware_of(device_type="cpu"), hardware_of()
@@ -23,8 +23,8 @@ def with_launches(num_launches: int) -> Profile:
     return dataclasses.replace(profile, plain=launched(profile.plain), variants=variants, optimizer=optimizer)
 
 
-def step_ms(profile: Profile, hardware: object, treatment: str = "keep") -> float:
-    named = tuple((f"blocks.{index}", treatment) for index in range(4)) if treatment != "keep" else ()
+def step_ms(profile: Profile, hardware: object, treatment: Treatment = KEEP) -> float:
+    named = tuple((f"blocks.{index}", treatment) for index in range(4)) if treatment != KEEP else ()
     return CostModel(profile, hardware).evaluate(Choice(named)).step_ms  # type: ignore[arg-type]
 
 
@@ -36,10 +36,10 @@ def test_operators_cost_a_cpu_their_calls() -> None:
 
 def test_hooks_cost_a_cpu_time_and_selective_ones_the_most() -> None:
     profile = with_launches(40)
-    for treatment in ("checkpoint", "selective"):
+    for treatment in (CHECKPOINT, SELECTIVE):
         model = CostModel(profile, ON_CPU)
         hooks_ms = sum(model.hooks_ms(f"blocks.{index}", treatment) for index in range(4))  # type: ignore[arg-type]
         on_gpu = step_ms(profile, ON_GPU, treatment) - step_ms(profile, ON_GPU)
         assert abs(step_ms(profile, ON_CPU, treatment) - step_ms(profile, ON_CPU) - on_gpu - hooks_ms) < 1e-6
     model = CostModel(profile, ON_CPU)
-    assert model.hooks_ms("blocks.0", "selective") > model.hooks_ms("blocks.0", "checkpoint") > 0
+    assert model.hooks_ms("blocks.0", SELECTIVE) > model.hooks_ms("blocks.0", CHECKPOINT) > 0

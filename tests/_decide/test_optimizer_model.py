@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from memscale._decide.choice import Choice, Run
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
-from memscale._profile import OptimizerCost
+from memscale._profile import CHECKPOINT, STREAM, OptimizerCost
 from tests.profiles import MB, Block, hardware_of, profile_of
 
 ONE = {"b": Block(keeps=100, keeps_selective=40, keeps_checkpointed=10, temporaries=20, gradients=5, time=100)}
@@ -30,7 +30,7 @@ def test_a_step_whose_state_waits_elsewhere(overlaps: bool, sizes: tuple[int, ..
     cost = dataclasses.replace(cost, bucket_bytes=tuple(size * MB for size in sizes))
     hardware = hardware_of(launch_s=1e-3, blocking_link_bytes_per_s=5e7)
     model = CostModel(profile_of(ONE, optimizer=cost), hardware, overlaps=overlaps)
-    choice = Choice((), Run(offloads_optimizer=True))
+    choice = Choice((), RunOptions(offloads_optimizer=True))
     assert model.evaluate(choice).step_ms == pytest.approx(402 + expected)
 
 
@@ -39,7 +39,7 @@ def split_model(split_step_bytes: int | None = 3 * MB) -> CostModel:
     whole = OptimizerCost("adamw", 50 * MB, 12 * MB, 70 * MB, num_launches=8, launched_bytes=70 * MB, split_launches=96)
     rest = OptimizerCost("adamw", 40 * MB, 2 * MB, 56 * MB, num_launches=16, launched_bytes=56 * MB, split_launches=16)
     whole = dataclasses.replace(whole, split_step_bytes=split_step_bytes)
-    profile = profile_of(ONE, variants=("checkpoint", "stream"), optimizer=whole)
+    profile = profile_of(ONE, variants=(CHECKPOINT, STREAM), optimizer=whole)
     return CostModel(
         dataclasses.replace(profile, rest_optimizer=rest), hardware_of(launch_s=0.01, host_bytes_per_s=None)
     )
@@ -47,30 +47,30 @@ def split_model(split_step_bytes: int | None = 3 * MB) -> CostModel:
 
 def test_streaming_makes_the_optimizer_step_the_others_in_parts() -> None:
     optimizer = split_model().optimizer
-    assert optimizer.step_ms(Run(), 0) == pytest.approx(8 * 10)
-    assert optimizer.step_ms(Run(), 5 * MB) == pytest.approx(16 * 10)
-    half = optimizer.step_ms(Run(), np.array([0, 2.5 * MB, 5 * MB]))
+    assert optimizer.step_ms(RunOptions(), 0) == pytest.approx(8 * 10)
+    assert optimizer.step_ms(RunOptions(), 5 * MB) == pytest.approx(16 * 10)
+    half = optimizer.step_ms(RunOptions(), np.array([0, 2.5 * MB, 5 * MB]))
     assert half == pytest.approx([80, (96 + 16) / 2 * 10, 160])
 
 
 def test_buckets_are_stepped_at_once_whatever_is_streamed() -> None:
     optimizer = split_model().optimizer
-    for run in (Run(offloads_optimizer=True), Run(quantizes_optimizer=True)):
+    for run in (RunOptions(offloads_optimizer=True), RunOptions(quantizes_optimizer=True)):
         assert optimizer.step_ms(run, 5 * MB) < optimizer.step_ms(run, 0)
 
 
 def test_in_parts_the_largest_decides() -> None:
     streamed = np.array([0, 1, 5 * MB])
-    assert list(split_model().optimizer.step_bytes(Run(), streamed)) == pytest.approx([12 * MB, 3 * MB, 2 * MB])
+    assert list(split_model().optimizer.step_bytes(RunOptions(), streamed)) == pytest.approx([12 * MB, 3 * MB, 2 * MB])
     more = split_model(split_step_bytes=20 * MB).optimizer  # of the state that is made, part by part
-    assert list(more.step_bytes(Run(), streamed)) == pytest.approx([12 * MB, 20 * MB, 2 * MB])
+    assert list(more.step_bytes(RunOptions(), streamed)) == pytest.approx([12 * MB, 20 * MB, 2 * MB])
     at_once = split_model(split_step_bytes=None).optimizer
-    assert list(at_once.step_bytes(Run(), streamed)) == pytest.approx([12 * MB, 12 * MB, 2 * MB])
+    assert list(at_once.step_bytes(RunOptions(), streamed)) == pytest.approx([12 * MB, 12 * MB, 2 * MB])
 
 
 def test_the_hosts_share_of_the_step_is_counted_unless_the_clock_does_not() -> None:
-    profile = dataclasses.replace(profile_of(ONE, variants=("stream",)), rest_optimizer=OptimizerCost("adamw", 0, 0, 0))
-    choice = Choice((("b", "stream"),))
+    profile = dataclasses.replace(profile_of(ONE, variants=(STREAM,)), rest_optimizer=OptimizerCost("adamw", 0, 0, 0))
+    choice = Choice((("b", STREAM),))
     on_host, uncounted = (
         CostModel(profile, hardware_of(host_bytes_per_s=rate)).evaluate(choice).step_ms for rate in (1e8, None)
     )

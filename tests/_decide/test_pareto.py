@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from memscale import Config
 from memscale._decide import decide, find_candidates, full_front
 from memscale._decide.budget import full_budget
-from memscale._decide.choice import Choice, Run
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.pareto import describe, pareto_front
 from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileMlp
-from memscale._profile import Profile
+from memscale._profile import CHECKPOINT, STREAM, Profile, TraceKey
 from memscale.report.pareto_svg import draw
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
@@ -144,7 +144,7 @@ INSIDE = (TileAttention("blocks.0.attention", rows=8), TileMlp("blocks.0.mlp", 2
 def test_tiles_inside_blocks_are_shown_with_their_numbers() -> None:
     found = {f"blocks.{index}": Block(temporaries=300) for index in range(2)}
     tiled = {name: dataclasses.replace(block, temporaries=100) for name, block in found.items()}
-    variants = {f"inside:{size}:checkpoint": trace_of(tiled, "checkpoint") for size in (2, 4)}
+    variants = {TraceKey(CHECKPOINT, num_tiles=size): trace_of(tiled, CHECKPOINT) for size in (2, 4)}
     profile = full_profile(found, inside=INSIDE)
     profile = dataclasses.replace(profile, variants={**profile.variants, **variants})
     config = Config(mode="aggressive", force_optimize=True, enable_offloading=False, use_8bit_optimizer=False)
@@ -162,7 +162,7 @@ def test_tiles_inside_blocks_are_shown_with_their_numbers() -> None:
 def test_choices_in_words() -> None:
     assert describe(Choice()) == "nothing"
     choice = Choice(
-        (("a", "checkpoint"), ("b", "checkpoint"), ("c", "stream")), Run(head_rows=128, precision="bfloat16")
+        (("a", CHECKPOINT), ("b", CHECKPOINT), ("c", STREAM)), RunOptions(head_rows=128, precision="bfloat16")
     )
     words = "checkpoint: 2 layers, stream parameters: 1 layer, tile the head: 128 rows, compute in bfloat16"
     assert describe(choice) == words

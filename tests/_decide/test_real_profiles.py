@@ -18,12 +18,12 @@ from torch import nn
 import memscale
 from memscale import Config, DoesNotFitError, Hardware, OptimizationMode
 from memscale._decide import decide
-from memscale._decide.choice import Choice, Run
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._plan import MixedPrecision, Plan, QuantizeOptimizer
 from memscale._planning import Study
-from memscale._profile import Profile
+from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, Profile
 from memscale._profile.inputs import Inputs
 from tests.models import case
 
@@ -134,13 +134,13 @@ def shaped_profile(name: str) -> Profile:
     return study.profile
 
 
-def all_peaks(model: CostModel, run: Run) -> list[int]:
+def all_peaks(model: CostModel, run: RunOptions) -> list[int]:
     """Every treatment for every block."""
     return [
         model.evaluate(
-            Choice(tuple((fqn, t) for fqn, t in zip(model.blocks, way, strict=True) if t != "keep"), run)
+            Choice(tuple((fqn, t) for fqn, t in zip(model.blocks, way, strict=True) if t != KEEP), run)
         ).peak_bytes
-        for way in itertools.product(("keep", "checkpoint", "selective"), repeat=len(model.blocks))
+        for way in itertools.product((KEEP, CHECKPOINT, SELECTIVE), repeat=len(model.blocks))
     ]
 
 
@@ -150,7 +150,7 @@ def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> Non
     profile, plain = shaped_profile(name), Config(force_optimize=True, enable_offloading=False)
     card = CARD_OF[name]
     faster = dataclasses.replace(card, memory_bytes_per_s=1e13, link_bytes_per_s=1e8, launch_s=1e-4)
-    lowest = min(all_peaks(CostModel(profile, card), Run()))
+    lowest = min(all_peaks(CostModel(profile, card), RunOptions()))
     for hardware in (card, faster):
         assert decide(profile, hardware, plain).predicted_peak_bytes == lowest
         within = Config(memory_budget_gb=lowest / 1e9, enable_offloading=False)

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from benchmarks import search as benchmark
 from memscale import Config
 from memscale._decide import decide
-from memscale._decide.choice import Choice, Outcome, Run
+from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.lowest_peak import Room
 from memscale._decide.partial_choices import Front
 from memscale._decide.search import EXACT_BLOCKS, Candidate, search
 from memscale._plan import Plan, TileHead
+from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM
 from tests.profiles import Block, full_profile, hardware_of, trace_of, with_tiled_head
 
-RUNS = (Run(), Run(offloads_optimizer=True))
+RUNS = (RunOptions(), RunOptions(offloads_optimizer=True))
 
 blocks = st.builds(
     Block,
@@ -49,9 +50,9 @@ def all_outcomes(model: CostModel) -> list[Outcome]:
     """Every treatment for every block, in every run."""
     names = tuple(model.blocks)
     return [
-        model.evaluate(Choice(tuple((n, t) for n, t in zip(names, row, strict=True) if t != "keep"), run))
+        model.evaluate(Choice(tuple((n, t) for n, t in zip(names, row, strict=True) if t != KEEP), run))
         for run in RUNS
-        for row in itertools.product(("keep", *model.treatments), repeat=len(names))
+        for row in itertools.product((KEEP, *model.treatments), repeat=len(names))
     ]
 
 
@@ -184,16 +185,16 @@ def test_streaming_a_block_does_not_hide_ways_that_leave_the_optimizer_in_one_pi
     tiny = Block(keeps=1, keeps_checkpointed=1, keeps_offloaded=1, temporaries=0, gradients=0, time=1, parameters=1)
     # The first two are compared with one another before they are put together with the others.
     found = {"first": first, "second": second, "third": tiny, "fourth": tiny}
-    profile, treatments = full_profile(found), ("offload", "stream")
-    for split_launches, best in ((1, ("first", "stream")), (1000, ("second", "offload"))):
+    profile, treatments = full_profile(found), (OFFLOAD, STREAM)
+    for split_launches, best in ((1, ("first", STREAM)), (1000, ("second", OFFLOAD))):
         optimizer = dataclasses.replace(profile.optimizer, num_launches=1, split_launches=split_launches)
         rest = dataclasses.replace(profile.rest_optimizer, split_launches=split_launches)
         changed = dataclasses.replace(profile, optimizer=optimizer, rest_optimizer=rest)
         model = CostModel(changed, hardware_of(link_bytes_per_s=1e9, launch_s=1e-2))
-        budget = model.evaluate(Choice((("second", "offload"),))).peak_bytes
+        budget = model.evaluate(Choice((("second", OFFLOAD),))).peak_bytes
         fitting = [
             candidate
-            for candidate in search(model, [Run()], treatments, counts_waiting=False)
+            for candidate in search(model, [RunOptions()], treatments, counts_waiting=False)
             if candidate.outcome.peak_bytes <= budget
         ]
         assert min(fitting, key=lambda candidate: candidate.outcome.step_ms).choice.blocks == (best,)
@@ -209,11 +210,11 @@ def test_as_good_as_brute_force_on_eight_blocks(num_kinds: int) -> None:
     ]
     found = {f"b.{i}": kinds[i * num_kinds // 8] for i in range(8)}
     model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=2e9))
-    treatments = ("checkpoint", "offload", "stream")
-    ours = [c.outcome for c in search(model, [Run()], treatments, counts_waiting=False)]
-    rows = itertools.product(("keep", *treatments), repeat=8)
+    treatments = (CHECKPOINT, OFFLOAD, STREAM)
+    ours = [c.outcome for c in search(model, [RunOptions()], treatments, counts_waiting=False)]
+    rows = itertools.product((KEEP, *treatments), repeat=8)
     everything = [
-        model.evaluate(Choice(tuple((n, t) for n, t in zip(found, row, strict=True) if t != "keep"))) for row in rows
+        model.evaluate(Choice(tuple((n, t) for n, t in zip(found, row, strict=True) if t != KEEP))) for row in rows
     ]
     lowest, highest = (f(outcome.peak_bytes for outcome in everything) for f in (min, max))
     for step in range(101):
@@ -257,10 +258,10 @@ def test_long_models_lose_little() -> None:
     ours = [c.outcome for c in found_by(model)]
     mixtures = []
     names = tuple(found)
-    for first, second in itertools.permutations(("keep", *model.treatments), 2):
+    for first, second in itertools.permutations((KEEP, *model.treatments), 2):
         for length in range(len(names) + 1):
             row = [first] * length + [second] * (len(names) - length)
-            choice = tuple((n, t) for n, t in zip(names, row, strict=True) if t != "keep")
+            choice = tuple((n, t) for n, t in zip(names, row, strict=True) if t != KEEP)
             mixtures += [model.evaluate(Choice(choice, run)) for run in RUNS]
     lowest, highest = (f(outcome.peak_bytes for outcome in mixtures) for f in (min, max))
     assert min(outcome.peak_bytes for outcome in ours) <= lowest
@@ -287,7 +288,7 @@ def test_a_small_host_is_respected() -> None:
 # ---- sizes of tiles
 
 BLOCKS = {f"blocks.{index}": Block() for index in range(4)}
-LARGE_HEAD = dataclasses.replace(full_profile(BLOCKS), plain=trace_of(BLOCKS, "plain", head=3200))
+LARGE_HEAD = dataclasses.replace(full_profile(BLOCKS), plain=trace_of(BLOCKS, KEEP, head=3200))
 TILED = with_tiled_head(LARGE_HEAD, BLOCKS, {128: 200, 1024: 1600})
 TILING_ONLY = Config(
     mode="aggressive", enable_offloading=False, enable_checkpointing=False, use_mixed_precision=False,
@@ -304,7 +305,7 @@ def rows_within(budget_bytes: float) -> int:
 
 
 def peak_with(rows: int) -> int:
-    return CostModel(TILED, hardware_of()).evaluate(Choice((), Run(head_rows=rows))).peak_bytes
+    return CostModel(TILED, hardware_of()).evaluate(Choice((), RunOptions(head_rows=rows))).peak_bytes
 
 
 def test_the_largest_tile_that_fits() -> None:
@@ -326,5 +327,5 @@ def test_the_chord_is_not_below_the_sizes_between() -> None:
     model = CostModel(with_tiled_head(LARGE_HEAD, BLOCKS, ends), hardware_of())
     for rows in (256, 512):
         truth = CostModel(with_tiled_head(LARGE_HEAD, BLOCKS, {rows: max(400, 2 * rows)}), hardware_of())
-        choice = Choice((), Run(head_rows=rows))
+        choice = Choice((), RunOptions(head_rows=rows))
         assert model.evaluate(choice).peak_bytes >= truth.evaluate(choice).peak_bytes

@@ -13,6 +13,7 @@ from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._planning.planner import Study
+from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, OFFLOAD, STREAM, STREAM_OFFLOAD, TraceKey
 from memscale._profile.inputs import Inputs, derive_inputs
 from tests.models import WIDTH, Chain, TwoLinears
 
@@ -32,14 +33,14 @@ def test_inputs_that_wait_elsewhere_are_freed_by_the_blocks_that_sent_them() -> 
     study = study_of()
     study._try_simple(CONFIG)
     model = CostModel(study.profile, study.hardware)
-    for treatment in ("checkpoint", "checkpoint+offload", "stream", "stream+offload", "offload"):
+    for treatment in (CHECKPOINT, CHECKPOINT_OFFLOAD, STREAM, STREAM_OFFLOAD, OFFLOAD):
         choice = Choice(tuple((fqn, treatment) for fqn in model.blocks))
-        traced = model.peak_of(study.profile.variants[treatment], choice)
+        traced = model.peak_of(study.profile.variants[TraceKey(treatment)], choice)
         assert abs(model.evaluate(choice).peak_bytes - traced) < BOUNDARY_BYTES // 8, treatment
     last = list(model.blocks)[-2]
-    for treatment in ("checkpoint", "stream"):
-        assert model.saved_bytes(last, f"{treatment}+offload") - model.saved_bytes(last, treatment) == BOUNDARY_BYTES
-        extra_ms = model.extra_ms(last, f"{treatment}+offload") - model.extra_ms(last, treatment)
+    for treatment, offloading in ((CHECKPOINT, CHECKPOINT_OFFLOAD), (STREAM, STREAM_OFFLOAD)):
+        assert model.saved_bytes(last, offloading) - model.saved_bytes(last, treatment) == BOUNDARY_BYTES
+        extra_ms = model.extra_ms(last, offloading) - model.extra_ms(last, treatment)
         assert extra_ms >= 2 * BOUNDARY_BYTES / study.hardware.link_bytes_per_s * 1e3
 
 
@@ -59,7 +60,7 @@ def test_16_bits_that_are_left_to_the_mode_are_those_of_the_card_and_not_of_this
             model, inputs, config, "adamw", dataclasses.replace(card, has_fast_16bit=is_fast, supports_bf16=True)
         )
         front = study.full_front(choose_strategy(config), study.plan(choose_strategy(config)))
-        assert any(variant.startswith("bfloat16/") for variant in study.profile.variants) is is_fast
+        assert any(key.precision == "bfloat16" for key in study.profile.variants) is is_fast
         assert all(point.is_exact for point in front) is not is_fast
 
 
@@ -73,5 +74,5 @@ def test_tiles_inside_blocks_are_tried_only_where_blocks_hold_the_peak() -> None
         study = Study(model, derive_inputs(model, 4, 512), config, "adamw", Hardware.from_name("T4"))
         study.plan(choose_strategy(config))
         assert study.tiles.inside
-        tried[name] = any(variant.startswith("inside") for variant in study.profile.variants)
+        tried[name] = any(key.num_tiles for key in study.profile.variants)
     assert tried == {"blocks": True, "head": False}

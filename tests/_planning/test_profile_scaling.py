@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from memscale import Config
-from memscale._decide.choice import Choice, Run
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._planning.planner import Study
 from memscale._planning.profile_scaling import at_size, can_scale
-from memscale._profile import Profile
+from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, Profile, TraceKey
 from memscale._profile.inputs import Inputs
 from tests.profiles import Block, full_profile, hardware_of, profile_of, with_tiled_head
 
@@ -41,8 +41,10 @@ def test_drawn_profiles_are_those_of_their_size() -> None:
         drawn, true = at_size(small, large, (4, 8), batch), profile_at(model, batch)
         assert drawn.variants.keys() == true.variants.keys()
         assert drawn.inputs == true.inputs
-        for treatment in ("checkpoint", "offload", "stream"):
-            choice = Choice(tuple((name, treatment) for name in map(str, range(3))), Run(offloads_optimizer=True))
+        for treatment in (CHECKPOINT, OFFLOAD, STREAM):
+            choice = Choice(
+                tuple((name, treatment) for name in map(str, range(3))), RunOptions(offloads_optimizer=True)
+            )
             ours, theirs = (CostModel(profile, HARDWARE).evaluate(choice) for profile in (drawn, true))
             assert abs(ours.peak_bytes / theirs.peak_bytes - 1) < 0.01
             assert abs(ours.step_ms / theirs.step_ms - 1) < 0.02
@@ -54,8 +56,8 @@ def test_tiles_go_by_rank() -> None:
     large = with_tiled_head(full_profile(blocks), blocks, {128: 200, 512: 400})
     drawn = at_size(small, large, (1, 2), 3)
     assert set(drawn.variants) == set(large.variants)
-    heads = {name: trace.segments for name, trace in drawn.variants.items() if name.startswith("tile")}
-    assert max(segment.peak_bytes for segment in heads["tile_head:512:"]) == 780 * 10**6
+    largest = drawn.variants[TraceKey(head_rows=512)]
+    assert max(segment.peak_bytes for segment in largest.segments) == 780 * 10**6
 
 
 def test_other_pieces_cannot_be_scaled() -> None:

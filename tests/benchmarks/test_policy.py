@@ -24,6 +24,7 @@ from memscale._decide.policy import learned
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._hardware import Hardware
 from memscale._planning.planner import Study
+from memscale._profile import CHECKPOINT, OFFLOAD, SELECTIVE, STREAM, TraceKey
 from tests.profiles import full_profile
 
 TINY = Shape("gpt2", "cuda", 32, 2, 64, 100, 2, 32)
@@ -66,8 +67,13 @@ def test_a_stretched_profile_is_that_of_the_deeper_model(family: str, monkeypatc
 @pytest.mark.slow
 def test_every_technique_is_tried() -> None:
     tried = set(profile_shape(TINY).variants)
-    assert {"checkpoint", "selective", "offload", "stream", "rest/keep", "bfloat16/keep", "bfloat16/stream"} <= tried
-    assert any(name.startswith("tile_head") for name in tried)
+    assert {TraceKey(treatment) for treatment in (CHECKPOINT, SELECTIVE, OFFLOAD, STREAM)} <= tried
+    assert {
+        TraceKey(streams_rest=True),
+        TraceKey(precision="bfloat16"),
+        TraceKey(STREAM, precision="bfloat16"),
+    } <= tried
+    assert any(key.head_rows and not key.precision for key in tried)
 
 
 # ---- cases

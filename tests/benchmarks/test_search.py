@@ -10,6 +10,7 @@ import pytest
 from benchmarks import search as benchmark
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
+from memscale._profile import KEEP
 
 
 def test_brute_force_is_what_the_model_says() -> None:
@@ -19,7 +20,7 @@ def test_brute_force_is_what_the_model_says() -> None:
         peaks, times = benchmark.all_outcomes(model, run)
         ways = itertools.product(benchmark.TREATMENTS, repeat=3)
         for row, way in enumerate(ways):
-            blocks = tuple((f"b.{i}", t) for i, t in enumerate(way) if t != "keep")
+            blocks = tuple((f"b.{i}", t) for i, t in enumerate(way) if t != KEEP)
             outcome = model.evaluate(Choice(blocks, run))
             assert peaks[row] == outcome.peak_bytes
             assert times[row] == pytest.approx(outcome.step_ms, rel=1e-9)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from memscale._config import Config
 from memscale._decide.budget import Budget, budget_bytes, full_budget
-from memscale._decide.choice import Choice, Outcome, Run, Treatment, choice_of
+from memscale._decide.choice import Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
@@ -23,7 +23,7 @@ from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
-from memscale._profile import Profile
+from memscale._profile import Precision, Profile, Treatment
 
 FORCED = "force_optimize: the lowest peak that the mode allows"
 LOWEST = "the lowest peak that the mode allows"
@@ -76,7 +76,7 @@ def decide(
 def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions: tuple[Action, ...], rule: str) -> Plan:
     """The plan that does just this, whatever else there would be; `plan.fits` says whether it may."""
     model = CostModel(profile, hardware, overlaps=config.async_offload)
-    choice, baseline = choice_of(actions, model.blocks), model.evaluate(Choice())
+    choice, baseline = choice_of(actions, profile), model.evaluate(Choice())
     budget, outcome = full_budget(hardware, config), model.evaluate(choice)
     numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
     return write_plan(
@@ -109,10 +109,10 @@ class _Expected:
     def _was_traced(self, choice: Choice) -> bool:
         """With every block treated alike and nothing else: the profile holds the trace of such a step."""
         is_alike = len({treatment for _, treatment in choice.blocks}) <= 1
-        return choice.run == Run() and is_alike and len(choice.blocks) in (0, len(self.model.blocks))
+        return choice.run == RunOptions() and is_alike and len(choice.blocks) in (0, len(self.model.blocks))
 
 
-_Blocks = tuple[frozenset[tuple[str, Treatment]], Run]
+_Blocks = tuple[frozenset[tuple[str, Treatment]], RunOptions]
 
 
 def _key(choice: Choice) -> _Blocks:
@@ -168,15 +168,15 @@ def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan)
     model = CostModel(profile, hardware, overlaps=config.async_offload)
     baseline, budget = model.evaluate(Choice()), full_budget(hardware, config)
     candidates = _placeable(find_candidates(model, baseline, budget, config), budget)
-    wanted = choice_of(plan.actions, model.blocks)
-    chosen = next((c for c in candidates if c.choice == wanted), None)
+    wanted = choice_of(plan.actions, profile)
+    chosen = next((c for c in candidates if _key(c.choice) == _key(wanted)), None)
     return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)))
 
 
 def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> list[Candidate]:
     """What the config makes eligible and no other candidate beats. It does not depend on the device's budget."""
     runs = list(_runs(model, config))
-    found = [Candidate(Choice(), baseline)] if Run() in runs else []
+    found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
     for treatment in model.whole_treatments:
         if _is_allowed(treatment, config):
             whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
@@ -188,7 +188,7 @@ def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config:
     return found or [Candidate(Choice(), baseline)]
 
 
-def _runs(model: CostModel, config: Config) -> Iterator[Run]:
+def _runs(model: CostModel, config: Config) -> Iterator[RunOptions]:
     """Every eligible way of running what is not a single block."""
     profile = model.profile
     offloads, quantized = bool(config.enable_offloading), profile.eight_bit_optimizer is not None
@@ -200,7 +200,7 @@ def _runs(model: CostModel, config: Config) -> Iterator[Run]:
         _precisions(model, config),
         _choices(quantized and bool(config.use_8bit_optimizer), always=config.asks_for("use_8bit_optimizer")),
     ):
-        run = Run(head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes)
+        run = RunOptions(head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes)
         # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
         if not offloads_optimizer or model.optimizer.cost(run).offloaded_step_bytes is not None:
             yield run
@@ -212,7 +212,7 @@ def _choices(is_eligible: bool, *, always: bool = False) -> tuple[bool, ...]:
     return (True,) if always else (False, True)
 
 
-def _precisions(model: CostModel, config: Config) -> tuple[str, ...]:
+def _precisions(model: CostModel, config: Config) -> tuple[Precision, ...]:
     dtype = half_type(model.hardware, config)
     if dtype is None or dtype not in model.precisions:
         return ("",)
@@ -233,8 +233,6 @@ def half_type(hardware: Hardware, config: Config) -> Literal["bfloat16", "float1
 
 
 def _is_allowed(treatment: Treatment, config: Config) -> bool:
-    if treatment in ("selective", "checkpoint"):
-        return bool(config.enable_checkpointing)
-    if treatment == "offload":
-        return bool(config.enable_offloading)
-    return bool(config.enable_offloading and config.enable_checkpointing)
+    if treatment.recompute != "none" and not config.enable_checkpointing:
+        return False
+    return bool(config.enable_offloading) or not (treatment.offloads or treatment.streams)

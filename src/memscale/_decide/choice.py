@@ -1,12 +1,19 @@
-"""A plan as the models of peak and time see it: what is done to each block, and how the run around them is done."""
+"""A plan as the models of peak and time see it: what is done to each block, and how the run around them is done.
+
+choice_of(actions, profile)         # the choice behind the actions of a plan
+actions_of(choice, profile)         # and back: the actions, without their reasons
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from typing_extensions import assert_never
 
 from memscale._plan import (
+    OPTIMIZER_BUCKET_BYTES,
     Action,
     Checkpoint,
     MixedPrecision,
@@ -18,21 +25,11 @@ from memscale._plan import (
     TileHead,
     TileMlp,
 )
-
-Treatment = Literal["keep", "selective", "offload", "checkpoint", "checkpoint+offload", "stream", "stream+offload"]
-"""What is done to a block: its activations are kept, partly recomputed, sent away or recomputed; or its parameters
-visit the device only while it computes (and its activations are recomputed). With "+offload" the input from which it
-is recomputed waits elsewhere, too."""
-TREATMENTS: tuple[Treatment, ...] = get_args(Treatment)
-
-TILE_HEAD, INSIDE = "tile_head", "inside"
-"""Kinds of traces with tiles: of the head; of attention and MLPs inside the blocks. See `tile_name`."""
-REST = "rest/"
-"""Before the name of a trace in which the rest of the model is streamed. In 16 bits: the type and a slash in front."""
+from memscale._profile import KEEP, Precision, Profile, TraceKey, Treatment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class RunOptions:
     """How everything but the single blocks is run."""
 
     head_rows: int = 0
@@ -42,8 +39,7 @@ class Run:
     offloads_optimizer: bool = False
     streams_rest: bool = False
     """Embeddings, norms and heads are streamed, too."""
-    precision: str = ""
-    """The 16-bit type that is computed in; "": as the model says."""
+    precision: Precision = ""
     quantizes_optimizer: bool = False
 
     @property
@@ -54,6 +50,15 @@ class Run:
     def num_actions(self) -> int:
         return sum(bool(getattr(self, field.name)) for field in dataclasses.fields(self))
 
+    @property
+    def rest_key(self) -> TraceKey:
+        """The trace that shows everything but the blocks."""
+        return TraceKey(head_rows=self.head_rows, streams_rest=self.streams_rest, precision=self.precision)
+
+    def block_key(self, treatment: Treatment) -> TraceKey:
+        """The trace that shows the blocks under this treatment."""
+        return TraceKey(treatment, num_tiles=self.num_tiles, precision=self.precision)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
@@ -61,41 +66,11 @@ class Choice:
 
     blocks: tuple[tuple[str, Treatment], ...] = ()
     """Blocks that are not simply kept."""
-    run: Run = Run()
+    run: RunOptions = RunOptions()
 
     @property
     def num_actions(self) -> int:
         return len(self.blocks) + self.run.num_actions
-
-
-def choice_of(actions: Iterable[Action], blocks: Container[str] | None = None) -> Choice:
-    """The choice behind a plan's actions; what is streamed outside of these `blocks` is the rest."""
-    treated: dict[str, set[str]] = {}
-    run: dict[str, Any] = {}
-    for action in actions:
-        match action:
-            case Checkpoint():
-                treated.setdefault(action.module_fqn, set()).add("selective" if action.keep else "checkpoint")
-            case OffloadActivations():
-                treated.setdefault(action.module_fqn, set()).add("offload")
-            case StreamParameters() if blocks is None or action.module_fqn in blocks:
-                treated.setdefault(action.module_fqn, set()).add("stream")
-            case StreamParameters():
-                run["streams_rest"] = True
-            case TileHead():
-                run["head_rows"] = action.rows
-            case TileMlp():
-                run["num_tiles"] = action.num_tiles
-            case TileAttention():
-                run.setdefault("num_tiles", 2)
-            case OffloadOptimizer():
-                run["offloads_optimizer"] = True
-            case MixedPrecision():
-                run["precision"] = action.dtype
-            case QuantizeOptimizer():
-                run["quantizes_optimizer"] = True
-    named: Any = [(fqn, "+".join(sorted(how, key=lambda name: name == "offload"))) for fqn, how in treated.items()]
-    return Choice(tuple(named), Run(**run))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,9 +85,117 @@ class Outcome:
     """Activations and offloaded optimizer state, which wait on the host or below it."""
 
 
-def tile_name(kind: str, size: int, treatment: str = "") -> str:
-    """The name of a trace in which tiles have this size."""
-    return f"{kind}:{size}:{treatment}"
+# ---- from a choice to actions
+
+
+def actions_of(choice: Choice, profile: Profile) -> Iterator[Action]:
+    """What a plan with this choice does, in the model's order: a plan is read by people."""
+    treated, run = dict(choice.blocks), choice.run
+    for layer in profile.layers:
+        yield from block_actions(layer.module_fqn, treated.get(layer.module_fqn, KEEP))
+    if run.streams_rest:
+        yield from (StreamParameters(module_fqn) for module_fqn in profile.rest)
+    if run.num_tiles:
+        yield from cut_inside(profile.inside, run.num_tiles)
+    if run.head_rows:
+        assert profile.head is not None
+        yield dataclasses.replace(profile.head, rows=run.head_rows)
+    if run.offloads_optimizer:
+        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES)
+    if run.precision:
+        yield MixedPrecision(run.precision)
+    if run.quantizes_optimizer:
+        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+
+
+def block_actions(module_fqn: str, treatment: Treatment) -> Iterator[Action]:
+    """What gives a block this treatment."""
+    match treatment.recompute:
+        case "full" if treatment.streams:
+            yield StreamParameters(module_fqn)
+        case "full":
+            yield Checkpoint(module_fqn)
+        case "selective":
+            yield Checkpoint(module_fqn, keep=("matmul", "attention"))
+        case "none":
+            pass
+        case _:
+            assert_never(treatment.recompute)
+    if treatment.offloads:
+        yield OffloadActivations(module_fqn)
+
+
+def cut_inside(coarsest: tuple[TileAttention | TileMlp, ...], num_tiles: int) -> tuple[TileAttention | TileMlp, ...]:
+    """Attention and MLPs in so many tiles, from those in two."""
+    return tuple(
+        dataclasses.replace(action, num_tiles=num_tiles)
+        if isinstance(action, TileMlp)
+        else dataclasses.replace(action, rows=-(-2 * action.rows // num_tiles))
+        for action in coarsest
+    )
+
+
+# ---- and back
+
+
+def choice_of(actions: Iterable[Action], profile: Profile) -> Choice:
+    """The choice behind a plan's actions. What is streamed and is no block of the profile is the rest."""
+    blocks = {layer.module_fqn for layer in profile.layers if layer.is_block}
+    treated: dict[str, Treatment] = {}
+    run: dict[str, Any] = {}
+    tiled: list[TileAttention | TileMlp] = []
+
+    def treat(module_fqn: str, **changes: Any) -> None:
+        treated[module_fqn] = dataclasses.replace(treated.get(module_fqn, KEEP), **changes)
+
+    for action in actions:
+        match action:
+            case Checkpoint():
+                treat(action.module_fqn, recompute="selective" if action.keep else "full")
+            case OffloadActivations():
+                treat(action.module_fqn, offloads=True)
+            case StreamParameters() if action.module_fqn in blocks:
+                treat(action.module_fqn, recompute="full", streams=True)
+            case StreamParameters():
+                run["streams_rest"] = True
+            case TileHead():
+                run["head_rows"] = action.rows
+            case TileMlp() | TileAttention():
+                tiled.append(action)
+            case OffloadOptimizer():
+                run["offloads_optimizer"] = True
+            case MixedPrecision():
+                run["precision"] = action.dtype
+            case QuantizeOptimizer():
+                run["quantizes_optimizer"] = True
+            case _:
+                assert_never(action)
+    return Choice(tuple(treated.items()), RunOptions(num_tiles=_num_tiles(tiled, profile), **run))
+
+
+def _num_tiles(tiled: Sequence[TileAttention | TileMlp], profile: Profile) -> int:
+    """Into how many tiles these were cut: an MLP says it, and attention says how many queries are in one of them.
+
+    Of numbers that give tiles of the same size, the smallest. Attention that is not in the profile, or whose rows are
+    those of no number that was considered, is taken for the coarsest.
+    """
+    mlps = [action.num_tiles for action in tiled if isinstance(action, TileMlp)]
+    if mlps or not tiled:
+        return max(mlps, default=0)
+    rows = {action.module_fqn: action.rows for action in tiled if isinstance(action, TileAttention)}
+    known = tuple(action for action in profile.inside if action.module_fqn in rows)
+
+    def is_cut(num_tiles: int) -> bool:
+        cut = [action for action in cut_inside(known, num_tiles) if isinstance(action, TileAttention)]
+        return {action.module_fqn: action.rows for action in cut} == rows
+
+    return next((number for number in tile_numbers(profile) if is_cut(number)), 2)
+
+
+def tile_numbers(profile: Profile) -> tuple[int, ...]:
+    """Numbers of tiles inside the blocks that can be chosen: from the fewest that were rehearsed to the most."""
+    rehearsed = {key.num_tiles for key in profile.variants} - {0}
+    return doublings(min(rehearsed), max(rehearsed)) if rehearsed else ()
 
 
 def doublings(low: int, high: int) -> tuple[int, ...]:

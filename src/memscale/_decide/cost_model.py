@@ -17,23 +17,24 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memscale._decide.choice import (
-    INSIDE,
-    REST,
-    TILE_HEAD,
-    TREATMENTS,
-    Choice,
-    Outcome,
-    Run,
-    Treatment,
-    doublings,
-    tile_name,
-)
+from memscale._decide.choice import Choice, Outcome, RunOptions, doublings
 from memscale._decide.optimizer_model import OptimizerModel
 from memscale._decide.step_time import Moved, Pace
 from memscale._decide.timeline import Extras, Stretch
 from memscale._hardware import Hardware
-from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace
+from memscale._profile import (
+    KEEP,
+    OFFLOAD,
+    TREATMENTS,
+    Layer,
+    OptimizerCost,
+    Precision,
+    Profile,
+    Segment,
+    StepTrace,
+    TraceKey,
+    Treatment,
+)
 
 
 class CostModel:
@@ -49,17 +50,17 @@ class CostModel:
         self._places: dict[str, list[int]] = {}
         for index, owner in enumerate(self.owners):
             self._places.setdefault(owner, []).append(index)
-        self._whole: dict[str, StepTrace] = {}
-        self._stretches: dict[str, list[Stretch]] = {}
-        self._traces = {"keep": profile.plain, **profile.variants}
-        for name, trace in self._traces.items():
+        self._whole: dict[TraceKey, StepTrace] = {}
+        self._stretches: dict[TraceKey, list[Stretch]] = {}
+        self._traces = {TraceKey(): profile.plain, **profile.variants}
+        for key, trace in self._traces.items():
             if [owner for owner, _ in self._grouped(trace)] == self.owners:
-                self._traces[name] = trace = self._with_late_releases(name, trace)
-                self._stretches[name] = self._runs(trace, halves=name.startswith(("bfloat16/", "float16/")))[1]
+                self._traces[key] = trace = self._with_late_releases(key, trace)
+                self._stretches[key] = self._runs(trace, halves=bool(key.precision))[1]
             else:
-                self._whole[name] = trace
-        self._between: dict[tuple[str, int], list[Stretch]] = {}
-        self._by_owner: dict[str, dict[str, list[Segment]]] = {}
+                self._whole[key] = trace
+        self._sizes = _sizes_of(self._stretches)
+        self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
 
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
@@ -72,22 +73,16 @@ class CostModel:
     def _grouped(self, trace: StepTrace) -> list[tuple[str, list[Segment]]]:
         return [(owner, list(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
 
-    def _with_late_releases(self, name: str, trace: StepTrace) -> StepTrace:
+    def _with_late_releases(self, key: TraceKey, trace: StepTrace) -> StepTrace:
         """What a treatment of blocks frees in the gaps behind them, counted with the blocks.
 
         NOTE [late release]: a block's input that waits elsewhere is freed when the caller lets go of it, which is after
         the block. Gaps are taken from another trace, in which nothing was sent away.
         """
-        precision, _, treatment = name.rpartition("/")
-        keep = f"{precision}/keep" if precision else "keep"
-        if (
-            name == keep
-            or treatment.startswith(TILE_HEAD)
-            or f"{precision}/".endswith(REST)
-            or keep not in self._traces
-        ):
+        without = TraceKey(precision=key.precision)
+        if key == without or key.head_rows or key.streams_rest or without not in self._traces:
             return trace
-        runs, kept = self._grouped(trace), self._grouped(self._traces[keep])
+        runs, kept = self._grouped(trace), self._grouped(self._traces[without])
         if [owner for owner, _ in kept] != self.owners:
             return trace
         for ((owner, block), (_, gap)), (_, kept_gap) in zip(itertools.pairwise(runs), kept[1:], strict=True):
@@ -113,47 +108,38 @@ class CostModel:
     @property
     def treatments(self) -> tuple[Treatment, ...]:
         """Treatments that single blocks can be given."""
-        return tuple(name for name in TREATMENTS if name != "keep" and name in self._stretches)
+        return tuple(t for t in TREATMENTS if t != KEEP and TraceKey(t) in self._stretches)
 
     @property
     def whole_treatments(self) -> tuple[Treatment, ...]:
         """Treatments that only all blocks together can be given: their step runs in another order."""
-        return tuple(name for name in TREATMENTS if name in self._whole)
+        return tuple(t for t in TREATMENTS if TraceKey(t) in self._whole)
 
-    def can_treat(self, run: Run, treatment: Treatment) -> bool:
+    def can_treat(self, run: RunOptions, treatment: Treatment) -> bool:
         """Whether blocks can be treated so in this run."""
-        prefix = _prefix(run.precision)
-        return (
-            bool(self._traced(prefix + INSIDE, treatment)) if run.num_tiles else prefix + treatment in self._stretches
-        )
+        return run.block_key(treatment).of_any_size in self._sizes
 
-    def can_run(self, run: Run) -> bool:
+    def can_run(self, run: RunOptions) -> bool:
         """Whether the rest of the model can be run so."""
-        prefix = _prefix(run.precision, streams_rest=run.streams_rest)
-        return bool(self._traced(prefix + TILE_HEAD)) if run.head_rows else prefix + "keep" in self._stretches
+        return run.rest_key.of_any_size in self._sizes
 
     @property
-    def precisions(self) -> tuple[str, ...]:
+    def precisions(self) -> tuple[Precision, ...]:
         """16-bit types in which the step was traced."""
-        kept = (name.removesuffix("/keep") for name in self._stretches if name.endswith("/keep"))
-        return tuple(name for name in kept if not f"{name}/".endswith(REST))
+        kept = (key for key in self._sizes if key.precision and key == TraceKey(precision=key.precision))
+        return tuple(key.precision for key in kept)
 
     @property
     def head_rows(self) -> tuple[int, ...]:
         """Sizes of the head's tiles that can be chosen."""
-        traced = self._traced(TILE_HEAD)
+        traced = self._sizes.get(TraceKey(head_rows=1))
         return doublings(traced[0], traced[-1]) if traced and self.profile.head is not None else ()
 
     @property
     def num_tiles(self) -> tuple[int, ...]:
         """Numbers of tiles inside the blocks that can be chosen."""
-        traced = [size for treatment in TREATMENTS for size in self._traced(INSIDE, treatment)]
+        traced = [n for treatment in TREATMENTS for n in self._sizes.get(TraceKey(treatment, num_tiles=1), ())]
         return doublings(min(traced), max(traced)) if traced and self.profile.inside else ()
-
-    def _traced(self, kind: str, treatment: str = "") -> list[int]:
-        """The sizes at which a kind of tile was traced."""
-        names = (name.split(":") for name in self._stretches)
-        return sorted(int(parts[1]) for parts in names if [parts[0], *parts[2:]] == [kind, treatment])
 
     def nested_order(self) -> tuple[str, ...] | None:
         """The blocks as forward calls them, if each is called once and backward goes the same way back; else None."""
@@ -174,64 +160,58 @@ class CostModel:
 
     # ---- stretches
 
-    def _rest(self, run: Run) -> list[Stretch]:
+    def rest(self, run: RunOptions) -> list[Stretch]:
         """The step with the rest run so; its blocks are of no meaning."""
-        prefix = _prefix(run.precision, streams_rest=run.streams_rest)
-        return self._tiled(prefix + TILE_HEAD, "", run.head_rows) if run.head_rows else self._stretches[prefix + "keep"]
+        return self._stretches_of(run.rest_key)
 
-    def _treated(self, run: Run, treatment: Treatment) -> list[Stretch]:
+    def treated(self, run: RunOptions, treatment: Treatment) -> list[Stretch]:
         """The step with every block treated so; its rest is of no meaning."""
-        prefix = _prefix(run.precision)
-        if run.num_tiles:
-            return self._tiled(prefix + INSIDE, treatment, run.num_tiles)
-        return self._stretches[prefix + treatment]
+        return self._stretches_of(run.block_key(treatment))
 
-    def _tiled(self, kind: str, treatment: str, size: int) -> list[Stretch]:
-        """With tiles of this size: as traced, or from the chord between the sizes that were."""
-        key = (f"{kind}:{treatment}", size)
-        if key not in self._between:
-            traced = self._traced(kind, treatment)
+    def _stretches_of(self, key: TraceKey) -> list[Stretch]:
+        """As traced; or with tiles of a size that was not, from the chord between the sizes that were."""
+        found = self._stretches.get(key)
+        if found is None:
+            traced, size = self._sizes[key.of_any_size], key.tile_size
             low, high = max([s for s in traced if s <= size], default=traced[0]), traced[-1]
-            ends = [self._stretches[tile_name(kind, end, treatment)] for end in (low, high)]
-            position = _position(kind, low, high, size)
-            self._between[key] = [start.towards(end, position) for start, end in zip(*ends, strict=True)]
-        return self._between[key]
+            ends = [self._stretches[key.with_tile_size(end)] for end in (low, high)]
+            position = _position(key, low, high)
+            found = [start.towards(end, position) for start, end in zip(*ends, strict=True)]
+            self._stretches[key] = found
+        return found
 
-    def stretch(self, run: Run, treatment: Treatment | None, index: int) -> Stretch:
-        """One stretch of the step: of a block that is treated so, or (None) of the rest."""
-        return (self._rest(run) if treatment is None else self._treated(run, treatment))[index]
-
-    def block(self, run: Run, module_fqn: str, treatment: Treatment) -> tuple[Stretch, Stretch]:
+    def block(self, run: RunOptions, module_fqn: str, treatment: Treatment) -> tuple[Stretch, Stretch]:
         """Forward and backward of a block that is called once."""
-        stretches, places = self._treated(run, treatment), self._places[module_fqn]
+        stretches, places = self.treated(run, treatment), self._places[module_fqn]
         return stretches[places[0]], stretches[places[1]] if len(places) > 1 else Stretch()
 
-    def gaps(self, run: Run, module_fqn: str) -> tuple[Stretch, Stretch]:
+    def gaps(self, run: RunOptions, module_fqn: str) -> tuple[Stretch, Stretch]:
         """What lies before a block's forward and after its backward."""
-        rest, places = self._rest(run), self._places[module_fqn]
+        rest, places = self.rest(run), self._places[module_fqn]
         before, after = places[0] - 1, places[1] + 1 if len(places) > 1 else len(self.owners)
         has_before = before >= 0 and not self.owners[before]
         has_after = after < len(self.owners) and not self.owners[after]
         return rest[before] if has_before else Stretch(), rest[after] if has_after else Stretch()
 
-    def middle(self, run: Run, order: Sequence[str]) -> Stretch:
+    def middle(self, run: RunOptions, order: Sequence[str]) -> Stretch:
         """What lies between the last block's forward and the first backward of any."""
         if not order:
-            return functools.reduce(Stretch.then, self._rest(run), Stretch())
+            return functools.reduce(Stretch.then, self.rest(run), Stretch())
         after = self._places[order[-1]][0] + 1
-        return self._rest(run)[after] if after < len(self.owners) and not self.owners[after] else Stretch()
+        return self.rest(run)[after] if after < len(self.owners) and not self.owners[after] else Stretch()
 
     # ---- evaluating
 
     def evaluate(self, choice: Choice) -> Outcome:
         """The peak, the time and the waiting bytes of a step under this choice."""
         treated, run = dict(choice.blocks), choice.run
-        rest = self._rest(run)
+        owners = [treated.get(owner, KEEP) if owner else None for owner in self.owners]
+        stretches = {how: self.rest(run) if how is None else self.treated(run, how) for how in {None, *owners}}
         extras = self._extras(choice)
         live = peak = self._static_bytes(run, extras)
         total_ms = extras.ms
-        for index, owner in enumerate(self.owners):
-            stretch = self._treated(run, treated.get(owner, "keep"))[index] if owner else rest[index]
+        for index, how in enumerate(owners):
+            stretch = stretches[how][index]
             peak = max(peak, live + stretch.peak_bytes)
             live += stretch.net_bytes
             total_ms += stretch.ms
@@ -241,7 +221,7 @@ class CostModel:
     def evaluate_whole(self, treatment: Treatment) -> Outcome:
         """Every block treated so, by a trace that cannot be mixed with others."""
         choice = Choice(tuple((fqn, treatment) for fqn in self.blocks))
-        trace, extras = self._whole[treatment], self._extras(choice)
+        trace, extras = self._whole[TraceKey(treatment)], self._extras(choice)
         total_ms = sum(self.pace.run_ms(segments) for _, segments in self._grouped(trace))
         return self._outcome(choice.run, extras, self.peak_of(trace, choice), total_ms)
 
@@ -266,7 +246,7 @@ class CostModel:
             step = (optimizer.offloaded_step_bytes or 0) if run.offloads_optimizer else optimizer.step_bytes
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
-    def _outcome(self, run: Run, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
+    def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
         step_ms = float(self.step_ms(run, compute_ms, extras.streamed_bytes))
         at_home, anywhere = (round(away) for away in self.optimizer.bytes_away(run, extras.streamed_bytes))
         return Outcome(peak_bytes, step_ms, extras.host_bytes + at_home, extras.movable_bytes + anywhere)
@@ -277,17 +257,17 @@ class CostModel:
             total = total.plus(self.extras(choice.run, fqn, treatment))
         return total
 
-    def extras(self, run: Run, module_fqn: str, treatment: Treatment) -> Extras:
+    def extras(self, run: RunOptions, module_fqn: str, treatment: Treatment) -> Extras:
         """What this treatment of a block changes besides its own stretches."""
         ms = self.hooks_ms(module_fqn, treatment)
         movable = self._movable_bytes(module_fqn, treatment)
-        if not treatment.startswith("stream"):
+        if not treatment.streams:
             return Extras(movable_bytes=movable, ms=ms)
         layer = self.blocks[module_fqn]
         host = layer.param_bytes + layer.trainable_bytes
         return Extras(-layer.param_bytes, layer.trainable_bytes, host, movable, ms)
 
-    def rest_extras(self, run: Run) -> Extras:
+    def rest_extras(self, run: RunOptions) -> Extras:
         """What streaming the rest changes; its optimizer state is counted in `state_bytes`."""
         if not run.streams_rest:
             return Extras()
@@ -296,18 +276,17 @@ class CostModel:
 
     def _movable_bytes(self, module_fqn: str, treatment: Treatment) -> int:
         """Activations that wait elsewhere."""
-        if treatment == "offload":
-            return max(0, self.saved_bytes(module_fqn, "offload"))
-        if treatment.endswith("+offload"):
-            without: Treatment = treatment.removesuffix("+offload")  # type: ignore[assignment]
-            return max(0, self.saved_bytes(module_fqn, treatment) - self.saved_bytes(module_fqn, without))
-        return 0
+        if not treatment.offloads:
+            return 0
+        on_device = self.saved_bytes(module_fqn, treatment.without_offload)
+        return max(0, self.saved_bytes(module_fqn, treatment) - on_device)
 
     # ---- what is there all the time
 
     def most_waiting_bytes(self) -> int:
         """What would wait elsewhere if everything did that can."""
-        offloaded = sum(max(0, self.saved_bytes(fqn, "offload")) for fqn in self.blocks if "offload" in self._stretches)
+        can_offload = TraceKey(OFFLOAD) in self._stretches
+        offloaded = sum(max(0, self.saved_bytes(fqn, OFFLOAD)) for fqn in self.blocks if can_offload)
         homes = sum(layer.param_bytes + layer.trainable_bytes for layer in self.profile.layers)
         return offloaded + homes + self.profile.optimizer.state_bytes
 
@@ -316,13 +295,13 @@ class CostModel:
         profile = self.profile
         return profile.parameter_bytes + profile.buffer_bytes + profile.input_bytes
 
-    def _static_bytes(self, run: Run, extras: Extras) -> int:
+    def _static_bytes(self, run: RunOptions, extras: Extras) -> int:
         state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
         return self.base_bytes() + extras.static_bytes + state
 
     # ---- time
 
-    def step_ms(self, run: Run, compute_ms: Any, streamed_bytes: Any) -> Any:
+    def step_ms(self, run: RunOptions, compute_ms: Any, streamed_bytes: Any) -> Any:
         """Forward and backward, with what tiles and the optimizer's step add. Numbers or arrays of them."""
         if run.head_rows:
             assert self.profile.head is not None
@@ -334,7 +313,7 @@ class CostModel:
 
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """What the machinery of a treatment takes, beside what is computed again."""
-        num_operators = sum(segment.num_launches for segment in self._segments(module_fqn, "keep", "forward"))
+        num_operators = sum(segment.num_launches for segment in self._segments(module_fqn, KEEP, "forward"))
         return self.pace.hooks_ms(treatment, self.blocks[module_fqn].num_calls, num_operators)
 
     # ---- one block
@@ -345,15 +324,15 @@ class CostModel:
 
     def extra_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """The time that the treatment adds to a step."""
-        slower = self.block_ms(module_fqn, treatment) - self.block_ms(module_fqn, "keep")
+        slower = self.block_ms(module_fqn, treatment) - self.block_ms(module_fqn, KEEP)
         return slower + self.hooks_ms(module_fqn, treatment)
 
     def activation_bytes(self, module_fqn: str) -> int:
         """What the layer's forward leaves behind when nothing is done."""
-        return self._forward_net(module_fqn, "keep")
+        return self._forward_net(module_fqn, KEEP)
 
     def forward_ms(self, module_fqn: str) -> float:
-        return self.pace.run_ms(self._segments(module_fqn, "keep", "forward"))
+        return self.pace.run_ms(self._segments(module_fqn, KEEP, "forward"))
 
     def block_ms(self, module_fqn: str, treatment: Treatment) -> float:
         segments = self._segments(module_fqn, treatment, None)
@@ -365,7 +344,7 @@ class CostModel:
     def _segments(self, module_fqn: str, treatment: Treatment, phase: str | None) -> list[Segment]:
         if treatment not in self._by_owner:
             self._by_owner[treatment] = {}
-            for segment in self._traces[treatment].segments:
+            for segment in self._traces[TraceKey(treatment)].segments:
                 self._by_owner[treatment].setdefault(segment.module_fqn, []).append(segment)
         return [s for s in self._by_owner[treatment].get(module_fqn, ()) if phase in (None, s.phase)]
 
@@ -374,14 +353,18 @@ def _net_bytes(segments: Iterable[Segment]) -> int:
     return sum(segment.net_bytes for segment in segments)
 
 
-def _prefix(precision: str, *, streams_rest: bool = False) -> str:
-    return (f"{precision}/" if precision else "") + (REST if streams_rest else "")
+def _sizes_of(keys: Iterable[TraceKey]) -> dict[TraceKey, list[int]]:
+    """By key with tiles of any size: the sizes that were traced, in order; 0 where nothing is tiled."""
+    sizes: dict[TraceKey, list[int]] = {}
+    for key in keys:
+        sizes.setdefault(key.of_any_size, []).append(key.tile_size)
+    return {key: sorted(found) for key, found in sizes.items()}
 
 
-def _position(kind: str, low: int, high: int, size: int) -> float:
+def _position(key: TraceKey, low: int, high: int) -> float:
     """How far a size is from one end of the chord to the other. Bytes go with rows, or with one over the number."""
     if low == high:
         return 0.0
-    if kind.endswith(INSIDE):
-        return (1 / low - 1 / size) / (1 / low - 1 / high)
-    return (size - low) / (high - low)
+    if key.num_tiles:
+        return (1 / low - 1 / key.num_tiles) / (1 / low - 1 / high)
+    return (key.head_rows - low) / (high - low)

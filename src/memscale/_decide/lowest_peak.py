@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memscale._decide.choice import Run
+from memscale._decide.choice import RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.partial_choices import (
     HOST,
@@ -51,7 +51,7 @@ class Room:
 class Whole:
     """The whole step in one run, for many ways of treating its blocks at once."""
 
-    def __init__(self, model: CostModel, run: Run, visits: Visits) -> None:
+    def __init__(self, model: CostModel, run: RunOptions, visits: Visits) -> None:
         self.model, self.run, self.visits = model, run, visits
         self.start, self.middle, self.end = visits.around(run)
         self.rest = model.rest_extras(run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memscale._decide.choice import Run
+from memscale._decide.choice import RunOptions
 from memscale._decide.step_time import Moved, Pace, optimizer_calls_ms
 from memscale._profile import OptimizerCost, Profile
 
@@ -22,7 +22,7 @@ class OptimizerModel:
         self._block_bytes = sum(layer.trainable_bytes for layer in profile.layers if layer.is_block)
         self._other_bytes = sum(layer.trainable_bytes for layer in profile.layers if not layer.is_block)
 
-    def cost(self, run: Run) -> OptimizerCost:
+    def cost(self, run: RunOptions) -> OptimizerCost:
         """With nothing streamed."""
         eight_bit = self.profile.eight_bit_optimizer
         # An optimizer that cannot be quantised keeps its state as it is.
@@ -30,14 +30,14 @@ class OptimizerModel:
 
     # ---- bytes
 
-    def resident_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+    def resident_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """State that is on the device all the time."""
         if not run.offloads_optimizer:
             return self._unstreamed_bytes(run, streamed_bytes)
         whole, rest = self.cost(run).offloaded_state_bytes, self.profile.rest_optimizer
         return self._left(run, whole, whole if rest is None else min(whole, rest.offloaded_state_bytes), streamed_bytes)
 
-    def bytes_away(self, run: Run, streamed_bytes: Any) -> tuple[Any, Any]:
+    def bytes_away(self, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         """State that is on the host because its parameters are; and state that may wait anywhere."""
         whole = self.cost(run).state_bytes
         nothing = 0 * streamed_bytes
@@ -45,7 +45,7 @@ class OptimizerModel:
             return nothing, whole + nothing
         return whole - self._unstreamed_bytes(run, streamed_bytes), nothing
 
-    def step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+    def step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """What the step needs on top."""
         if run.offloads_optimizer:
             return self._offloaded_step_bytes(run, streamed_bytes)
@@ -59,18 +59,18 @@ class OptimizerModel:
         split_bytes = self._largest_left(run, cost.split_step_bytes, rest.step_bytes, streamed_bytes)
         return cost.step_bytes + (split_bytes - cost.step_bytes) * is_split
 
-    def _largest_left(self, run: Run, whole: int, rest: int, streamed_bytes: Any) -> Any:
+    def _largest_left(self, run: RunOptions, whole: int, rest: int, streamed_bytes: Any) -> Any:
         """Of a cost of the largest part, which is there until the last block is streamed."""
         least = min(whole, rest) * (self._rest_left(run) > 0)
         return least + (whole - least) * (streamed_bytes < self._block_bytes)
 
-    def _offloaded_step_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+    def _offloaded_step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The largest bucket's."""
         whole, rest = self.cost(run).offloaded_step_bytes, self.profile.rest_optimizer
         assert whole is not None
         return self._largest_left(run, whole, whole if rest is None else rest.offloaded_step_bytes or 0, streamed_bytes)
 
-    def _unstreamed_bytes(self, run: Run, streamed_bytes: Any) -> Any:
+    def _unstreamed_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """State of what is not streamed."""
         whole, rest = self.cost(run).state_bytes, self.profile.rest_optimizer
         if rest is None:
@@ -78,7 +78,7 @@ class OptimizerModel:
         # State of embeddings is not quantised.
         return self._left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
 
-    def _left(self, run: Run, whole: Any, rest: int, streamed_bytes: Any) -> Any:
+    def _left(self, run: RunOptions, whole: Any, rest: int, streamed_bytes: Any) -> Any:
         """Of a cost that falls from `whole` to `rest` as blocks are streamed, and on as the rest is."""
         return self._falling(whole, rest, streamed_bytes) - rest * (1 - self._rest_left(run))
 
@@ -87,14 +87,14 @@ class OptimizerModel:
             return whole + 0 * streamed_bytes
         return whole - (whole - rest) * (streamed_bytes / self._block_bytes)
 
-    def _rest_left(self, run: Run) -> float:
+    def _rest_left(self, run: RunOptions) -> float:
         """The share of what is no block that is not streamed."""
         total = self._other_bytes
         return 1 - self.profile.rest_trainable_bytes / total if run.streams_rest and total else 1.0
 
     # ---- time
 
-    def step_ms(self, run: Run, streamed_bytes: Any) -> Any:
+    def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """On the device, and on the host for what is streamed."""
         hardware = self.pace.hardware
         if run.offloads_optimizer:
@@ -107,12 +107,12 @@ class OptimizerModel:
         share_away = 1 - self._share_left(run, streamed_bytes)
         return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
 
-    def _share_left(self, run: Run, streamed_bytes: Any) -> Any:
+    def _share_left(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The share of trainable bytes that is not streamed."""
         streamed_bytes = streamed_bytes + self.profile.rest_trainable_bytes * run.streams_rest
         return 1 - streamed_bytes / max(1, self._block_bytes + self._other_bytes)
 
-    def _at_once_ms(self, run: Run, streamed_bytes: Any) -> Any:
+    def _at_once_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """All that is on the device.
 
         See NOTE [two devices] in _profile/optimizers.py: as soon as something is streamed, there are more launches.

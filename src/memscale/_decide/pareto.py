@@ -6,17 +6,26 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from memscale._decide.choice import Choice, Outcome, Run, Treatment
+from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.search import Candidate
 from memscale._plan import FrontPoint
+from memscale._profile import (
+    CHECKPOINT,
+    CHECKPOINT_OFFLOAD,
+    OFFLOAD,
+    SELECTIVE,
+    STREAM,
+    STREAM_OFFLOAD,
+    Treatment,
+)
 
 NAME_OF: dict[Treatment, str] = {
-    "selective": "checkpoint (selective)",
-    "checkpoint": "checkpoint",
-    "offload": "offload activations",
-    "checkpoint+offload": "checkpoint, input offloaded",
-    "stream": "stream parameters",
-    "stream+offload": "stream parameters, input offloaded",
+    SELECTIVE: "checkpoint (selective)",
+    CHECKPOINT: "checkpoint",
+    OFFLOAD: "offload activations",
+    CHECKPOINT_OFFLOAD: "checkpoint, input offloaded",
+    STREAM: "stream parameters",
+    STREAM_OFFLOAD: "stream parameters, input offloaded",
 }
 _LEAST_STEP = 0.01
 """Points whose peaks differ by less than this share of the baseline's are shown as one."""
@@ -108,7 +117,7 @@ def describe(choice: Choice) -> str:
     return ", ".join([*parts, *_run_parts(choice.run)]) or "nothing"
 
 
-def _run_parts(run: Run) -> list[str]:
+def _run_parts(run: RunOptions) -> list[str]:
     named = {
         "head_rows": f"tile the head: {run.head_rows} rows",
         "num_tiles": f"tile inside layers: {run.num_tiles} tiles",

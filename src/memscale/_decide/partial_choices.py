@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from memscale._decide.choice import Run, Treatment
+from memscale._decide.choice import RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.timeline import Stretch
+from memscale._profile import Treatment
 
 Array = np.ndarray[Any, Any]
 
@@ -81,33 +82,36 @@ class Visits:
             self._of_block[owner].append(visit)
         self._joins: dict[tuple[int, int, int], Joins] = {}
 
-    def of_block(self, run: Run, block: int, treatment: Treatment) -> list[tuple[int, Stretch]]:
+    def of_block(self, run: RunOptions, block: int, treatment: Treatment) -> list[tuple[int, Stretch]]:
         """A block's visits with the gaps around them: which, and what each is."""
-        return [(visit, self._visit(run, self.places[visit], treatment)) for visit in self._of_block[block]]
+        treated, rest = self.model.treated(run, treatment), self.model.rest(run)
+        return [(visit, self._visit(treated, rest, self.places[visit])) for visit in self._of_block[block]]
 
-    def _visit(self, run: Run, place: int | None, treatment: Treatment) -> Stretch:
+    def _visit(self, treated: Sequence[Stretch], rest: Sequence[Stretch], place: int | None) -> Stretch:
         """With what comes before it in forward, or after it in backward."""
         if place is None:
             return Stretch()
-        stretch = self.model.stretch(run, treatment, place)
+        stretch = treated[place]
         if place - 1 < self._middle:
-            stretch = self._gap(run, place - 1).then(stretch)
-        return stretch.then(self._gap(run, place + 1)) if place + 1 > self._middle else stretch
+            stretch = self._gap(rest, place - 1).then(stretch)
+        return stretch.then(self._gap(rest, place + 1)) if place + 1 > self._middle else stretch
 
-    def _gap(self, run: Run, place: int) -> Stretch:
+    def _gap(self, rest: Sequence[Stretch], place: int) -> Stretch:
         """Between two blocks. The model's own beginning, middle and end are no part of that: they differ by run."""
         owners = self.model.owners
         is_inside = 0 < place < len(owners) - 1 and place != self._middle
-        return self.model.stretch(run, None, place) if is_inside and not owners[place] else Stretch()
+        return rest[place] if is_inside and not owners[place] else Stretch()
 
-    def around(self, run: Run) -> tuple[Stretch, Stretch, Stretch]:
+    def around(self, run: RunOptions) -> tuple[Stretch, Stretch, Stretch]:
         """The beginning of the step, what lies between forward and backward, and the end."""
         owners, last = self.model.owners, len(self.model.owners) - 1
         if not self.order:
             return Stretch(), self.model.middle(run, ()), Stretch()
 
+        rest = self.model.rest(run)
+
         def outside(place: int) -> Stretch:
-            return self.model.stretch(run, None, place) if place <= last and not owners[place] else Stretch()
+            return rest[place] if place <= last and not owners[place] else Stretch()
 
         start = outside(0)
         middle = outside(self._middle) if self._middle > 0 else Stretch()

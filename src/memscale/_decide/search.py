@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from memscale._decide.choice import Choice, Outcome, Run, Treatment
+from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.lowest_peak import Room, Whole, least_peak, lowest_peak
 from memscale._decide.partial_choices import (
@@ -38,6 +38,7 @@ from memscale._decide.partial_choices import (
     paired,
 )
 from memscale._decide.timeline import Stretch
+from memscale._profile import KEEP, Treatment
 
 MIN_FRONT = 64
 """Ways that are kept of a stretch of unequal blocks, at least."""
@@ -72,7 +73,7 @@ class Candidate:
 
 def search(
     model: CostModel,
-    runs: Iterable[Run],
+    runs: Iterable[RunOptions],
     allowed: Sequence[Treatment],
     *,
     counts_waiting: bool,
@@ -105,7 +106,7 @@ class _Searcher:
         self.visits = Visits(model)
         self.order = self.visits.order
         self.is_stack = model.nested_order() is not None
-        self.allowed: tuple[Treatment, ...] = ("keep", *allowed)
+        self.allowed: tuple[Treatment, ...] = (KEEP, *allowed)
         self.counts_waiting = counts_waiting
         self.room = room
         self.is_exact = len(self.order) <= EXACT_BLOCKS
@@ -113,21 +114,21 @@ class _Searcher:
         self._every: list[Front] = []
         self._blocks: list[Front] = []
         self._block_of: dict[Any, int] = {}
-        self._in_run: dict[Run, list[int] | None] = {}
+        self._in_run: dict[RunOptions, list[int] | None] = {}
         self._merged: dict[tuple[Stretches, int], Front] = {}
         self._whole: dict[tuple[int, ...], Front] = {}
         self._max_product = MIN_FRONT**2
         self.is_complete = self.is_exact
         """Whether nothing was thinned so far."""
 
-    def candidates(self, run: Run) -> list[Candidate]:
+    def candidates(self, run: RunOptions) -> list[Candidate]:
         """The ways that no other beats in peak and time (and waiting bytes), with this run around the blocks."""
         blocks = self._blocks_in(run)
         if blocks is None:
             return []
         return self._candidates(run, self._front(blocks), self._best)
 
-    def lower(self, runs: Sequence[Run], found: Sequence[Candidate]) -> list[Candidate]:
+    def lower(self, runs: Sequence[RunOptions], found: Sequence[Candidate]) -> list[Candidate]:
         """The lowest peak in any of these runs, where it is lower than all that was found."""
         mine = set(runs)
         placed = [c.outcome for c in found if c.choice.run in mine and self._has_room(c.outcome)]
@@ -139,7 +140,7 @@ class _Searcher:
                 below = lower[-1].outcome.peak_bytes
         return lower
 
-    def _most_promising(self, runs: Sequence[Run]) -> list[tuple[Whole, list[Front], int]]:
+    def _most_promising(self, runs: Sequence[RunOptions]) -> list[tuple[Whole, list[Front], int]]:
         """Runs with their blocks, and what no way can be below; the lowest of these first. None where all is known."""
         if self.is_complete:
             return []
@@ -156,25 +157,30 @@ class _Searcher:
         host, movable = np.array([outcome.host_bytes]), np.array([outcome.movable_bytes])
         return self.room is None or bool(self.room.holds(host, movable)[0])
 
-    def _candidates(self, run: Run, front: Front, choose: Callable[[Front, Array], list[int]]) -> list[Candidate]:
+    def _candidates(
+        self, run: RunOptions, front: Front, choose: Callable[[Front, Array], list[int]]
+    ) -> list[Candidate]:
         outcomes = Whole(self.model, run, self.visits).outcomes(front)
         return [self._candidate(run, front.picks[row], *outcomes[row]) for row in choose(front, outcomes)]
 
-    def _candidate(self, run: Run, picks: Array, peak: float, ms: float, host: float, movable: float) -> Candidate:
+    def _candidate(
+        self, run: RunOptions, picks: Array, peak: float, ms: float, host: float, movable: float
+    ) -> Candidate:
         blocks = tuple((fqn, self.allowed[pick]) for fqn, pick in zip(self.order, picks, strict=True) if pick)
         return Candidate(Choice(blocks, run), Outcome(int(peak), float(ms), int(host), int(movable)))
 
     # ---- blocks, and stretches of them
 
-    def _blocks_in(self, run: Run) -> list[int] | None:
+    def _blocks_in(self, run: RunOptions) -> list[int] | None:
         """The fronts of the single blocks, by number; None where this run cannot be."""
         if run not in self._in_run:
-            treatments = [treatment for treatment in self.allowed if self.model.can_treat(run, treatment)]
+            can_run = self.model.can_run(run)
+            treatments = [t for t in self.allowed if can_run and self.model.can_treat(run, t)]
             blocks = [self._block(run, block, treatments) for block in range(len(self.order)) if treatments]
-            self._in_run[run] = blocks if treatments and self.model.can_run(run) else None
+            self._in_run[run] = blocks if treatments else None
         return self._in_run[run]
 
-    def _block(self, run: Run, block: int, treatments: Sequence[Treatment]) -> int:
+    def _block(self, run: RunOptions, block: int, treatments: Sequence[Treatment]) -> int:
         """The front of one block: its treatments, with the gaps around it. Equal blocks have the same number."""
         rows, times = [], []
         spans = self.visits.spans(block, block + 1)

@@ -15,9 +15,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from memscale._decide.choice import Treatment
 from memscale._hardware import Hardware
-from memscale._profile import Segment
+from memscale._profile import Segment, Treatment
 
 _TILED_HEAD_SLOWDOWN = 1.02
 """What is bit-exact comes first."""
@@ -203,9 +202,9 @@ def _treatment_calls_ms(treatment: Treatment, num_calls: int, num_operators: int
 
     What is computed again is a forward, though it is in the traces of backward.
     """
-    if treatment in ("keep", "offload"):
+    if treatment.recompute == "none":
         return 0.0
-    watched_ms = _WATCHED_MS if treatment == "selective" else 0.0
+    watched_ms = _WATCHED_MS if treatment.recompute == "selective" else 0.0
     again_ms = num_operators * (_FORWARD_MS - _BACKWARD_MS + watched_ms)
     return _CHECKPOINT_MS * max(1, num_calls) + again_ms
 

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from typing_extensions import assert_never
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide.choice import Choice, Outcome, Run, Treatment
+from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.pareto import NAME_OF, slowdown
 from memscale._decide.search import Candidate
 from memscale._hardware import Hardware
 from memscale._plan import (
+    OPTIMIZER_BUCKET_BYTES,
     Action,
     Checkpoint,
     Conditions,
@@ -29,12 +30,10 @@ from memscale._plan import (
     Reason,
     StreamParameters,
     TileAttention,
+    TileHead,
     TileMlp,
 )
-from memscale._profile import Layer, Profile
-
-OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
-"""State is brought to the device in pieces that belong to parameters of this many bytes."""
+from memscale._profile import KEEP, Layer, Profile, Treatment
 
 _SPEEDS = (
     "fp32_flops",
@@ -100,48 +99,49 @@ def _conditions(hardware: Hardware, config: Config) -> Conditions:
 
 
 def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
-    """In the model's order, not in that of the ranking: a plan is read by people."""
-    treated, run = dict(choice.blocks), choice.run
-    for layer in model.profile.layers:
-        if layer.module_fqn in treated:
-            treatment = treated[layer.module_fqn]
-            yield from _block_actions(layer.module_fqn, treatment, _reason(model, layer.module_fqn, treatment))
-    if run.streams_rest:
-        for module_fqn in model.profile.rest:
-            yield StreamParameters(module_fqn, _rest_reason(model))
-    if run.num_tiles:
-        reason = _inside_reason(model, choice)
-        yield from (dataclasses.replace(a, reason=reason) for a in cut_inside(model.profile.inside, run.num_tiles))
-    if run.head_rows:
-        assert model.profile.head is not None
-        yield dataclasses.replace(model.profile.head, rows=run.head_rows, reason=_head_reason(model, choice))
-    if run.offloads_optimizer:
-        numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer.cost(run).state_bytes}
-        numbers |= _part_of_the_run(model, choice, offloads_optimizer=False)
-        rule = "offload optimizer state: the device holds one bucket of it"
-        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, Reason(rule, numbers))
-    yield from _lossy_actions(model, config, choice)
+    """With their reasons."""
+    of_tiles: dict[type[Action], Reason] = {}
+    for action in actions_of(choice, model.profile):
+        reason = of_tiles.get(type(action)) or _action_reason(model, config, choice, action)
+        if isinstance(action, TileAttention | TileMlp):
+            of_tiles[type(action)] = reason  # there are many of them, and each would evaluate the plan anew
+        yield dataclasses.replace(action, reason=reason)
 
 
-def _lossy_actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
-    run = choice.run
-    if run.precision:
-        dtype: Literal["bfloat16", "float16"] = "bfloat16" if run.precision == "bfloat16" else "float16"
-        part = _part_of_the_run(model, choice, precision="")
-        yield MixedPrecision(dtype, _lossy_reason(config, "use_mixed_precision", part))
-    if run.quantizes_optimizer:
-        numbers: dict[str, int | float | str] = {
-            "state_bytes": model.profile.optimizer.state_bytes,
-            "in_8_bit_bytes": model.optimizer.cost(run).state_bytes,
-            **_part_of_the_run(model, choice, quantizes_optimizer=False),
-        }
-        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=_lossy_reason(config, "use_8bit_optimizer", numbers))
+def _action_reason(model: CostModel, config: Config, choice: Choice, action: Action) -> Reason:
+    treated = dict(choice.blocks)
+    match action:
+        case Checkpoint() | OffloadActivations():
+            return _reason(model, action.module_fqn, treated[action.module_fqn])
+        case StreamParameters() if action.module_fqn in treated:
+            return _reason(model, action.module_fqn, treated[action.module_fqn])
+        case StreamParameters():
+            return _rest_reason(model)
+        case TileAttention() | TileMlp():
+            return _inside_reason(model, choice)
+        case TileHead():
+            return _head_reason(model, choice)
+        case OffloadOptimizer():
+            numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer.cost(choice.run).state_bytes}
+            numbers |= _part_of_the_run(model, choice, offloads_optimizer=False)
+            return Reason("offload optimizer state: the device holds one bucket of it", numbers)
+        case MixedPrecision():
+            return _lossy_reason(config, "use_mixed_precision", _part_of_the_run(model, choice, precision=""))
+        case QuantizeOptimizer():
+            numbers = {
+                "state_bytes": model.profile.optimizer.state_bytes,
+                "in_8_bit_bytes": model.optimizer.cost(choice.run).state_bytes,
+                **_part_of_the_run(model, choice, quantizes_optimizer=False),
+            }
+            return _lossy_reason(config, "use_8bit_optimizer", numbers)
+        case _:
+            assert_never(action)
 
 
 def _part_of_the_run(model: CostModel, choice: Choice, **without: Any) -> dict[str, int | float | str]:
     """What one part of the run frees and costs: this very plan without it, and with it."""
     other = Choice(choice.blocks, dataclasses.replace(choice.run, **without))
-    treatments = {treatment for _, treatment in choice.blocks} or {"keep"}
+    treatments = {treatment for _, treatment in choice.blocks} or {KEEP}
     if not model.can_run(other.run) or not all(model.can_treat(other.run, treatment) for treatment in treatments):
         return {}  # one of a pair that was traced together only
     before, after = model.evaluate(other), model.evaluate(choice)
@@ -164,25 +164,9 @@ def _lossy_reason(config: Config, name: str, numbers: dict[str, int | float | st
     return Reason(why, numbers)
 
 
-def _block_actions(module_fqn: str, treatment: Treatment, reason: Reason) -> Iterator[Action]:
-    match treatment:
-        case "checkpoint" | "checkpoint+offload":
-            yield Checkpoint(module_fqn, reason=reason)
-        case "selective":
-            yield Checkpoint(module_fqn, keep=("matmul", "attention"), reason=reason)
-        case "stream" | "stream+offload":
-            yield StreamParameters(module_fqn, reason)
-        case "keep" | "offload":
-            pass
-        case _:
-            assert_never(treatment)
-    if "offload" in treatment:
-        yield OffloadActivations(module_fqn, reason)
-
-
 def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
     numbers: dict[str, int | float | str] = {"frees_bytes": model.saved_bytes(module_fqn, treatment)}
-    if treatment.startswith("stream"):
+    if treatment.streams:
         numbers["parameter_bytes"] = model.blocks[module_fqn].param_bytes
     numbers["costs_ms"] = round(model.extra_ms(module_fqn, treatment), 4)
     return Reason(NAME_OF[treatment], numbers)
@@ -190,16 +174,6 @@ def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
 
 def _rest_reason(model: CostModel) -> Reason:
     return Reason("stream parameters", {"parameter_bytes": model.profile.rest_param_bytes})
-
-
-def cut_inside(coarsest: tuple[TileAttention | TileMlp, ...], num_tiles: int) -> tuple[TileAttention | TileMlp, ...]:
-    """Attention and MLPs in so many tiles, from those in two."""
-    return tuple(
-        dataclasses.replace(action, num_tiles=num_tiles)
-        if isinstance(action, TileMlp)
-        else dataclasses.replace(action, rows=-(-2 * action.rows // num_tiles))
-        for action in coarsest
-    )
 
 
 def _head_reason(model: CostModel, choice: Choice) -> Reason:
@@ -212,7 +186,7 @@ def _inside_reason(model: CostModel, choice: Choice) -> Reason:
     return Reason("tile attention and MLPs inside the layers", {**part, "tiles": choice.run.num_tiles})
 
 
-def _tiled_inside(model: CostModel, layer: Layer, run: Run) -> tuple[str, ...]:
+def _tiled_inside(model: CostModel, layer: Layer, run: RunOptions) -> tuple[str, ...]:
     """What of a layer is tiled: its attention, its MLP."""
     parts = [a for a in model.profile.inside if f"{a.module_fqn}.".startswith(f"{layer.module_fqn}.")]
     names = ["tile attention" if isinstance(part, TileAttention) else "tile the MLP" for part in parts]
@@ -256,5 +230,5 @@ def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
     )
 
 
-def _with_tiles(reason: Reason, run: Run) -> Reason:
+def _with_tiles(reason: Reason, run: RunOptions) -> Reason:
     return Reason(f"{reason.rule}; tiles inside", {**reason.numbers, "tiles": run.num_tiles})

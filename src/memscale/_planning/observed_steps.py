@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,13 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memscale._config import Config
 from memscale._decide import half_type
 from memscale._decide.budget import full_budget
-from memscale._decide.choice import choice_of
+from memscale._decide.choice import block_actions, choice_of
 from memscale._decide.cost_model import CostModel
-from memscale._decide.write_plan import OPTIMIZER_BUCKET_BYTES
 from memscale._hardware import Hardware
 from memscale._plan import (
+    OPTIMIZER_BUCKET_BYTES,
     Action,
-    Checkpoint,
     MixedPrecision,
     OffloadOptimizer,
     Plan,
@@ -40,7 +39,7 @@ from memscale._plan import (
 from memscale._planning import keep_plan, plan_from
 from memscale._planning.demand import Demand
 from memscale._planning.optimizer_trials import OptimizerCosts, has_next_tier
-from memscale._profile import Profile, StepTrace
+from memscale._profile import CHECKPOINT, KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.observation import Observation, ObservedStep, profile_observed
@@ -57,8 +56,6 @@ ROOM_SHARE = 0.5
 what activations need is not known yet."""
 _MAX_PLANS = 4
 
-Treatment = Literal["keep", "checkpoint", "stream"]
-
 
 def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> tuple[Plan, Treatment]:
     """What is done while nothing is known yet: as little memory as exact techniques need, as far as the mode goes.
@@ -70,8 +67,8 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
     weights = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
     state, treatment = costs.cost(), _careful_treatment(config, hardware, weights > budget_bytes * ROOM_SHARE)
     reason = Reason("careful, until a step has been seen")
-    kinds: dict[Treatment, Any] = {"checkpoint": Checkpoint, "stream": StreamParameters}
-    actions = [kinds[treatment](fqn, reason=reason) for fqn in (find_blocks(model) if treatment in kinds else ())]
+    blocks = (action for fqn in find_blocks(model) for action in block_actions(fqn, treatment))
+    actions: list[Action] = [dataclasses.replace(action, reason=reason) for action in blocks]
     can_move = _can_offload(config, hardware) and state.offloaded_step_bytes is not None
     if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
         actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
@@ -87,9 +84,9 @@ def _can_offload(config: Config, hardware: Hardware) -> bool:
 
 def _careful_treatment(config: Config, hardware: Hardware, weights_are_large: bool) -> Treatment:
     if not config.enable_checkpointing:
-        return "keep"
+        return KEEP
     streams = weights_are_large and hardware.device_type != "cpu" and _can_offload(config, hardware)
-    return "stream" if streams else "checkpoint"
+    return STREAM if streams else CHECKPOINT
 
 
 def _provisional(
@@ -207,7 +204,7 @@ class ObservedSteps:
         they do not fit there, what is streamed stays streamed."""
         profile, config, hardware = self._profile, self.config, self.hardware
         assert profile is not None
-        if self._treatment == "stream" and profile.static_bytes > full_budget(hardware, config).device_bytes:
+        if self._treatment == STREAM and profile.static_bytes > full_budget(hardware, config).device_bytes:
             rule = "careful from the first step on: parameters and optimizer state alone exceed the budget"
             return keep_plan(profile, config, hardware, self.careful.actions, rule)
         return plan_from(profile, config, hardware, margin_bytes=self._margin_bytes)
@@ -216,7 +213,7 @@ class ObservedSteps:
         """With what the optimizer costs in 8 bits, and over what is left when blocks are streamed."""
         if self.config.use_8bit_optimizer:
             profile = dataclasses.replace(profile, eight_bit_optimizer=costs.eight_bit())
-        if "stream" in profile.variants:
+        if TraceKey(STREAM) in profile.variants:
             rest = costs.cost(without=_streamed(model, tuple(find_blocks(model))))
             profile = dataclasses.replace(profile, rest_optimizer=rest)
         return profile
@@ -241,8 +238,7 @@ class ObservedSteps:
         return self.plan
 
     def _peak_of(self, model: nn.Module, profile: Profile, trace: StepTrace, plan: Plan, costs: OptimizerCosts) -> int:
-        blocks = {layer.module_fqn for layer in profile.layers if layer.is_block}
-        choice = choice_of(plan.actions, blocks)
+        choice = choice_of(plan.actions, profile)
         streamed = _streamed(model, tuple(a.module_fqn for a in plan.actions if isinstance(a, StreamParameters)))
         in_8_bits = choice.run.quantizes_optimizer and profile.eight_bit_optimizer is not None
         optimizer = costs.cost(eight_bit=in_8_bits, without=streamed)

@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide.write_plan import OPTIMIZER_BUCKET_BYTES
 from memscale._hardware import Hardware
-from memscale._plan import QuantizeOptimizer
+from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer
 from memscale._profile import OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, optimizer_cost
 from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, rounded, split_into_buckets

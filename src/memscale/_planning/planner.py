@@ -21,19 +21,16 @@ from torch.optim import Optimizer
 from memscale._config import Config
 from memscale._decide import confirmed, decide, full_front, half_type, needs_optimizing
 from memscale._decide.budget import full_budget
-from memscale._decide.choice import INSIDE, REST, TILE_HEAD, Choice, Outcome, choice_of, tile_name
+from memscale._decide.choice import Choice, Outcome, block_actions, choice_of, cut_inside
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import Strategy
-from memscale._decide.write_plan import cut_inside
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._plan import (
     Action,
-    Checkpoint,
     FrontPoint,
     MixedPrecision,
-    OffloadActivations,
     Plan,
     QuantizeOptimizer,
     Reason,
@@ -41,7 +38,18 @@ from memscale._plan import (
 )
 from memscale._planning.optimizer_trials import OptimizerCosts, has_next_tier
 from memscale._planning.tile_sizes import Tiles, find_tiles
-from memscale._profile import Profile, StepTrace
+from memscale._profile import (
+    CHECKPOINT,
+    CHECKPOINT_OFFLOAD,
+    OFFLOAD,
+    SELECTIVE,
+    STREAM,
+    STREAM_OFFLOAD,
+    Profile,
+    StepTrace,
+    TraceKey,
+    Treatment,
+)
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.profiler import open_rehearsal, profile_model, refuse_unprofilable, try_variant
@@ -49,6 +57,7 @@ from memscale._profile.rehearsal import Attach
 from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
 from memscale._torch import private
 from memscale._units import round_up
+from memscale.report.explain import words_of_actions
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -87,8 +96,8 @@ class Study:
         untrained = self.rehearsal.untrained
         self.costs.leave_idle(frozenset(id(p) for name, p in model.named_parameters() if name in untrained))
         self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
-        self._tried: set[str] = set()
-        self._exact: dict[str, tuple[Action, ...]] = {}
+        self._tried: set[TraceKey] = set()
+        self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self._tiles: Tiles | None = None
         self._traces: dict[str, StepTrace] = {}
         self._skipped_inside = False
@@ -147,14 +156,11 @@ class Study:
                 break
             # What this plan was above the model: with so much to spare it is not chosen again.
             margin_bytes = max(margin_bytes, plan.predicted_peak_bytes - decided.predicted_peak_bytes)
-            rehearsed[self._choice_of(plan.actions)] = plan.predicted_peak_bytes
+            rehearsed[choice_of(plan.actions, self.profile)] = plan.predicted_peak_bytes
             if attempt + 2 > _MAX_REHEARSALS:
                 margin_bytes = plan.budget_bytes  # the last time, only what was traced as a whole is trusted
             logger.debug("the rehearsal peaked %d bytes above the peak model: deciding again", margin_bytes)
         return plan
-
-    def _choice_of(self, actions: tuple[Action, ...]) -> Choice:
-        return choice_of(actions, {layer.module_fqn for layer in self.profile.layers if layer.is_block})
 
     def confirm(self, plan: Plan, config: Config) -> Plan:
         """The number holds: run this very plan on the stage, and promise what that shows."""
@@ -163,7 +169,7 @@ class Study:
         trace = self._rehearsed(plan.actions, config)
         if any(isinstance(action, QuantizeOptimizer) for action in plan.actions):
             self._cost_in_8_bits()
-        choice = self._choice_of(plan.actions)
+        choice = choice_of(plan.actions, self.profile)
         peak_bytes = self._peak_of(trace, choice)
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
@@ -187,7 +193,7 @@ class Study:
 
     def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
         """With the optimizer over what is not streamed, to the byte."""
-        blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.startswith("stream"))
+        blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
         in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
         optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed)
@@ -205,29 +211,30 @@ class Study:
 
     def _try_simple(self, config: Config) -> None:
         """Treatments of blocks, streaming of the rest, the head in tiles."""
-        self._try(self._treatments(config), config)
+        self._try({TraceKey(treatment): a for treatment, a in self._treatments(config).items()}, config)
         rest = self._rest_actions(config)
         if rest:
-            self._try({f"{REST}keep": rest}, config)
+            self._try({TraceKey(streams_rest=True): rest}, config)
         head = self.tiles.head if config.enable_tiling else None
         if head is None:
             return
         self.profile = dataclasses.replace(self.profile, head=head)
         for rows in self.tiles.head_rows:  # the smallest and the largest: what lies between, the peak model knows
             tiled = (dataclasses.replace(head, rows=rows),)
-            self._try({tile_name(TILE_HEAD, rows): tiled}, config)
+            self._try({TraceKey(head_rows=rows): tiled}, config)
             if rest:
-                self._try({tile_name(f"{REST}{TILE_HEAD}", rows): (*tiled, *rest)}, config)
+                self._try({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, config)
 
     def _try_inside(self, config: Config) -> None:
         inside = self.tiles.inside
         self._skipped_inside = bool(inside) and not self._blocks_hold_the_peak(config)
         if inside and not self._skipped_inside:
             self.profile = dataclasses.replace(self.profile, inside=inside)
-            smallest = [(k, v) for k, v in self._treatments(config).items() if k.startswith(("checkpoint", "stream"))]
+            smallest = {t: actions for t, actions in self._treatments(config).items() if t.recompute == "full"}
             for num_tiles in self.tiles.num_inside:
                 cut = cut_inside(inside, num_tiles)
-                self._try({tile_name(INSIDE, num_tiles, name): (*cut, *actions) for name, actions in smallest}, config)
+                named = {TraceKey(t, num_tiles=num_tiles): (*cut, *actions) for t, actions in smallest.items()}
+                self._try(named, config)
 
     def _blocks_hold_the_peak(self, config: Config) -> bool:
         """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""
@@ -251,31 +258,35 @@ class Study:
     def _try_in_16_bits(self, config: Config) -> None:
         dtype = half_type(self.hardware, config)
         if dtype is not None:
-            plain: dict[str, tuple[Action, ...]] = {"keep": ()}
-            exact = {name: actions for name, actions in self._exact.items() if name in self.profile.variants}
-            named = {f"{dtype}/{name}": (*a, MixedPrecision(dtype)) for name, a in {**plain, **exact}.items()}
-            self._try(named, config)
+            exact = {key: actions for key, actions in self._exact.items() if key in self.profile.variants}
+            self._try(
+                {
+                    dataclasses.replace(key, precision=dtype): (*actions, MixedPrecision(dtype))
+                    for key, actions in {TraceKey(): (), **exact}.items()
+                },
+                config,
+            )
 
     def _cost_in_8_bits(self) -> None:
         """Once; `profile.eight_bit_optimizer` stays None where there is no state to quantise."""
         if self.profile.eight_bit_optimizer is None:
             self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=self.costs.eight_bit())
 
-    def _try(self, variants: Mapping[str, tuple[Action, ...]], config: Config) -> None:
+    def _try(self, variants: Mapping[TraceKey, tuple[Action, ...]], config: Config) -> None:
         traces = dict(self.profile.variants)
-        for name, actions in variants.items():
-            if name not in self._tried:
-                self._tried.add(name)
-                if not any(isinstance(action, MixedPrecision) for action in actions):
-                    self._exact[name] = actions
-                trace = self._tried_trace(name, actions, config)
+        for key, actions in variants.items():
+            if key not in self._tried:
+                self._tried.add(key)
+                if not key.precision:
+                    self._exact[key] = actions
+                trace = self._tried_trace(actions, config)
                 if trace is not None:
-                    traces[name] = trace
+                    traces[key] = trace
         self.profile = dataclasses.replace(self.profile, variants=traces)
 
     def _rest_actions(self, config: Config) -> tuple[Action, ...]:
         """What streams embeddings, norms and heads; nothing where blocks cannot be streamed."""
-        if "stream" not in self.profile.variants:
+        if TraceKey(STREAM) not in self.profile.variants:
             return ()
         if self.profile.rest_optimizer is None:
             blocks = tuple(find_blocks(self.rehearsal.model))
@@ -291,15 +302,15 @@ class Study:
             )
         return tuple(StreamParameters(fqn) for fqn in self.profile.rest)
 
-    def _tried_trace(self, name: str, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
+    def _tried_trace(self, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
         """On a shorter model where that shows the same."""
-        shallow = self.shallow
+        shallow, what = self.shallow, words_of_actions(actions)
         if shallow is not None:
             names = {None, *(name for name, _ in shallow.stage.model.named_modules())}
             here = tuple(action for action in actions if getattr(action, "module_fqn", None) in names)
-            trace = try_variant(shallow.stage, self._attacher(here, config), name)
+            trace = try_variant(shallow.stage, self._attacher(here, config), what)
             return None if trace is None else shallow.stretch(trace)
-        return try_variant(self.rehearsal, self._attacher(actions, config), name)
+        return try_variant(self.rehearsal, self._attacher(actions, config), what)
 
     @functools.cached_property
     def shallow(self) -> ShallowRehearsal | None:
@@ -307,22 +318,20 @@ class Study:
             return None  # what is held belongs to all blocks, and to none of their stretches
         return open_shallow(self.model, self.inputs, self.hardware.device_type, self.profile.plain)
 
-    def _treatments(self, config: Config) -> dict[str, tuple[Action, ...]]:
+    def _treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
         """By eligible treatment: the actions that give it to every block."""
         blocks = tuple(find_blocks(self.rehearsal.model))
-        treatments: dict[str, tuple[Action, ...]] = {}
+        eligible: list[Treatment] = []
         if config.enable_checkpointing:
-            treatments["checkpoint"] = tuple(Checkpoint(fqn) for fqn in blocks)
-            treatments["selective"] = tuple(Checkpoint(fqn, keep=("matmul", "attention")) for fqn in blocks)
+            eligible += [CHECKPOINT, SELECTIVE]
         if config.enable_offloading and has_next_tier(self.hardware, config):
-            sent_away = tuple(OffloadActivations(fqn) for fqn in blocks)
-            treatments["offload"] = sent_away
+            eligible.append(OFFLOAD)
             if config.enable_checkpointing:
-                treatments["checkpoint+offload"] = (*treatments["checkpoint"], *sent_away)
+                eligible.append(CHECKPOINT_OFFLOAD)
             if config.enable_checkpointing and self.hardware.device_type != "cpu":
-                treatments["stream"] = tuple(StreamParameters(fqn) for fqn in blocks)
-                treatments["stream+offload"] = (*treatments["stream"], *sent_away)
-        return treatments if blocks else {}
+                eligible += [STREAM, STREAM_OFFLOAD]
+        given = {t: tuple(action for fqn in blocks for action in block_actions(fqn, t)) for t in eligible}
+        return given if blocks else {}
 
     @property
     def tiles(self) -> Tiles:
@@ -346,7 +355,7 @@ def _without_block_peaks(profile: Profile) -> Profile:
         ]
         return StepTrace(tuple(segments))
 
-    variants = {name: flat(trace) for name, trace in profile.variants.items()}
+    variants = {key: flat(trace) for key, trace in profile.variants.items()}
     return dataclasses.replace(profile, plain=flat(profile.plain), variants=variants)
 
 

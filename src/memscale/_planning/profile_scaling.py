@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from memscale._decide.choice import INSIDE, TILE_HEAD
 from memscale._plan import TileAttention, TileMlp
-from memscale._profile import Profile, Segment, StepTrace, TensorSpec
+from memscale._profile import Profile, Segment, StepTrace, TensorSpec, TraceKey
 
 
 def at_size(small: Profile, large: Profile, sizes: tuple[int, int], size: int) -> Profile:
     """The profile at `size` from those at `sizes`; what only one of them has is left out."""
     position = (size - sizes[0]) / (sizes[1] - sizes[0])
     pairs = _paired(small, large)
-    variants = {name: _trace(small.variants[pairs[name]], large.variants[name], position) for name in pairs}
+    variants = {key: _trace(small.variants[pairs[key]], large.variants[key], position) for key in pairs}
     plain = _trace(small.plain, large.plain, position)
     assert plain is not None, "the plain step has the same pieces at every size"
     return dataclasses.replace(
@@ -27,7 +26,7 @@ def at_size(small: Profile, large: Profile, sizes: tuple[int, int], size: int) -
         inputs=tuple(_spec(a, b, sizes[0], size) for a, b in zip(small.inputs, large.inputs, strict=True)),
         input_bytes=_line(small.input_bytes, large.input_bytes, position),
         plain=plain,
-        variants={name: trace for name, trace in variants.items() if trace is not None},
+        variants={key: trace for key, trace in variants.items() if trace is not None},
         inside=tuple(_inside(a, b, position) for a, b in zip(small.inside, large.inside, strict=False)),
     )
 
@@ -37,25 +36,18 @@ def can_scale(small: Profile, large: Profile) -> bool:
     return _trace(small.plain, large.plain, 0.5) is not None and len(small.inputs) == len(large.inputs)
 
 
-def _paired(small: Profile, large: Profile) -> dict[str, str]:
-    """By the name of a trace of the large profile the small one's. Tiles go by rank: their sizes follow the batch's."""
-    names = {key: name for name, key in _ranked(small).items()}
-    return {name: names[key] for name, key in _ranked(large).items() if key in names}
+def _paired(small: Profile, large: Profile) -> dict[TraceKey, TraceKey]:
+    """By key of a trace of the large profile the small one's. Tiles go by rank: their sizes follow the batch's."""
+    keys = {ranked: key for key, ranked in _ranked(small).items()}
+    return {key: keys[ranked] for key, ranked in _ranked(large).items() if ranked in keys}
 
 
-def _ranked(profile: Profile) -> dict[str, tuple[str, int]]:
-    tiled: dict[str, list[tuple[int, str]]] = {}
-    found: dict[str, tuple[str, int]] = {}
-    for name in profile.variants:
-        kind, _, rest = name.partition(":")
-        if kind.endswith((TILE_HEAD, INSIDE)) and rest:
-            rows, _, treatment = rest.partition(":")
-            tiled.setdefault(f"{kind}:{treatment}", []).append((int(rows), name))
-        else:
-            found[name] = (name, 0)
-    for key, sizes in tiled.items():
-        found |= {name: (key, rank) for rank, (_, name) in enumerate(sorted(sizes))}
-    return found
+def _ranked(profile: Profile) -> dict[TraceKey, tuple[TraceKey, int]]:
+    """Which trace each is, without the size of its tiles, and the rank of that size."""
+    sizes: dict[TraceKey, list[int]] = {}
+    for key in profile.variants:
+        sizes.setdefault(key.of_any_size, []).append(key.tile_size)
+    return {key: (key.of_any_size, sorted(sizes[key.of_any_size]).index(key.tile_size)) for key in profile.variants}
 
 
 def _trace(small: StepTrace, large: StepTrace, position: float) -> StepTrace | None:

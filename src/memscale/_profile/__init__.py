@@ -15,6 +15,9 @@ from memscale import _json
 from memscale._plan import TileAttention, TileHead, TileMlp
 
 Phase = Literal["forward", "backward"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["", "bfloat16", "float16"]
+"""The 16-bit type that is computed in; "": as the model says."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +97,69 @@ class StepTrace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Treatment:
+    """What is done to a block."""
+
+    recompute: Recompute = "none"
+    """How much of its forward runs again in backward; "selective" keeps the outputs of expensive operators."""
+    offloads: bool = False
+    """What it keeps for backward waits on the next tier: its activations, or the input that it is recomputed from."""
+    streams: bool = False
+    """Its parameters are on the device only while it computes. Such a block is recomputed in full."""
+
+    def __post_init__(self) -> None:
+        if self.streams and self.recompute != "full":
+            raise ValueError(f"a block whose parameters are streamed is recomputed in full, not {self.recompute}")
+
+    @property
+    def without_offload(self) -> Treatment:
+        """The same, with what it keeps left on the device."""
+        return dataclasses.replace(self, offloads=False)
+
+
+KEEP = Treatment()
+SELECTIVE = Treatment("selective")
+OFFLOAD = Treatment(offloads=True)
+CHECKPOINT = Treatment("full")
+CHECKPOINT_OFFLOAD = Treatment("full", offloads=True)
+STREAM = Treatment("full", streams=True)
+STREAM_OFFLOAD = Treatment("full", offloads=True, streams=True)
+TREATMENTS = (KEEP, SELECTIVE, OFFLOAD, CHECKPOINT, CHECKPOINT_OFFLOAD, STREAM, STREAM_OFFLOAD)
+"""All that can be rehearsed and chosen, in the order in which the search numbers them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceKey:
+    """What was rehearsed. Without arguments: the model as it is."""
+
+    treatment: Treatment = KEEP
+    """Of every block."""
+    head_rows: int = 0
+    """Rows of logits at once; 0: the head is not tiled."""
+    num_tiles: int = 0
+    """Into how many tiles attention and MLPs are cut inside the blocks; 0: they are not."""
+    streams_rest: bool = False
+    """Embeddings, norms and heads are streamed."""
+    precision: Precision = ""
+
+    @property
+    def tile_size(self) -> int:
+        """Rows of the head's tiles, or the number of tiles inside the blocks; 0: nothing is tiled."""
+        return self.head_rows or self.num_tiles
+
+    def with_tile_size(self, size: int) -> TraceKey:
+        """The same in tiles of another size; itself where nothing is tiled."""
+        if self.head_rows:
+            return dataclasses.replace(self, head_rows=size)
+        return dataclasses.replace(self, num_tiles=size) if self.num_tiles else self
+
+    @property
+    def of_any_size(self) -> TraceKey:
+        """Equal for keys that differ in the size of their tiles alone."""
+        return self.with_tile_size(1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerCost:
     """What an optimizer keeps, and what its step needs on top."""
 
@@ -140,10 +206,9 @@ class Profile:
     optimizer: OptimizerCost
     plain: StepTrace
     """The unmodified model."""
-    variants: dict[str, StepTrace] = dataclasses.field(default_factory=dict)
-    """The step with every block under one treatment ("checkpoint", "stream", ...), with tiles of some size, with the
-    rest of the model streamed, in 16 bits, by the names of `memscale._decide.cost_model`. What nobody asked for or did
-    not run is not there."""
+    variants: dict[TraceKey, StepTrace] = dataclasses.field(default_factory=dict)
+    """The step with every block under one treatment, with tiles of some size, with the rest of the model streamed, in
+    16 bits. What nobody asked for or did not run is not there."""
     head: TileHead | None = None
     """How the language-model head would be tiled."""
     inside: tuple[TileAttention | TileMlp, ...] = ()

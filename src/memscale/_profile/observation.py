@@ -23,7 +23,18 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from memscale._profile import Layer, OptimizerCost, Profile, Segment, StepTrace, TensorSpec
+from memscale._profile import (
+    CHECKPOINT,
+    STREAM,
+    Layer,
+    OptimizerCost,
+    Profile,
+    Segment,
+    StepTrace,
+    TensorSpec,
+    TraceKey,
+    Treatment,
+)
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers, find_pieces
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic
@@ -151,9 +162,9 @@ def _sweep() -> None:
 
 
 def profile_observed(
-    model: nn.Module, observed: ObservedStep, optimizer: OptimizerCost, device_type: str, treatment: str
+    model: nn.Module, observed: ObservedStep, optimizer: OptimizerCost, device_type: str, treatment: Treatment
 ) -> Profile:
-    """The profile that this step shows, which was run with every block under `treatment`: "checkpoint" or "stream"."""
+    """The profile that this step shows, which was run with every block under `treatment`: CHECKPOINT or STREAM."""
     rounding_bytes = rounding_of(device_type)
     layers = tuple(
         dataclasses.replace(layer, num_calls=observed.num_calls.get(layer.module_fqn, 0))
@@ -161,11 +172,11 @@ def profile_observed(
     )
     complete = with_absent_blocks(observed.pieces, layers)
     blocks = {layer.module_fqn: layer for layer in layers if layer.is_block}
-    resident = _with_resident_gradients(complete, blocks) if treatment == "stream" else complete
+    resident = _with_resident_gradients(complete, blocks) if treatment == STREAM else complete
     plain = _without_recomputes(resident, blocks)
-    variants = {"checkpoint": _trace_of(resident)}
-    if treatment == "stream":
-        variants["stream"] = _trace_of(complete)
+    variants = {TraceKey(CHECKPOINT): _trace_of(resident)}
+    if treatment == STREAM:
+        variants[TraceKey(STREAM)] = _trace_of(complete)
     return Profile(
         device_type=device_type,
         source="empirical",

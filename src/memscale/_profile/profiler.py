@@ -113,11 +113,11 @@ def _with_calls(layer: Layer, num_calls: dict[str, int]) -> Layer:
     return dataclasses.replace(layer, num_calls=num_calls.get(layer.module_fqn, 0))
 
 
-def try_variant(rehearsal: Rehearsal, attach: Attach, name: str) -> StepTrace | None:
+def try_variant(rehearsal: Rehearsal, attach: Attach, what: str) -> StepTrace | None:
     """The step with a technique on every block; None where the technique does not run on this model."""
     try:
         return rehearsal.run(attach)
     except Exception as error:  # e.g. an in-place operator on a kept output: then the technique is not eligible
-        logger.info("%s does not run on this model: %s", name, quoted(error))
-        logger.debug("%s failed", name, exc_info=True)
+        logger.info("a step with %s does not run on this model: %s", what, quoted(error))
+        logger.debug("a step with %s failed", what, exc_info=True)
         return None

@@ -79,11 +79,16 @@ def words_of_run(action: Action) -> str:
 
 def what_is_done(plan: Plan) -> str:
     """The plan in a few words: "checkpoint: 20 layers, offload optimizer"."""
+    return words_of_actions(plan.actions)
+
+
+def words_of_actions(actions: Sequence[Action]) -> str:
+    """What these actions do together, in a few words; "nothing" for none."""
     by_block: dict[str, list[Action]] = {}
-    for action in plan.actions:
+    for action in actions:
         if isinstance(action, Checkpoint | OffloadActivations | StreamParameters):
             by_block.setdefault(action.module_fqn, []).append(action)
-    return words_of_counts(map(words_of_block, by_block.values()), plan.actions)
+    return words_of_counts(map(words_of_block, by_block.values()), actions)
 
 
 def words_of_counts(blocks: Iterable[str], run: Iterable[Action]) -> str:

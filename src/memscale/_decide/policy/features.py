@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from memscale._config import Config
-from memscale._decide.choice import Run
+from memscale._decide.choice import RunOptions
 from memscale._decide.policy.situation import Situation
+from memscale._profile import KEEP
 
 
 def features_of(situation: Situation, config: Config) -> dict[str, float]:
@@ -17,9 +18,9 @@ def features_of(situation: Situation, config: Config) -> dict[str, float]:
 def _bytes(situation: Situation) -> dict[str, float]:
     """Over the budget: what the plain step holds, and what would be left of it without its largest parts."""
     model, profile, blocks = situation.model, situation.profile, situation.model.blocks
-    order, run = model.nested_order() or (), Run()
+    order, run = model.nested_order() or (), RunOptions()
     middle = model.middle(run, order)
-    backward = [model.block(run, fqn, "keep")[1].peak_bytes for fqn in order]
+    backward = [model.block(run, fqn, KEEP)[1].peak_bytes for fqn in order]
     activations = [max(0, model.activation_bytes(fqn)) for fqn in blocks]
     largest, rise = max(activations, default=0), max(backward, default=0)
     left_behind = sum(s.net_bytes for s in profile.plain.segments if s.phase == "forward")
@@ -63,7 +64,7 @@ def _times(situation: Situation) -> dict[str, float]:
         "moving_parameters": visits,
         "moving_state": 2 * situation.profile.optimizer.state_bytes,
     }
-    middle_ms = model.middle(Run(), model.nested_order() or ()).ms
+    middle_ms = model.middle(RunOptions(), model.nested_order() or ()).ms
     return {
         "recomputing": sum(model.forward_ms(fqn) for fqn in blocks) / step_ms,
         "head_time": middle_ms / step_ms,

@@ -1,0 +1,100 @@
+"""A choice and the actions of its plan are two spellings of one thing: each can be read back from the other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memscale import Config
+from memscale._decide import decide, full_front
+from memscale._decide.choice import Choice, RunOptions, actions_of, block_actions, choice_of
+from memscale._plan import Checkpoint, OffloadActivations, StreamParameters, TileAttention, TileHead, TileMlp
+from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, STREAM, STREAM_OFFLOAD, TREATMENTS, Profile, TraceKey
+from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
+
+BLOCKS = tuple(f"blocks.{index}" for index in range(4))
+ATTENTIONS = tuple(
+    TileAttention(f"{fqn}.attention", rows=rows) for fqn, rows in zip(BLOCKS, (512, 512, 300, 17), strict=True)
+)
+MLPS = tuple(TileMlp(f"{fqn}.mlp", 2) for fqn in BLOCKS)
+
+
+def profile_with(inside: tuple[TileAttention | TileMlp, ...]) -> Profile:
+    blocks = {fqn: Block(temporaries=200) for fqn in BLOCKS}
+    profile = full_profile(blocks, inside=inside, head=TileHead("head", rows=64), rest=("stem", "head"))
+    # Half of the temporaries in two tiles, an eighth in sixteen.
+    tiled = {
+        TraceKey(CHECKPOINT, num_tiles=number): trace_of(dict.fromkeys(BLOCKS, Block(temporaries=size)), CHECKPOINT)
+        for number, size in ((2, 100), (16, 25))
+    }
+    return dataclasses.replace(profile, variants={**profile.variants, **tiled})
+
+
+PROFILES = {
+    "attention": profile_with(ATTENTIONS),
+    "MLPs": profile_with(MLPS),
+    "both": profile_with((*ATTENTIONS, *MLPS)),
+}
+
+runs = st.builds(
+    RunOptions,
+    head_rows=st.sampled_from((0, 1, 64, 128, 4096)),
+    num_tiles=st.sampled_from((0, 2, 4, 8, 16)),
+    offloads_optimizer=st.booleans(),
+    streams_rest=st.booleans(),
+    precision=st.sampled_from(("", "bfloat16", "float16")),
+    quantizes_optimizer=st.booleans(),
+)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice:
+    """Any treatment of any block, in the model's order."""
+    treatments = draw(st.tuples(*(st.sampled_from(TREATMENTS) for _ in BLOCKS)))
+    treated = zip(BLOCKS, treatments, strict=True)
+    return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), draw(runs))
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+@given(choice=choices())
+def test_a_choice_comes_back_from_its_actions(profile: Profile, choice: Choice) -> None:
+    actions = tuple(actions_of(choice, profile))
+    assert choice_of(actions, profile) == choice
+    assert tuple(actions_of(choice_of(actions, profile), profile)) == actions
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS, ids=str)
+def test_a_block_is_treated_by_few_actions(treatment) -> None:
+    actions = tuple(block_actions("blocks.0", treatment))
+    assert len(actions) <= 2
+    assert (treatment == KEEP) == (not actions)
+    assert any(isinstance(action, OffloadActivations) for action in actions) == treatment.offloads
+    assert any(isinstance(action, StreamParameters) for action in actions) == treatment.streams
+
+
+def test_what_is_streamed_and_no_block_is_the_rest() -> None:
+    profile = PROFILES["both"]
+    assert choice_of([StreamParameters("stem")], profile) == Choice((), RunOptions(streams_rest=True))
+    assert choice_of([StreamParameters(BLOCKS[0])], profile) == Choice(((BLOCKS[0], STREAM),))
+    actions = (StreamParameters(BLOCKS[0]), OffloadActivations(BLOCKS[0]), Checkpoint(BLOCKS[1], keep=("matmul",)))
+    assert choice_of(actions, profile) == Choice(((BLOCKS[0], STREAM_OFFLOAD), (BLOCKS[1], SELECTIVE)))
+
+
+def test_attention_that_was_edited_is_taken_for_the_coarsest() -> None:
+    assert choice_of([TileAttention(ATTENTIONS[0].module_fqn, rows=3)], PROFILES["attention"]).run.num_tiles == 2
+    assert choice_of([TileAttention("elsewhere", rows=512)], PROFILES["attention"]).run.num_tiles == 2
+
+
+def test_a_plan_of_finely_tiled_attention_is_the_point_that_is_marked() -> None:
+    """The number of tiles is not among the actions: it was taken for two, which is another point of the front."""
+    profile, hardware = PROFILES["attention"], hardware_of()
+    config = Config(mode="aggressive", force_optimize=True, use_mixed_precision=False, use_8bit_optimizer=False)
+    plan = decide(profile, hardware, config)
+    assert any(isinstance(action, TileAttention) and action.rows == 64 for action in plan.actions)  # sixteen tiles
+    [chosen] = [point for point in full_front(profile, hardware, config, plan) if point.is_chosen]
+    assert chosen.peak_bytes == plan.predicted_peak_bytes
+    assert "16 tiles" in chosen.what
+    assert chosen.peak_bytes < plan.baseline_peak_bytes - 100 * MB
