@@ -21,7 +21,7 @@ ALLOWED = {
     "_hardware": WORDS,
     "_torch": WORDS,
     "_profile": WORDS | {"_plan", "_torch"},
-    "_decide": DATA | {"_hardware", "_profile"},
+    "_decide": DATA | {"_hardware", "_profile", "report"},
     "report": DATA | {"_hardware", "__init__"},
     "techniques": DATA | {"_torch"},
     "_execute": DATA | {"_hardware", "_torch", "techniques"},

@@ -173,6 +173,8 @@ class LayerRow:
     forward_ms: float
     techniques: tuple[str, ...]
     reason: Reason
+    is_block: bool = True
+    """False for what is left of a model beside its blocks: embeddings, stem, head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

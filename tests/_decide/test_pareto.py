@@ -14,7 +14,7 @@ from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.pareto import describe, pareto_front
-from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileMlp
+from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileHead, TileMlp
 from memscale._profile import CHECKPOINT, STREAM, Profile, TraceKey
 from memscale.report.pareto_svg import draw
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
@@ -160,12 +160,16 @@ def test_tiles_inside_blocks_are_shown_with_their_numbers() -> None:
 
 
 def test_choices_in_words() -> None:
-    assert describe(Choice()) == "nothing"
-    choice = Choice(
-        (("a", CHECKPOINT), ("b", CHECKPOINT), ("c", STREAM)), RunOptions(head_rows=128, precision="bfloat16")
+    profile = dataclasses.replace(
+        full_profile({name: Block() for name in "abc"}), head=TileHead("head", 512), rest=("d",)
     )
-    words = "checkpoint: 2 layers, stream parameters: 1 layer, tile the head: 128 rows, compute in bfloat16"
-    assert describe(choice) == words
+    assert describe(Choice(), profile) == "nothing"
+    run = RunOptions(head_rows=128, precision="bfloat16", streams_rest=True)
+    choice = Choice((("a", CHECKPOINT), ("b", CHECKPOINT), ("c", STREAM)), run)
+    assert describe(choice, profile) == (
+        "checkpoint: 2 layers, stream parameters: 1 layer, tile the head: 128 rows, compute in bfloat16, "
+        "stream the rest"
+    )
 
 
 # ---- the drawing
@@ -193,7 +197,7 @@ def test_thinning_keeps_the_chosen_one_and_both_ends() -> None:
     baseline = model.evaluate(Choice())
     found = find_candidates(model, baseline, full_budget(HARDWARE, config), config)
     for chosen in sorted(found, key=lambda c: c.outcome.peak_bytes)[:: max(1, len(found) // 7)]:
-        front = pareto_front(found, baseline, chosen)
+        front = pareto_front(found, baseline, chosen, profile)
         assert len(front) <= 24
         assert any(point.is_chosen and point.peak_bytes == chosen.outcome.peak_bytes for point in front)
         assert front[-1].peak_bytes == min(c.outcome.peak_bytes for c in found)

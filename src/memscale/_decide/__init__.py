@@ -64,7 +64,7 @@ def decide(
         expected = _Expected(model, margin_bytes, _by_blocks(rehearsed or {}))
         chosen, summary = _choose(candidates, baseline, budget, config, expected)
         fits = budget.admits(expected.of(chosen).outcome)
-    front = pareto_front(_placeable(candidates, budget), baseline, chosen)
+    front = pareto_front(_placeable(candidates, budget), baseline, chosen, profile)
     plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
     if not chosen.choice.num_actions:
         plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, half_type(hardware, config))))
@@ -170,7 +170,7 @@ def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan)
     candidates = _placeable(find_candidates(model, baseline, budget, config), budget)
     wanted = choice_of(plan.actions, profile)
     chosen = next((c for c in candidates if _key(c.choice) == _key(wanted)), None)
-    return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)))
+    return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)), profile)
 
 
 def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> list[Candidate]:

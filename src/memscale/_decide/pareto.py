@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from collections.abc import Iterable, Sequence
 
-from memscale._decide.choice import Choice, Outcome, RunOptions
+from memscale._decide.choice import Choice, Outcome, actions_of
 from memscale._decide.search import Candidate
 from memscale._plan import FrontPoint
-from memscale._profile import (
-    CHECKPOINT,
-    CHECKPOINT_OFFLOAD,
-    OFFLOAD,
-    SELECTIVE,
-    STREAM,
-    STREAM_OFFLOAD,
-    Treatment,
-)
+from memscale._profile import Profile
+from memscale.report.explain import words_of_actions
 
-NAME_OF: dict[Treatment, str] = {
-    SELECTIVE: "checkpoint (selective)",
-    CHECKPOINT: "checkpoint",
-    OFFLOAD: "offload activations",
-    CHECKPOINT_OFFLOAD: "checkpoint, input offloaded",
-    STREAM: "stream parameters",
-    STREAM_OFFLOAD: "stream parameters, input offloaded",
-}
 _LEAST_STEP = 0.01
 """Points whose peaks differ by less than this share of the baseline's are shown as one."""
 _MAX_POINTS = 24
 
 
-def pareto_front(candidates: Iterable[Candidate], baseline: Outcome, chosen: Candidate) -> tuple[FrontPoint, ...]:
+def pareto_front(
+    candidates: Iterable[Candidate], baseline: Outcome, chosen: Candidate, profile: Profile
+) -> tuple[FrontPoint, ...]:
     """The highest peak first. What is not exact is offered only below everything that is; thinned to what differs."""
     found = list(candidates)
     front = _undominated(c for c in found if c.choice.run.is_exact)
     lossy = _undominated(c for c in found if not c.choice.run.is_exact)
     front += [c for c in lossy if not front or c.outcome.peak_bytes < front[-1].outcome.peak_bytes]
     kept = _thinned(front, chosen, baseline.peak_bytes)
-    return tuple(_point(candidate, baseline, is_chosen=candidate is chosen) for candidate in kept)
+    return tuple(_point(candidate, baseline, profile, is_chosen=candidate is chosen) for candidate in kept)
 
 
 def _undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -90,11 +75,11 @@ def _is_near(one: Candidate, other: Candidate, step_bytes: int) -> bool:
     return abs(one.outcome.peak_bytes - other.outcome.peak_bytes) < step_bytes
 
 
-def _point(candidate: Candidate, baseline: Outcome, *, is_chosen: bool) -> FrontPoint:
+def _point(candidate: Candidate, baseline: Outcome, profile: Profile, *, is_chosen: bool) -> FrontPoint:
     return FrontPoint(
         peak_bytes=candidate.outcome.peak_bytes,
         slowdown=slowdown(candidate, baseline),
-        what=describe(candidate.choice),
+        what=describe(candidate.choice, profile),
         is_exact=candidate.choice.run.is_exact,
         is_chosen=is_chosen,
     )
@@ -106,25 +91,7 @@ def slowdown(candidate: Candidate, baseline: Outcome) -> float:
     return max(1.0, ratio) if candidate.choice.run.is_exact else ratio
 
 
-def describe(choice: Choice) -> str:
+def describe(choice: Choice, profile: Profile) -> str:
     """A choice in a few words: "checkpoint: 20 layers, offload optimizer"."""
-    counts = collections.Counter(treatment for _, treatment in choice.blocks)
-    parts = [
-        f"{name}: {counts[treatment]} layer{'s' if counts[treatment] > 1 else ''}"
-        for treatment, name in NAME_OF.items()
-        if counts[treatment]
-    ]
-    return ", ".join([*parts, *_run_parts(choice.run)]) or "nothing"
-
-
-def _run_parts(run: RunOptions) -> list[str]:
-    named = {
-        "head_rows": f"tile the head: {run.head_rows} rows",
-        "num_tiles": f"tile inside layers: {run.num_tiles} tiles",
-        "streams_rest": "stream the rest",
-        "offloads_optimizer": "offload optimizer",
-        "precision": f"compute in {run.precision}",
-        "quantizes_optimizer": "optimizer in 8 bits",
-    }
-    assert set(named) == {field.name for field in dataclasses.fields(run)}
-    return [text for name, text in named.items() if getattr(run, name)]
+    blocks = {layer.module_fqn for layer in profile.layers if layer.is_block}
+    return words_of_actions(actions_of(choice, profile), blocks)

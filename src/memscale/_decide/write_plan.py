@@ -9,9 +9,9 @@ from typing import Any, Literal
 from typing_extensions import assert_never
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of
+from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
-from memscale._decide.pareto import NAME_OF, slowdown
+from memscale._decide.pareto import slowdown
 from memscale._decide.search import Candidate
 from memscale._hardware import Hardware
 from memscale._plan import (
@@ -34,6 +34,7 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale._profile import KEEP, Layer, Profile, Treatment
+from memscale.report.explain import words_of_block
 
 _SPEEDS = (
     "fp32_flops",
@@ -169,7 +170,11 @@ def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
     if treatment.streams:
         numbers["parameter_bytes"] = model.blocks[module_fqn].param_bytes
     numbers["costs_ms"] = round(model.extra_ms(module_fqn, treatment), 4)
-    return Reason(NAME_OF[treatment], numbers)
+    return Reason(_words(treatment), numbers)
+
+
+def _words(treatment: Treatment) -> str:
+    return words_of_block(block_actions("", treatment))
 
 
 def _rest_reason(model: CostModel) -> Reason:
@@ -206,7 +211,7 @@ def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
     inside = _tiled_inside(model, layer, run)
     techniques: tuple[str, ...]
     if treatment is not None:
-        techniques, reason = (NAME_OF[treatment],), _reason(model, layer.module_fqn, treatment)
+        techniques, reason = (_words(treatment),), _reason(model, layer.module_fqn, treatment)
     elif run.head_rows and _has_the_head(model.profile, layer):
         techniques, reason = ("tile the head",), _head_reason(model, choice)
         if run.streams_rest:
@@ -227,6 +232,7 @@ def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
         forward_ms=round(model.forward_ms(layer.module_fqn), 4),
         techniques=techniques,
         reason=reason,
+        is_block=layer.is_block,
     )
 
 

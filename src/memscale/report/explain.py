@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import assert_never
@@ -79,28 +79,34 @@ def words_of_run(action: Action) -> str:
 
 def what_is_done(plan: Plan) -> str:
     """The plan in a few words: "checkpoint: 20 layers, offload optimizer"."""
-    return words_of_actions(plan.actions)
+    return words_of_actions(plan.actions, {row.module_fqn for row in plan.rows if row.is_block} or None)
 
 
-def words_of_actions(actions: Sequence[Action]) -> str:
-    """What these actions do together, in a few words; "nothing" for none."""
+def words_of_actions(actions: Iterable[Action], blocks: Collection[str] | None = None) -> str:
+    """What these actions do together, in a few words; "nothing" for none.
+
+    Blocks that are treated alike are counted, and what is done to the run is said once. What is streamed and is none of
+    the `blocks` is the rest; None: nobody knows them, and everything is counted.
+    """
+    actions = list(actions)
     by_block: dict[str, list[Action]] = {}
+    streams_rest = False
     for action in actions:
         if isinstance(action, Checkpoint | OffloadActivations | StreamParameters):
-            by_block.setdefault(action.module_fqn, []).append(action)
-    return words_of_counts(map(words_of_block, by_block.values()), actions)
-
-
-def words_of_counts(blocks: Iterable[str], run: Iterable[Action]) -> str:
-    """Blocks that are treated alike are counted; what is done to the run is said once."""
-    counts = collections.Counter(blocks)
+            if blocks is not None and action.module_fqn not in blocks and isinstance(action, StreamParameters):
+                streams_rest = True
+            else:
+                by_block.setdefault(action.module_fqn, []).append(action)
+    counts = collections.Counter(map(words_of_block, by_block.values()))
     parts = [f"{words}: {count} layer{'s' if count > 1 else ''}" for words, count in counts.items()]
+    return ", ".join([*parts, *_run_parts(actions), *(["stream the rest"] if streams_rest else [])]) or "nothing"
+
+
+def _run_parts(actions: Sequence[Action]) -> list[str]:
     # An MLP in tiles says how many there are inside the layers; attention without one says it in queries.
-    actions = list(run)
     if any(isinstance(action, TileMlp) for action in actions):
         actions = [action for action in actions if not isinstance(action, TileAttention)]
-    named = dict.fromkeys(words for action in actions if (words := words_of_run(action)))
-    return ", ".join([*parts, *named]) or "nothing"
+    return list(dict.fromkeys(words for action in actions if (words := words_of_run(action))))
 
 
 # ---- a whole plan
