@@ -22,6 +22,7 @@ from memscale._decide import find_candidates
 from memscale._decide.budget import Budget, full_budget
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import Situation, rules
 from memscale._decide.policy.features import features_of
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
@@ -119,7 +120,7 @@ class _Setting:
         for profile in profiles.values():
             tried = sum(_is_tried(key, config) for key in profile.variants)
             model = CostModel(profile, self.hardware, overlaps=config.async_offload)
-            yield tried, _Options(find_candidates(model, model.evaluate(Choice()), self.budget, config))
+            yield tried, _Options(find_candidates(model, model.evaluate(Choice()), resolve(config, self.hardware)))
 
     def cases(self, family: str, group: str, rng: random.Random) -> Iterator[Case]:
         """Budgets from the baseline's peak down to the lowest that anything reaches."""

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale._decide import half_type
 from memscale._decide.budget import full_budget
+from memscale._decide.eligible import resolve
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
@@ -271,7 +271,7 @@ def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:
 def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:
     if not config.asks_for("use_mixed_precision"):
         return
-    if half_type(hardware, config) is None:
+    if resolve(config, hardware).half_type is None:
         warnings.warn(
             f"use_mixed_precision=True is not followed: {hardware.device_name} has no fast 16-bit math, so the model "
             "stays in full precision",

@@ -96,5 +96,5 @@ def test_a_plan_of_finely_tiled_attention_is_the_point_that_is_marked() -> None:
     assert any(isinstance(action, TileAttention) and action.rows == 64 for action in plan.actions)  # sixteen tiles
     [chosen] = [point for point in full_front(profile, hardware, config, plan) if point.is_chosen]
     assert chosen.peak_bytes == plan.predicted_peak_bytes
-    assert "16 tiles" in chosen.what
+    assert "tile attention: 64 queries" in chosen.what
     assert chosen.peak_bytes < plan.baseline_peak_bytes - 100 * MB

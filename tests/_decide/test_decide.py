@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
-from memscale._decide import confirmed, decide, half_type, needs_optimizing
+from memscale._decide import confirmed, decide, needs_optimizing
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._plan import Checkpoint, Plan, TileHead
 from memscale._profile import CHECKPOINT
 from tests.profiles import MB, Block, hardware_of, profile_of, with_tiled_head
@@ -64,8 +65,8 @@ def test_16_bits_that_are_left_to_the_mode_depend_on_the_hardware(
     fields: dict[str, Any], slow: str | None, fast: str | None
 ) -> None:
     config = Config(**fields).replace(warmup_steps=0)
-    assert half_type(hardware_of(has_fast_16bit=False), config) == slow
-    assert half_type(hardware_of(has_fast_16bit=True), config) == fast
+    assert resolve(config, hardware_of(has_fast_16bit=False)).half_type == slow
+    assert resolve(config, hardware_of(has_fast_16bit=True)).half_type == fast
 
 
 # ---- smart skip and force

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from memscale import Config
 from memscale._decide import decide, find_candidates, full_front
-from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.pareto import describe, pareto_front
 from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileHead, TileMlp
 from memscale._profile import CHECKPOINT, STREAM, Profile, TraceKey
@@ -58,7 +58,7 @@ def test_thinned_or_not_nothing_beats_a_point_of_the_front() -> None:
     plan = plan_within(0.7 * BASELINE)
     model, config = CostModel(PROFILE, HARDWARE), Config()
     baseline = model.evaluate(Choice())
-    candidates = find_candidates(model, baseline, full_budget(HARDWARE, config), config)
+    candidates = find_candidates(model, baseline, resolve(config, HARDWARE))
     assert 5 < len(plan.front) <= 24 < len(candidates)
     for point in plan.front:
         for candidate in candidates:
@@ -195,7 +195,7 @@ def test_thinning_keeps_the_chosen_one_and_both_ends() -> None:
     profile = full_profile({f"b.{i}": Block(keeps=50 + 13 * i, time=60 + 7 * i) for i in range(12)})
     model, config = CostModel(profile, HARDWARE), Config()
     baseline = model.evaluate(Choice())
-    found = find_candidates(model, baseline, full_budget(HARDWARE, config), config)
+    found = find_candidates(model, baseline, resolve(config, HARDWARE))
     for chosen in sorted(found, key=lambda c: c.outcome.peak_bytes)[:: max(1, len(found) // 7)]:
         front = pareto_front(found, baseline, chosen, profile)
         assert len(front) <= 24

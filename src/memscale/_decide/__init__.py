@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 from memscale._config import Config
 from memscale._decide.budget import Budget, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
 from memscale._decide.pareto import by_peak, by_time, pareto_front
@@ -22,7 +22,7 @@ from memscale._decide.search import Candidate, search
 from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
-from memscale._plan import Action, DecisionSource, FrontPoint, MixedPrecision, Plan, Reason
+from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
 from memscale._profile import Precision, Profile, Treatment
 
 FORCED = "force_optimize: the lowest peak that the mode allows"
@@ -52,22 +52,23 @@ def decide(
     `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added. Those
     that were `rehearsed` count with the peaks that this showed.
     """
-    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    eligible = resolve(config, hardware)
+    budget = eligible.budget
+    model = CostModel(profile, hardware, overlaps=eligible.overlaps)
     baseline = model.evaluate(Choice())
-    budget = full_budget(hardware, config)
     if not needs_optimizing(profile, hardware, config):
         numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
         chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
         candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(baseline)
     else:
-        candidates, note = find_candidates(model, baseline, budget, config), ""
+        candidates, note = find_candidates(model, baseline, eligible), ""
         expected = _Expected(model, margin_bytes, _by_blocks(rehearsed or {}))
         chosen, summary = _choose(candidates, baseline, budget, config, expected)
         fits = budget.admits(expected.of(chosen).outcome)
     front = pareto_front(_placeable(candidates, budget), baseline, chosen, profile)
     plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
     if not chosen.choice.num_actions:
-        plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, half_type(hardware, config))))
+        plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, eligible)))
     if raise_if_unfit and not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, config))
     return plan
@@ -165,40 +166,41 @@ def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
 
 def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
     """The front of everything that was profiled, where a plan may carry less; the plan's own point is marked."""
-    model = CostModel(profile, hardware, overlaps=config.async_offload)
-    baseline, budget = model.evaluate(Choice()), full_budget(hardware, config)
-    candidates = _placeable(find_candidates(model, baseline, budget, config), budget)
+    eligible = resolve(config, hardware)
+    model = CostModel(profile, hardware, overlaps=eligible.overlaps)
+    baseline = model.evaluate(Choice())
+    candidates = _placeable(find_candidates(model, baseline, eligible), eligible.budget)
     wanted = choice_of(plan.actions, profile)
     chosen = next((c for c in candidates if _key(c.choice) == _key(wanted)), None)
     return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)), profile)
 
 
-def find_candidates(model: CostModel, baseline: Outcome, budget: Budget, config: Config) -> list[Candidate]:
-    """What the config makes eligible and no other candidate beats. It does not depend on the device's budget."""
-    runs = list(_runs(model, config))
+def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
+    """What is eligible and no other candidate beats. It does not depend on the device's budget."""
+    runs, budget = list(_runs(model, eligible)), eligible.budget
     found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
     for treatment in model.whole_treatments:
-        if _is_allowed(treatment, config):
+        if eligible.allows(treatment):
             whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
             found.append(Candidate(whole, model.evaluate_whole(treatment)))
-    allowed = [treatment for treatment in model.treatments if _is_allowed(treatment, config)]
+    allowed = [treatment for treatment in model.treatments if eligible.allows(treatment)]
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
     room = Room(budget.host_bytes, budget.disk_bytes)
     found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
     return found or [Candidate(Choice(), baseline)]
 
 
-def _runs(model: CostModel, config: Config) -> Iterator[RunOptions]:
+def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
     """Every eligible way of running what is not a single block."""
     profile = model.profile
-    offloads, quantized = bool(config.enable_offloading), profile.eight_bit_optimizer is not None
+    quantizes_any = eligible.quantizes and profile.eight_bit_optimizer is not None
     for head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes in itertools.product(
-        (0, *model.head_rows) if config.enable_tiling else (0,),
-        (0, *model.num_tiles) if config.enable_tiling else (0,),
-        _choices(offloads),
-        _choices(offloads and bool(config.enable_checkpointing) and bool(profile.rest)),
-        _precisions(model, config),
-        _choices(quantized and bool(config.use_8bit_optimizer), always=config.asks_for("use_8bit_optimizer")),
+        (0, *model.head_rows) if eligible.tiles else (0,),
+        (0, *model.num_tiles) if eligible.tiles else (0,),
+        _choices(eligible.offloads),
+        _choices(eligible.streams and bool(profile.rest)),
+        _precisions(model, eligible),
+        _choices(quantizes_any, always=eligible.must_quantize),
     ):
         run = RunOptions(head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes)
         # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
@@ -212,27 +214,8 @@ def _choices(is_eligible: bool, *, always: bool = False) -> tuple[bool, ...]:
     return (True,) if always else (False, True)
 
 
-def _precisions(model: CostModel, config: Config) -> tuple[Precision, ...]:
-    dtype = half_type(model.hardware, config)
+def _precisions(model: CostModel, eligible: Eligible) -> tuple[Precision, ...]:
+    dtype = eligible.half_type
     if dtype is None or dtype not in model.precisions:
         return ("",)
-    return (dtype,) if config.asks_for("use_mixed_precision") else ("", dtype)
-
-
-def half_type(hardware: Hardware, config: Config) -> Literal["bfloat16", "float16"] | None:
-    """The 16-bit type that plans for this hardware may use: the user's wish, or the mode's where 16 bits are faster."""
-    is_wanted = hardware.has_fast_16bit or config.asks_for("use_mixed_precision")
-    if not (config.use_mixed_precision and is_wanted):
-        return None
-    return MixedPrecision.choose_dtype(
-        hardware.device_type,
-        supports_bf16=hardware.supports_bf16,
-        supports_fp16=hardware.supports_fp16,
-        has_fast_16bit=hardware.has_fast_16bit,
-    )
-
-
-def _is_allowed(treatment: Treatment, config: Config) -> bool:
-    if treatment.recompute != "none" and not config.enable_checkpointing:
-        return False
-    return bool(config.enable_offloading) or not (treatment.offloads or treatment.streams)
+    return (dtype,) if eligible.must_halve else ("", dtype)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from typing_extensions import assert_never
 
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import Eligible
 from memscale._decide.pareto import slowdown
 from memscale._decide.search import Candidate
 from memscale._hardware import Hardware
@@ -152,11 +153,11 @@ def _part_of_the_run(model: CostModel, choice: Choice, **without: Any) -> dict[s
     }
 
 
-def asked_for(model: CostModel, config: Config, dtype: Literal["bfloat16", "float16"] | None) -> Iterator[Action]:
+def asked_for(model: CostModel, config: Config, eligible: Eligible) -> Iterator[Action]:
     """Lossy techniques that the user has named: they are used even where nothing is needed."""
-    if dtype is not None and config.asks_for("use_mixed_precision"):
-        yield MixedPrecision(dtype, _lossy_reason(config, "use_mixed_precision", {}))
-    if config.asks_for("use_8bit_optimizer") and model.profile.optimizer.state_bytes:
+    if eligible.half_type is not None and eligible.must_halve:
+        yield MixedPrecision(eligible.half_type, _lossy_reason(config, "use_mixed_precision", {}))
+    if eligible.must_quantize and model.profile.optimizer.state_bytes:
         yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=_lossy_reason(config, "use_8bit_optimizer", {}))
 
 

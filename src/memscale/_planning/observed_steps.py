@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memscale._config import Config
-from memscale._decide import half_type
 from memscale._decide.budget import full_budget
 from memscale._decide.choice import block_actions, choice_of
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import Eligible, resolve
 from memscale._hardware import Hardware
 from memscale._plan import (
     OPTIMIZER_BUCKET_BYTES,
@@ -38,7 +38,7 @@ from memscale._plan import (
 )
 from memscale._planning import keep_plan, plan_from
 from memscale._planning.demand import Demand
-from memscale._planning.optimizer_trials import OptimizerCosts, has_next_tier
+from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._profile import CHECKPOINT, KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
@@ -63,30 +63,25 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
     Every block is recomputed. Where what is there all the time takes more than half of the budget, and the mode
     offloads, optimizer state waits on the next tier; where that does not suffice, the blocks' parameters are streamed.
     """
-    budget_bytes = full_budget(hardware, config).device_bytes
+    eligible = resolve(config, hardware)
+    budget_bytes = eligible.budget.device_bytes
     weights = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
-    state, treatment = costs.cost(), _careful_treatment(config, hardware, weights > budget_bytes * ROOM_SHARE)
+    state, treatment = costs.cost(), _careful_treatment(eligible, weights > budget_bytes * ROOM_SHARE)
     reason = Reason("careful, until a step has been seen")
     blocks = (action for fqn in find_blocks(model) for action in block_actions(fqn, treatment))
     actions: list[Action] = [dataclasses.replace(action, reason=reason) for action in blocks]
-    can_move = _can_offload(config, hardware) and state.offloaded_step_bytes is not None
+    can_move = eligible.offloads and state.offloaded_step_bytes is not None
     if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
         actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
-    dtype = half_type(hardware, config) if config.asks_for("use_mixed_precision") else None
-    if dtype is not None:
-        actions.append(MixedPrecision(dtype, reason))
+    if eligible.half_type is not None and eligible.must_halve:
+        actions.append(MixedPrecision(eligible.half_type, reason))
     return _provisional(model, config, hardware, tuple(actions), state.name, budget_bytes), treatment
 
 
-def _can_offload(config: Config, hardware: Hardware) -> bool:
-    return bool(config.enable_offloading) and has_next_tier(hardware, config)
-
-
-def _careful_treatment(config: Config, hardware: Hardware, weights_are_large: bool) -> Treatment:
-    if not config.enable_checkpointing:
+def _careful_treatment(eligible: Eligible, weights_are_large: bool) -> Treatment:
+    if not eligible.checkpoints:
         return KEEP
-    streams = weights_are_large and hardware.device_type != "cpu" and _can_offload(config, hardware)
-    return STREAM if streams else CHECKPOINT
+    return STREAM if weights_are_large and eligible.streams else CHECKPOINT
 
 
 def _provisional(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
+from memscale._decide.eligible import has_next_tier
 from memscale._hardware import Hardware
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer
 from memscale._profile import OptimizerCost
@@ -26,13 +27,6 @@ from memscale.techniques.offload.store.stores import PART_BYTES
 from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, embeddings_of, is_8bit, moments_of
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from memscale.techniques.optimizer8bit.twins import is_of_bitsandbytes, prepare_twin
-
-
-def has_next_tier(hardware: Hardware, config: Config) -> bool:
-    """Whether there is anywhere for tensors to wait: host memory beside a device, or a directory on disk."""
-    if hardware.device_type == "cpu":
-        return config.offload_dir is not None
-    return not hardware.unified_memory
 
 
 class OptimizerCosts:
@@ -55,7 +49,7 @@ class OptimizerCosts:
         self._replacement = replacement
         self._device_type = hardware.device_type
         self._prefetches = config.async_offload
-        self._has_next_tier = has_next_tier(hardware, config)
+        self._has_next_tier = has_next_tier(config, hardware)
         self._can_pack = _is_separable(optimizer) and _has_moments(optimizer)
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}

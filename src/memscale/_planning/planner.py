@@ -19,10 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide import confirmed, decide, full_front, half_type, needs_optimizing
+from memscale._decide import confirmed, decide, full_front, needs_optimizing
 from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, Outcome, block_actions, choice_of, cut_inside
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
@@ -36,7 +37,7 @@ from memscale._plan import (
     Reason,
     StreamParameters,
 )
-from memscale._planning.optimizer_trials import OptimizerCosts, has_next_tier
+from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.tile_sizes import Tiles, find_tiles
 from memscale._profile import (
     CHECKPOINT,
@@ -129,12 +130,13 @@ class Study:
 
     def _levels(self, config: Config) -> list[Callable[[Config], None]]:
         """What is dear to find out, or not exact, is looked into only when nothing else is left."""
+        eligible = resolve(config, self.hardware)
         levels: list[Callable[[Config], None]] = [self._try_simple]
-        if config.enable_tiling:
+        if eligible.tiles:
             levels.append(self._try_inside)
-        if half_type(self.hardware, config) is not None or config.use_8bit_optimizer:
+        if eligible.half_type is not None or eligible.quantizes:
             levels.append(self._try_lossy)
-            if config.asks_for("use_mixed_precision") or config.asks_for("use_8bit_optimizer"):
+            if eligible.must_halve or eligible.must_quantize:
                 levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
         return levels
 
@@ -256,7 +258,7 @@ class Study:
             self._cost_in_8_bits()
 
     def _try_in_16_bits(self, config: Config) -> None:
-        dtype = half_type(self.hardware, config)
+        dtype = resolve(config, self.hardware).half_type
         if dtype is not None:
             exact = {key: actions for key, actions in self._exact.items() if key in self.profile.variants}
             self._try(
@@ -321,16 +323,10 @@ class Study:
     def _treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
         """By eligible treatment: the actions that give it to every block."""
         blocks = tuple(find_blocks(self.rehearsal.model))
-        eligible: list[Treatment] = []
-        if config.enable_checkpointing:
-            eligible += [CHECKPOINT, SELECTIVE]
-        if config.enable_offloading and has_next_tier(self.hardware, config):
-            eligible.append(OFFLOAD)
-            if config.enable_checkpointing:
-                eligible.append(CHECKPOINT_OFFLOAD)
-            if config.enable_checkpointing and self.hardware.device_type != "cpu":
-                eligible += [STREAM, STREAM_OFFLOAD]
-        given = {t: tuple(action for fqn in blocks for action in block_actions(fqn, t)) for t in eligible}
+        eligible = resolve(config, self.hardware)
+        chosen = (CHECKPOINT, SELECTIVE, OFFLOAD, CHECKPOINT_OFFLOAD, STREAM, STREAM_OFFLOAD)
+        allowed = [treatment for treatment in chosen if eligible.allows(treatment)]
+        given = {t: tuple(action for fqn in blocks for action in block_actions(fqn, t)) for t in allowed}
         return given if blocks else {}
 
     @property

@@ -103,9 +103,11 @@ def words_of_actions(actions: Iterable[Action], blocks: Collection[str] | None =
 
 
 def _run_parts(actions: Sequence[Action]) -> list[str]:
-    # An MLP in tiles says how many there are inside the layers; attention without one says it in queries.
-    if any(isinstance(action, TileMlp) for action in actions):
-        actions = [action for action in actions if not isinstance(action, TileAttention)]
+    # An MLP in tiles says how many there are inside the layers; attention without one says it in queries, at most.
+    attention = [action for action in actions if isinstance(action, TileAttention)]
+    has_mlps = any(isinstance(action, TileMlp) for action in actions)
+    said = None if has_mlps or not attention else max(attention, key=lambda action: action.rows)
+    actions = [action for action in actions if not isinstance(action, TileAttention) or action is said]
     return list(dict.fromkeys(words for action in actions if (words := words_of_run(action))))
 
 

@@ -9,7 +9,7 @@ from memscale._hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Eligible:
+class Option:
     """A mode, and where it differs from what that mode says."""
 
     mode: OptimizationMode
@@ -23,11 +23,11 @@ class Eligible:
         return config.under(self.mode, **changes)
 
 
-STRATEGIES: dict[str, Eligible] = {
-    "conservative": Eligible(OptimizationMode.CONSERVATIVE),
-    "balanced": Eligible(OptimizationMode.BALANCED),
-    "conservative+tiling": Eligible(OptimizationMode.CONSERVATIVE, tiles=True),
-    "aggressive": Eligible(OptimizationMode.AGGRESSIVE),
+STRATEGIES: dict[str, Option] = {
+    "conservative": Option(OptimizationMode.CONSERVATIVE),
+    "balanced": Option(OptimizationMode.BALANCED),
+    "conservative+tiling": Option(OptimizationMode.CONSERVATIVE, tiles=True),
+    "aggressive": Option(OptimizationMode.AGGRESSIVE),
 }
 WIDEST = "aggressive"
 """All that there is; what is not exact is still the last resort of stage 2."""
