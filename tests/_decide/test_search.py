@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM
 from tests.profiles import Block, full_profile, hardware_of, trace_of, with_tiled_head
 
 RUNS = (RunOptions(), RunOptions(offloads_optimizer=True))
+SEARCH = sys.modules["memscale._decide.search"]
+"""The module: as an attribute of the package, `search` is its function."""
 
 blocks = st.builds(
     Block,
@@ -118,9 +121,9 @@ def only_the_fastest(front: Front, needs: object, limit: int) -> Front:
 def test_the_lowest_peak_is_found_whatever_is_thinned(seed: int, shape: str) -> None:
     model = shaped(seed, shape, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memscale._decide.search.on_grid", only_the_fastest)
-        patch.setattr("memscale._decide.search.EXACT_BLOCKS", 0)
-        patch.setattr("memscale._decide.search._MAX_ROWS", 0)
+        patch.setattr(SEARCH, "on_grid", only_the_fastest)
+        patch.setattr(SEARCH, "EXACT_BLOCKS", 0)
+        patch.setattr(SEARCH, "_MAX_ROWS", 0)
         ours = found_by(model)
     assert min(c.outcome.peak_bytes for c in ours) == min(outcome.peak_bytes for outcome in all_outcomes(model))
 
@@ -135,8 +138,8 @@ def test_the_lowest_peak_within_a_small_host(seed: int, shape: str, share: float
         return outcome.host_bytes + outcome.movable_bytes <= room.host_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memscale._decide.search.on_grid", only_the_fastest)
-        patch.setattr("memscale._decide.search.EXACT_BLOCKS", 0)
+        patch.setattr(SEARCH, "on_grid", only_the_fastest)
+        patch.setattr(SEARCH, "EXACT_BLOCKS", 0)
         ours = search(model, RUNS, model.treatments, counts_waiting=True, room=room)
     placed = [candidate.outcome.peak_bytes for candidate in ours if is_placed(candidate.outcome)]
     assert min(placed) == min(outcome.peak_bytes for outcome in all_outcomes(model) if is_placed(outcome))
@@ -329,3 +332,13 @@ def test_the_chord_is_not_below_the_sizes_between() -> None:
         truth = CostModel(with_tiled_head(LARGE_HEAD, BLOCKS, {rows: max(400, 2 * rows)}), hardware_of())
         choice = Choice((), RunOptions(head_rows=rows))
         assert model.evaluate(choice).peak_bytes >= truth.evaluate(choice).peak_bytes
+
+
+def test_a_run_that_was_not_traced_is_not_considered() -> None:
+    """The rest could be streamed, and its rehearsal failed: neither it nor the gaps between blocks are known."""
+    profile = full_profile(3, rest=("stem", "head"))
+    model = CostModel(profile, hardware_of())
+    runs = (RunOptions(), RunOptions(streams_rest=True))
+    found = search(model, runs, model.treatments, counts_waiting=False)
+    assert {candidate.choice.run for candidate in found} == {RunOptions()}
+    assert decide(profile, hardware_of(), Config(force_optimize=True)).actions

@@ -342,11 +342,12 @@ class CostModel:
         return sum(segment.net_bytes for segment in self._segments(module_fqn, treatment, "forward"))
 
     def _segments(self, module_fqn: str, treatment: Treatment, phase: str | None) -> list[Segment]:
-        if treatment not in self._by_owner:
-            self._by_owner[treatment] = {}
+        by_owner = self._by_owner.get(treatment)
+        if by_owner is None:
+            by_owner = self._by_owner[treatment] = {}
             for segment in self._traces[TraceKey(treatment)].segments:
-                self._by_owner[treatment].setdefault(segment.module_fqn, []).append(segment)
-        return [s for s in self._by_owner[treatment].get(module_fqn, ()) if phase in (None, s.phase)]
+                by_owner.setdefault(segment.module_fqn, []).append(segment)
+        return [s for s in by_owner.get(module_fqn, ()) if phase in (None, s.phase)]
 
 
 def _net_bytes(segments: Iterable[Segment]) -> int:
