@@ -4,10 +4,11 @@ What a GPU's kernels save for backward, on fake CPU tensors:
 
 A profile must be made for the device that will run it: a CUDA card fuses dropout (it saves a boolean mask, the CPU a
 scaled float mask) and picks the memory-efficient attention kernel in fp32 (it saves output and log-sum-exp, never
-the scores; the CPU has no such kernel with dropout). When a plan is made for a card that is not in this machine,
-the step runs on fake CPU tensors with these two kernels put in their place. What stays the CPU's: everything else,
-which saves the same tensors on both (matmul, norms, activations, losses); recurrent networks and convolution
-workspaces, which do not, are not emulated.
+the scores; the CPU has no such kernel with dropout). That kernel knows no groups of queries: with `enable_gqa` a card
+computes the scores as a matrix, unless its flash kernel can (16 bits, no mask). When a plan is made for a card that is
+not in this machine, the step runs on fake CPU tensors with these kernels put in their place. What stays the CPU's:
+everything else, which saves the same tensors on both (matmul, norms, activations, losses); recurrent networks and
+convolution workspaces, which do not, are not emulated.
 
 What the CPU's own kernels save and fake tensors do not show: an LSTM of oneDNN keeps a workspace of a size that only
 oneDNN knows, and the fake one is empty. `CpuKernels` asks it, by running the layer once on real zeros.
@@ -96,6 +97,11 @@ def _efficient_attention(
 ) -> torch.Tensor:
     if query.dim() != 4:
         return _efficient_attention_3d(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if enable_gqa and not _has_flash_kernel(query, attn_mask):
+        whole: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )[0]
+        return whole
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -109,6 +115,11 @@ def _efficient_attention(
         query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
     )[0]
     return result
+
+
+def _has_flash_kernel(query: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
+    is_half = query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(query.device.type)
+    return is_half and attn_mask is None
 
 
 def _efficient_attention_3d(
