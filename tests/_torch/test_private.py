@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import checkpoint as checkpoint_internals
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -102,6 +103,17 @@ def test_hooks_of_every_module_are_seen() -> None:
     handle.remove()
     assert kinds == ["forward"]
     assert not any(hooks for _, hooks in private.global_module_hooks())
+
+
+def test_hooks_of_every_optimizer_are_seen() -> None:
+    register = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    handles = [each(lambda optimizer, args, kwargs: None) for each in register]
+    assert [handle.id in hooks for handle, hooks in zip(handles, private.global_step_hooks(), strict=True)] == [
+        True,
+        True,
+    ]
+    for handle in handles:
+        handle.remove()
 
 
 def test_version_counters_are_shared_by_views_and_not_by_unsafe_chunks_or_data() -> None:

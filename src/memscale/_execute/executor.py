@@ -98,8 +98,12 @@ class Executor:
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
         if self.plan is None or without_reasons(self.plan.actions) != without_reasons(plan.actions):
-            self.suspend()
-            self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
+            try:
+                self._offloading.hand_over(plan.actions)
+                self.suspend()
+                self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
+            finally:
+                self._offloading.end_hand_over()
         self.plan = plan
         if self._cache_is_off and not self._has_said_so:
             self._has_said_so = True

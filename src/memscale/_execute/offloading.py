@@ -25,6 +25,7 @@ from memscale._torch.overrides import find_module
 from memscale.techniques import optimizer8bit
 from memscale.techniques.offload import activations, optimizer
 from memscale.techniques.offload.parameters import streaming
+from memscale.techniques.offload.parameters.streamer import Streamer
 from memscale.techniques.offload.store import tiers
 from memscale.techniques.offload.transfer.transfers import Transfers
 
@@ -73,6 +74,8 @@ class Offloading:
         self.users: dict[str, Any] = {}
         """By technique: who moves tensors, with its `stats`."""
         self.parked: ParkedState | None = None
+        self._handed_over: Streamer | None = None
+        """By the plan before; only while one takes the place of another."""
 
     @property
     def _model(self) -> nn.Module:
@@ -137,6 +140,20 @@ class Offloading:
         if parked is not None:
             parked.undo.close()
 
+    def hand_over(self, actions: Sequence[Action]) -> None:
+        """Before a plan is taken off for one with these actions: what both stream stays at home in between."""
+        modules = [find_module(self._model, a.module_fqn) for a in actions if isinstance(a, StreamParameters)]
+        streamer = self.users.get("streaming")
+        if modules and streamer is not None and not self._is_fake:
+            streamer.homes.hand_over(streaming.streamable(self._model, modules))
+            self._handed_over = streamer
+
+    def end_hand_over(self) -> None:
+        """After it: where the next plan could not be attached, parameters go back to where they came from."""
+        streamer, self._handed_over = self._handed_over, None
+        if streamer is not None:
+            streaming.let_go(streamer, self._model)
+
     def _attach_streaming(self, actions: Sequence[StreamParameters], undo: contextlib.ExitStack) -> None:
         settings = self._settings
         streamer = streaming.attach(
@@ -149,7 +166,9 @@ class Offloading:
             host_budget_bytes=settings.host_budget_bytes,
             gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
             verify=settings.verify,
+            previous=self._handed_over,
         )
+        self._handed_over = None
         self.users["streaming"] = streamer
 
     def _attach_activations(

@@ -21,6 +21,7 @@ from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
+from memscale._torch.quiet_steps import quiet_steps
 from memscale._units import round_up
 
 logger = logging.getLogger("memscale")
@@ -93,7 +94,8 @@ def optimizer_cost(
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
-        return _Twin(model, optimizer, device_type, without, idle, prepare).cost(resident, offloaded, parts)
+        with quiet_steps():
+            return _Twin(model, optimizer, device_type, without, idle, prepare).cost(resident, offloaded, parts)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -103,7 +105,8 @@ def optimizer_cost(
             quoted(error),
         )
         logger.debug("%s failed on fake tensors", type(optimizer).__name__, exc_info=True)
-        cost = _Twin(model, "adamw", device_type, without, idle).cost(None, None, None)
+        with quiet_steps():
+            cost = _Twin(model, "adamw", device_type, without, idle).cost(None, None, None)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 

@@ -28,6 +28,7 @@ from memscale._profile.values import Values, assume_value, drawn_by_host, keep_v
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
 from memscale._torch.live_bytes import LiveBytes, rounding_of
+from memscale._torch.state_beside import Beside
 
 logger = logging.getLogger("memscale")
 
@@ -142,6 +143,7 @@ class FakeRehearsal(Rehearsal):
         fake_inputs = _fake_inputs(inputs, self.mode, torch.device(on))
         self.values = Values()
         self._caches = Caches(fake_model)
+        self._beside = Beside.of_model(fake_model)
         self._is_worst_draw_known = False
         super().__init__(fake_model, fake_inputs, on, rounding_of(device_type))
         self.target_type = device_type
@@ -172,6 +174,7 @@ class FakeRehearsal(Rehearsal):
         # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with (
+            self._beside.kept(),
             private_values(),
             self._caches.without_fakes(),
             super().stage(),

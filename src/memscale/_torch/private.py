@@ -344,6 +344,13 @@ def step_pre_hooks(optimizer: Any) -> Any:
     return optimizer._optimizer_step_pre_hooks
 
 
+def global_step_hooks() -> list[dict[int, Any]]:
+    """The hooks that run before and after the step of every optimizer, by id."""
+    from torch.optim import optimizer
+
+    return [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+
+
 def is_last_load_hook(optimizer: Any, hook_id: int) -> bool:
     """Whether this is the last of an optimizer's load_state_dict pre-hooks."""
     return bool(next(reversed(optimizer._optimizer_load_state_dict_pre_hooks)) == hook_id)

@@ -122,6 +122,65 @@ def test_the_state_never_comes_back_to_the_device_between_two_plans(no_leaks: An
     assert held == 0, "the model was wrapped on the CPU and is back there"
 
 
+def device_bytes() -> int:
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()
+
+
+@MODES
+@pytest.mark.parametrize("away", [(), (state_away(),)], ids=["state beside", "state away"])
+def test_what_two_plans_stream_stays_at_home_between_them(
+    away: tuple[Action, ...], asynchronous: bool, no_races: Any, no_leaks: Any
+):
+    """Blocks that only the second streams leave before those come that only the first has streamed."""
+    plain, model = pair(lambda: Gpt(6, 64))
+    expected = trained_plainly(plain, 6)
+    del plain
+    blocks = [StreamParameters(f"blocks.{index}") for index in range(6)]
+    executor = executor_for(model, asynchronous=asynchronous)
+    optimizer = make_optimizer(model)
+    resting, peaks = [], []
+    for number, streamed in enumerate((blocks[:4], blocks[2:], blocks[1:5])):
+        torch.accelerator.reset_peak_memory_stats()
+        executor.apply(plan_of([*streamed, *away]))
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated())
+        steps(model, optimizer, 2 * number, 2 * number + 2)
+        optimizer.zero_grad()
+        resting.append(device_bytes())
+    largest = max(p.nbytes for p in model.parameters())
+    for first, second, peak in zip(resting[:-1], resting[1:], peaks[1:], strict=True):
+        # State of one parameter at a time is beside the bucket that it leaves in.
+        assert peak <= max(first, second) + (5 if away else 2) * largest
+    before = device_bytes()
+    homes = {p.data_ptr() for p in model.blocks[2].parameters()}
+    executor.apply(plan_of([*blocks[2:5], *away]))
+    assert homes == {p.data_ptr() for p in model.blocks[2].parameters()}, "they were not even copied"
+    assert device_bytes() > before
+    executor.detach()
+    assert same(weights(model), expected)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}, "where the model was wrapped"
+    assert all(t.device == p.device for p, s in optimizer.state.items() for t in s.values() if t.dim())
+
+
+@MODES
+def test_a_next_plan_that_cannot_be_attached_leaves_no_parameter_at_home(asynchronous: bool, no_leaks: Any):
+    plain, model = pair(Gpt)
+    expected = trained_plainly(plain, 3)
+    del plain
+    model.to(DEVICE)
+    executor = executor_for(model, asynchronous=asynchronous)
+    executor.apply(plan_of(STREAMED[:2]))
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 2)
+    with pytest.raises(memscale.PlanError):
+        executor.apply(plan_of([*STREAMED[1:], StreamParameters("blocks.1.up")]))
+    assert {p.device.type for p in model.parameters()} == {DEVICE.type}
+    steps(model, optimizer, 2, 3)
+    executor.detach()
+    assert same(weights(model), expected)
+
+
 def test_a_suspended_plan_leaves_the_state_where_it_waits(no_leaks: Any):
     model = Gpt().to(DEVICE)
     executor = executor_for(model)

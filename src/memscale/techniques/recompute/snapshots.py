@@ -165,8 +165,9 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def is_generator(value: Any) -> bool:
+    """Whether it draws random numbers from a state that can be read and set; the system's own have none."""
     if isinstance(value, torch.Generator | random.Random):
-        return True
+        return not isinstance(value, random.SystemRandom)
     numpy_random = sys.modules.get("numpy.random")
     return numpy_random is not None and isinstance(value, (numpy_random.Generator, numpy_random.RandomState))
 

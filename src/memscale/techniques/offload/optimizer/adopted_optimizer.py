@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class AdoptedOptimizer:
         for bucket in self.buckets:
             known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
             if bucket.ticket is None and bucket.memory is None and known:
+                self._move_beside(optimizer, bucket.parameters)  # a bucket at a time: all may not fit
                 self.visits.park(optimizer.state, bucket, known, Visit(known), exactly=True)
                 self.visits.let_go(bucket)
         self._raise_failures("no step is affected")
@@ -107,13 +109,20 @@ class AdoptedOptimizer:
             self.buckets.remove(bucket)
             for parameter in bucket.parameters:
                 del self._bucket_of[id(parameter)]
-        self._move_what_stayed(optimizer)
-        self._send_away(optimizer)
+        try:
+            self._send_away(optimizer)
+        finally:
+            self._move_what_stayed(optimizer)
 
     def _move_what_stayed(self, optimizer: Optimizer) -> None:
         """What is too small to travel is beside its parameter."""
+        self._move_beside(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+
+    def _move_beside(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """The state of these parameters, as far as it does not wait, to where they are."""
+        chosen = {id(parameter) for parameter in parameters}
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in (p for p in group["params"] if id(p) in chosen):
                 entry = optimizer.state.get(parameter)
                 values: dict[Any, Any] = entry.kept if isinstance(entry, Waiting) and entry.bucket else entry or {}
                 for name, value in [*values.items()]:

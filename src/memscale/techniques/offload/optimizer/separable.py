@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
 from memscale._torch.host_rng import HostRng
+from memscale._torch.quiet_steps import quiet_steps
 from memscale.techniques.offload.optimizer.implementations import foreach_of_whole
 
 State = dict[torch.Tensor, dict[Any, Any]]
@@ -299,7 +300,7 @@ def _try_out(optimizer: Optimizer, *, in_parts: bool) -> _Trial:
     kinds = {device.type for device in devices}
     indices = [device.index or 0 for device in devices]
     rng = torch.random.fork_rng(devices=indices, device_type=kinds.pop() if kinds else None)
-    with rng, HostRng().repeated():
+    with rng, HostRng().repeated(), quiet_steps():
         torch.manual_seed(0)
         groups, state = _stand_ins(optimizer)
         trial = shadow(optimizer, groups, _shared_state(optimizer))

@@ -6,6 +6,10 @@ NOTE [a storage of its own]: homes share pinned segments (see NOTE [pinned round
 storage is a window of a larger one is odd: saving it saves the whole, and safetensors refuses it. So each home is a
 storage over its own stretch of the segment. It keeps the segment alive, whoever else holds it, and gives the stretch
 back when it dies.
+
+NOTE [from plan to plan]: between two plans that both stream, the device may have no room for what both of them keep at
+home. So homes are handed over: `restore` leaves there what the next plan streams, too, brings home what that one adds,
+and only then lets the rest go to the device. The next `move_in` goes on from there.
 """
 
 from __future__ import annotations
@@ -91,6 +95,8 @@ class Homes:
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()  # by address
         self._devices: list[tuple[Slot, torch.device]] = []
         self._replaced: dict[int, torch.Tensor] = {}
+        self._next: set[int] | None = None
+        """Ids of the parameters that the next plan streams; None: there is no next one."""
         self.host = CPU
 
     # -------------------------------------------------------------------------------------------------- moving in
@@ -98,7 +104,9 @@ class Homes:
     def move_in(self, model: nn.Module, streamed: set[int]) -> None:
         """`streamed`: ids of the parameters that go home. Undone by `restore`, also half-way."""
         slots = slots_of(model.modules(), buffers=True)
-        self._devices = [(slot, slot.get().device) for slot in slots]
+        came_from = {id(slot.get()): device for slot, device in self._devices}  # see NOTE [from plan to plan]
+        self._devices = [(slot, came_from.get(id(slot.get()), slot.get().device)) for slot in slots]
+        self._next = None
         parameters = [slot.get() for slot in slots if not slot.is_buffer]
         staying = [parameter for parameter in parameters if id(parameter) in streamed]
         if any(private.is_fake(parameter) for parameter in staying):
@@ -114,7 +122,8 @@ class Homes:
     def _bring_home(self, group: list[torch.Tensor]) -> None:
         if len(group) == 1 and self.store is not None:
             parameter = group[0]
-            _put(parameter, self.at_home(parameter.detach()))
+            if self.ticket_of(parameter) is None:
+                _put(parameter, self.at_home(parameter.detach()))
             _move_gradient(parameter, CPU)
         else:
             _relocate(group, CPU)
@@ -157,7 +166,8 @@ class Homes:
         """Take large segments at once: parameters pack into them with little waste."""
         if not isinstance(self.store, HostStore):
             return
-        sizes = [round_up(p.nbytes, PART_BYTES) for p in {id(p): p for p in parameters}.values()]
+        coming = {id(p): p for p in parameters if self.ticket_of(p) is None}
+        sizes = [round_up(p.nbytes, PART_BYTES) for p in coming.values()]
         with contextlib.ExitStack() as undo:
             for num_bytes in _segment_sizes(sizes, self.store.segment_bytes):
                 layout = Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)
@@ -178,8 +188,22 @@ class Homes:
 
     # ------------------------------------------------------------------------------------------------- moving out
 
+    @property
+    def are_handed_over(self) -> bool:
+        return self._next is not None
+
+    def hand_over(self, streamed: set[int]) -> None:
+        """Let the next `restore` be one for a plan that streams these parameters, by id. `keep` takes it back."""
+        self._next = streamed
+
+    def keep(self) -> None:
+        self._next = None
+
     def restore(self) -> None:
         """Everything back to the device that it came from. What does not fit there stays home and is told."""
+        if self._next is not None:
+            self._rearrange(self._next)
+            return
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for slot, device in self._devices:
             tensor = slot.get()
@@ -191,6 +215,16 @@ class Homes:
         # To the host first: it makes room on the device.
         for device, tensors in sorted(by_device.items(), key=lambda item: item[0].type != "cpu"):
             self._move_out(tensors, device)
+
+    def _rearrange(self, streamed: set[int]) -> None:
+        """See NOTE [from plan to plan]."""
+        parameters = {id(p): p for slot, _ in self._devices if not slot.is_buffer and (p := slot.get()) is not None}
+        going = [p for number, p in parameters.items() if number in streamed]
+        # Where the host has no room for both, it has when the others have left: `move_in` brings what is missing.
+        with contextlib.suppress(StoreFullError):
+            for group in sorted(overlapping(going), key=lambda group: -group[0].nbytes):
+                self._bring_home(group)
+        self._move_out([p for number, p in parameters.items() if number not in streamed], self.device)
 
     def _move_out(self, tensors: list[torch.Tensor], device: torch.device) -> None:
         moving = [t for t in tensors if t.device != device or t.data_ptr() in self._tickets]

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from memscale._torch import private
 from memscale._torch.overrides import undo_with
+from memscale.techniques.offload.optimizer.separable import is_taken_over
 
 _HOST_SCALARS = ("step", "mu_product")
 """Counters that most optimizers keep on the host, unless they are capturable or fused."""
@@ -33,6 +34,8 @@ class Followers:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.leaves_adopted = False
+        """Whoever has taken over an optimizer's steps moves its state, in pieces."""
         self._moved_scalars: set[tuple[int, str]] = set()
         """Counters that some optimizers keep beside the parameter, by the parameter's id and their name."""
 
@@ -65,11 +68,14 @@ class Followers:
         return any(self._is_ours(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
     def _follow(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter) if self._is_ours(parameter) else None
-                if type(state) is dict:  # anything else is somebody's who looks after it
-                    self._move_state(state, parameter, group)
+        if self.leaves_adopted and is_taken_over(optimizer):
+            return
+        every = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+        # To the host first: it makes room on the device.
+        for parameter, group in sorted(every, key=lambda pair: pair[0].device.type != "cpu"):
+            state = optimizer.state.get(parameter) if self._is_ours(parameter) else None
+            if type(state) is dict:  # anything else is somebody's who looks after it
+                self._move_state(state, parameter, group)
 
     def _move_state(self, state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
         for name, value in [*state.items()]:

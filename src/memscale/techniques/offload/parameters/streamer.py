@@ -197,13 +197,15 @@ class StreamStats:
 class Streamer:
     """Brings the parameters of the planned layers to the device and their gradients home."""
 
-    def __init__(self, device: torch.device, transfers: Transfers, *, overlaps: bool, prefetch_depth: int) -> None:
+    def __init__(
+        self, device: torch.device, transfers: Transfers, homes: Homes, *, overlaps: bool, prefetch_depth: int
+    ) -> None:
         self.device = device
         self.transfers = transfers
         self.store = transfers.store
         self.overlaps = overlaps
         self.prefetch_depth = prefetch_depth if overlaps else 0
-        self.homes = Homes(device, self.store if overlaps or not self.store.keeps_bytes else None)
+        self.homes = homes
         self.stats = StreamStats(transfers.stats, self.store.counters)
         # Makes checkpoint save this device's random state, whatever the layer's arguments are.
         self.anchor = torch.empty(0, device=device)

@@ -272,15 +272,26 @@ def attach(
     host_budget_bytes: int | None = None,
     gradient_window_bytes: int = GRADIENT_WINDOW_BYTES,
     verify: bool = False,
+    previous: Streamer | None = None,
 ) -> Streamer:
-    """Stream the parameters of these layers until undone. Everything else of the model is placed on `device`."""
+    """Stream the parameters of these layers until undone. Everything else of the model is placed on `device`.
+
+    `previous` has streamed other layers of this model with the same settings, and has handed its homes over.
+    """
     modules = _find(actions, model)
     device = torch.empty(0, device=device).device  # with its index, as tensors show it
     is_fake = any(private.is_fake(parameter) for parameter in model.parameters())
     asynchronous = asynchronous and has_streams(device)
     if device.type == "cpu" and not is_fake:
         raise PlanError("parameters are streamed between the host and an accelerator; this plan computes on the CPU")
-    streamer = _open(device, undo, asynchronous, is_fake, prefetch_depth, host_budget_bytes, gradient_window_bytes)
+    if previous is None:
+        homes, transfers = _open(device, undo, asynchronous, is_fake, host_budget_bytes, gradient_window_bytes)
+    else:
+        homes, transfers = previous.homes, previous.transfers
+        undo.callback(_close, homes, transfers.store)
+        undo.callback(_close, homes, transfers)
+    streamer = Streamer(device, transfers, homes, overlaps=asynchronous, prefetch_depth=prefetch_depth)
+    undo.callback(streamer.drop_ahead)
     streamed = streamable(model, modules.values())
     for index, (module_fqn, module) in enumerate(modules.items()):
         layer = StreamedForward(module, module_fqn, streamer, index, verify=verify)
@@ -293,6 +304,8 @@ def attach(
     keep_copies_clean(model, undo)
     inner_checkpoints.attach(model, undo)
     following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
+    following.leaves_adopted = previous is not None
+    undo.callback(_leave_adopted, following, homes)
     if not is_fake:
         implementations.begin_streaming(streamer)
         undo.callback(implementations.end_streaming, streamer)
@@ -371,21 +384,40 @@ def _open(
     undo: contextlib.ExitStack,
     asynchronous: bool,
     is_fake: bool,
-    prefetch_depth: int,
     host_budget_bytes: int | None,
     gradient_window_bytes: int,
-) -> Streamer:
+) -> tuple[Homes, Transfers]:
     store: Store
     if is_fake:
         store = ShapeStore()
     else:
         store = HostStore(host_budget_bytes, pinned=asynchronous, segment_bytes=LARGEST_SEGMENT_BYTES)
-    undo.callback(store.close)
+    homes = Homes(device, store if asynchronous or is_fake else None)
+    undo.callback(_close, homes, store)
     transfers = Transfers(device, store, asynchronous=asynchronous, window_bytes=gradient_window_bytes)
-    undo.callback(transfers.close)
-    streamer = Streamer(device, transfers, overlaps=asynchronous, prefetch_depth=prefetch_depth)
-    undo.callback(streamer.drop_ahead)
-    return streamer
+    undo.callback(_close, homes, transfers)
+    return homes, transfers
+
+
+def _leave_adopted(following: state_placement.Followers, homes: Homes) -> None:
+    """State that waits, or will, does not come to the device as a whole between two plans."""
+    following.leaves_adopted = homes.are_handed_over
+
+
+def _close(homes: Homes, part: Store | Transfers) -> None:
+    """What homes need is closed by whoever has them last."""
+    if not homes.are_handed_over:
+        part.close()
+
+
+def let_go(streamer: Streamer, model: nn.Module) -> None:
+    """Its homes were handed over to a plan that did not come: parameters and state go where they were before."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(streamer.store.close)
+        undo.callback(streamer.transfers.close)
+        state_placement.attach(model, undo).follow_all()
+        streamer.homes.keep()
+        undo.callback(streamer.homes.restore)
 
 
 def _guard(layer: StreamedForward, homes: Homes, undo: contextlib.ExitStack) -> None:
