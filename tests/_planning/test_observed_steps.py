@@ -21,6 +21,7 @@ import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
 from memscale._execute.executor import executor_of
 from memscale._plan import OffloadOptimizer, StreamParameters
+from memscale._planning.observed_steps import MAX_FAILED_TRIES
 from tests.models import Mlp, case, square_loss
 from tests.parity import assert_same, assert_same_training, attached_plan, seed, train
 
@@ -330,10 +331,6 @@ def test_an_error_in_an_observed_step_leaves_the_next_one_right() -> None:
     model = ByValue()
     twin = copy.deepcopy(model)
     memscale.wrap(model, CAREFUL)
-
-    def fail(*_: Any) -> None:
-        raise Boom
-
     handle = model.blocks[1].register_forward_hook(fail)
     with pytest.raises(Boom):
         model(SAMPLE)
@@ -349,6 +346,85 @@ def test_an_error_in_an_observed_step_leaves_the_next_one_right() -> None:
         plain.state["calls"] = block.state["calls"]  # the failed forwards counted
     assert_same(train(model, BY_VALUE), train(twin, BY_VALUE))
     assert not attached_plan(model).provisional
+
+
+def fail(*_: Any) -> None:
+    raise Boom
+
+
+def test_a_forward_that_raises_leaves_no_mode() -> None:
+    model = memscale.wrap(ByValue(), CAREFUL)
+    handle = model.blocks[1].register_forward_hook(fail)
+    with pytest.raises(Boom):
+        model(SAMPLE)
+    assert _get_current_dispatch_mode_stack() == []
+    try:
+        raise KeyError
+    except KeyError:  # an exception that is being handled is none of the forward's
+        with pytest.raises(Boom):
+            model(SAMPLE)
+        assert _get_current_dispatch_mode_stack() == []
+        handle.remove()
+        loss = square_loss(model(SAMPLE))
+        assert len(_get_current_dispatch_mode_stack()) == 1
+    loss.backward()
+    square_loss(model(SAMPLE)).backward()
+    assert not attached_plan(model).provisional
+    memscale.detach(model)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = ByValue(2), ByValue(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x))
+
+
+def test_a_wrapped_model_inside_another_leaves_no_mode() -> None:
+    seed(1)
+    model = Nested()
+    twin = copy.deepcopy(model)
+    memscale.wrap(model.inner, CAREFUL)
+    memscale.wrap(model, CAREFUL)
+    handle = model.outer.blocks[0].register_forward_hook(fail)
+    with pytest.raises(Boom):
+        model(SAMPLE)
+    assert _get_current_dispatch_mode_stack() == [], "neither the outer's nor that of the inner, which was through"
+    handle.remove()
+    for block, plain in zip(model.inner.blocks, twin.inner.blocks, strict=True):
+        plain.state["calls"] = block.state["calls"]
+    twin.outer.blocks[0].state["calls"] = model.outer.blocks[0].state["calls"]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    for _ in range(4):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            square_loss(each(SAMPLE)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert _get_current_dispatch_mode_stack() == []
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    memscale.detach(model)
+    memscale.detach(model.inner)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_observing_is_given_up_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    model = memscale.wrap(ByValue(), CAREFUL)
+    handle = model.blocks[1].register_forward_hook(fail)
+    for _ in range(MAX_FAILED_TRIES + 3):
+        with pytest.raises(Boom):
+            model(SAMPLE)
+    handle.remove()
+    assert caplog.text.count("not observed any more") == 1
+    for _ in range(2):
+        square_loss(model(SAMPLE)).backward()
+        assert _get_current_dispatch_mode_stack() == []
+    assert attached_plan(model).provisional, "the careful plan, which is exact, stays"
+    assert attached_plan(model).actions
+    assert hooks_on(model) == 1
+    memscale.detach(model)
 
 
 def test_a_model_dropped_in_the_middle_of_an_observed_step_is_gone() -> None:

@@ -151,6 +151,111 @@ def test_another_switch_is_another_step() -> None:
     assert attached_plan(model) is not planned
 
 
+# ---- values that decide sizes
+
+
+class Packs(nn.Module):
+    """Goes on with a part of the batch that values of another input say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
+
+    def part(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        x = self.part(x, which)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class ByMask(Packs):
+    def part(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return x[which.bool()]
+
+
+class ByLength(Packs):
+    def part(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return x[:, : int(which.sum(1).max())]
+
+
+class ByKind(Packs):
+    def part(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return x[:, : len((which.cumsum(1) * which).unique())]
+
+
+def shown(num_columns: int, device: str) -> torch.Tensor:
+    return (torch.arange(32, device=device) < num_columns).long().expand(16, 32).contiguous()
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("kind", [ByMask, ByLength, ByKind])
+def test_values_that_make_a_larger_step_are_planned_for(kind: type[Packs], device: str) -> None:
+    seed(1)
+    model = kind().to(device)
+    twin = copy.deepcopy(model)
+    x = torch.randn(16, 32, 8).to(device)
+    largest = memscale.estimate(model, (x, shown(32, device)), config=QUIET).baseline_peak_bytes
+    memscale.wrap(
+        model, QUIET.replace(force_optimize=False, memory_budget_gb=0.9 * largest / 1e9), (x, shown(2, device))
+    )
+    few = attached_plan(model)
+    assert few.actions == ()
+    plans = []
+    for num_columns in (2, 1, 32, 30, 32, 2):
+        square_loss(model(x, shown(num_columns, device))).backward()
+        plans.append(attached_plan(model))
+    for num_columns in (
+        2,
+        1,
+        32,
+        30,
+        32,
+        2,
+    ):  # afterwards: what others do on the device during a step counts as its own
+        square_loss(twin(x, shown(num_columns, device))).backward()
+    assert plans[1] is few, "fewer need no other plan"
+    assert plans[2].actions
+    assert few.predicted_peak_bytes < plans[2].predicted_peak_bytes <= plans[2].budget_bytes
+    assert plans[2] is plans[3] is plans[4], "what goes no further is planned for"
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Looks(nn.Module):
+    """Asks for values, and does the same whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(5000, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        assert not (ids < 0).any()
+        return self.out(self.embed(ids))
+
+
+def test_values_that_change_nothing_are_not_followed_for_long(caplog: pytest.LogCaptureFixture) -> None:
+    model = memscale.wrap(Looks(), QUIET, torch.full((2, 8), 1))
+    planned = attached_plan(model)
+    with caplog.at_level(logging.INFO, "memscale"):
+        for step in range(2, 12):
+            model(torch.full((2, 8), step))
+    assert caplog.text.count("rehearsing this batch") == 4
+    assert caplog.text.count("are not followed any more") == 1
+    assert attached_plan(model) is planned
+
+
+def test_values_that_go_no_further_are_not_rehearsed(caplog: pytest.LogCaptureFixture) -> None:
+    ids = torch.arange(16).reshape(2, 8)
+    model = memscale.wrap(Looks(), QUIET, ids)
+    with caplog.at_level(logging.INFO, "memscale"):
+        for step in range(8):
+            model(ids.clamp(max=15 - step))
+    assert "rehearsing this batch" not in caplog.text
+
+
 # ---- models that move
 
 

@@ -19,7 +19,7 @@ from memscale import Config
 from memscale._profile import values as values_module
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, Rehearsal
-from memscale._profile.values import Values, assume_value, keep_value, value_of
+from memscale._profile.values import HIGHEST_DRAW, LOWEST_DRAW, Values, assume_value, keep_value, value_of
 from memscale._torch import private
 
 WIDTH = 16
@@ -284,6 +284,12 @@ DRAWS: dict[str, Callable[[], bool]] = {
     "numpy": lambda: numpy.random.rand() >= 0.1,
     "numpy below": lambda: bool(numpy.random.uniform(0, 1) < 0.1),
     "numpy array": lambda: bool((numpy.random.random(3) >= 0.1).all()),
+    "neither high nor low": lambda: 0.2 < random.random() < 0.8,
+    "python integer": lambda: random.randint(0, 4) > 3,
+    "python range": lambda: random.randrange(1, 9, 2) == 1,
+    "python choice": lambda: random.choice([True, False, False]),
+    "numpy integer": lambda: numpy.random.randint(3) == 2,
+    "numpy integers": lambda: bool((numpy.random.randint(1, 4, 3) == 1).all()),
 }
 
 
@@ -302,6 +308,80 @@ def test_the_worst_draw_is_planned_for(name: str) -> None:
     assert functions == (random.random, random.uniform, numpy.random.rand, numpy.random.uniform)
 
 
+imported_random, imported_beta = random.random, numpy.random.beta
+
+LUCK: dict[str, Callable[[], bool]] = {
+    "randint": lambda: bool(torch.randint(0, 2, ())),
+    "randperm": lambda: torch.randperm(4).tolist()[0] > 1,
+    "randn": lambda: torch.randn(()).item() > 0,
+    "exponential": lambda: float(torch.empty(()).exponential_()) < 0.7,
+    "beta, as in mixup": lambda: torch.distributions.Beta(1.0, 1.0).sample().item() > 0.5,
+    "multinomial": lambda: int(torch.multinomial(torch.tensor([0.5, 0.5]), 1)) == 1,
+    "as an array": lambda: bool(torch.randint(0, 2, (1,)).numpy()[0]),
+    "derived": lambda: bool((torch.randint(0, 9, (3,)).sum() * 2 > 9).any()),
+    "python's, imported by name": lambda: imported_random() < 0.5,
+    "numpy's beta": lambda: imported_beta(1, 1) < 0.5,
+}
+
+
+@pytest.mark.parametrize("name", LUCK)
+def test_a_draw_without_a_worst_case_is_refused(name: str) -> None:
+    """The model is observed instead: nothing is planned for by luck."""
+    rehearsal = FakeRehearsal(Skips(LUCK[name], 6), Inputs((torch.randn(32, 8, requires_grad=True),)), "cpu")
+    with pytest.raises((NotImplementedError, RuntimeError)) as refused:
+        rehearsal.run()
+    assert private.asks_for_values(refused.value)
+
+
+def test_a_mask_drawn_by_luck_shows_everything() -> None:
+    model, inputs = Decides(lambda ids, x: x[torch.randn(ids.shape) > 0]), Inputs((IDS,))
+    whole = Decides(lambda ids, x: x[torch.ones(ids.shape) > 0])
+    assert FakeRehearsal(model, inputs, "cpu").run().peak_bytes >= FakeRehearsal(whole, inputs, "cpu").run().peak_bytes
+
+
+def test_draws_that_decide_nothing_do_no_harm() -> None:
+    def way(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        order = [*range(ids.shape[0])]
+        random.shuffle(order)
+        columns = numpy.random.permutation(ids.shape[1])
+        noise = torch.randn(x.shape) + torch.randint(0, 9, x.shape)
+        return x[order][:, torch.from_numpy(columns)][:, torch.randperm(ids.shape[1])] + noise
+
+    model, inputs = Decides(way), Inputs((IDS,))
+    assert FakeRehearsal(model, inputs, "cpu").run().peak_bytes == RealStep(model, inputs, "cpu", 1).run().peak_bytes
+
+
+def test_draws_of_which_none_is_the_worst_are_refused() -> None:
+    """Every second layer runs with high numbers, the others with low ones; in a real step all of them may."""
+
+    class Opposite(Skips):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index, layer in enumerate(self.layers):
+                if (random.random() < 0.5) == (index % 2 == 0):
+                    x = x + layer(x)
+            return x
+
+    rehearsal = FakeRehearsal(Opposite(lambda: True), Inputs((torch.randn(32, 8),)), "cpu")
+    with pytest.raises(NotImplementedError, match="does not run layers"):
+        rehearsal.run()
+
+
+# ---- values of the batch
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_inputs_whose_values_decide_are_remembered(name: str) -> None:
+    rehearsal = FakeRehearsal(Decides(WAYS[name]), Inputs((IDS,)), "cpu")
+    rehearsal.run()
+    assert rehearsal.deciding_inputs == ("0.0",)
+
+
+def test_inputs_that_are_only_looked_up_decide_nothing() -> None:
+    rehearsal = FakeRehearsal(Decides(lambda ids, x: x[ids] + (ids + 1).unsqueeze(-1)), Inputs((IDS % 2,)), "cpu")
+    rehearsal.run()
+    assert rehearsal.deciding_inputs == ()
+
+
 def test_a_generator_of_the_user_does_not_move() -> None:
     generator = torch.Generator().manual_seed(3)
     before = generator.get_state()
@@ -315,7 +395,7 @@ def test_a_generator_of_the_user_does_not_move() -> None:
 
 def test_certain_draws_stay_certain() -> None:
     with Fake() as values:
-        for values.draws_high in (True, False):
+        for values.share in (HIGHEST_DRAW, LOWEST_DRAW):
             assert torch.bernoulli(torch.tensor([0.0, 1.0])).tolist() == [0, 1]
             assert not (torch.rand(3) < 0.0).any()
             assert (torch.rand(3) < 1.0).all()

@@ -13,6 +13,7 @@ from torch.utils import checkpoint as checkpoint_internals
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import simgpu  # noqa: F401  (registers the device)
 from memscale._torch import private
 
 
@@ -249,3 +250,11 @@ def test_checkpoints_can_be_seen_through():
     finally:
         restore()
     assert "apply" not in vars(checkpoint_internals.CheckpointFunction)
+
+
+def test_bytes_of_the_allocator_are_those_that_the_public_functions_show() -> None:
+    held = torch.ones(1000, device="simgpu")
+    index = torch.accelerator.current_device_index()
+    counted = private.allocator_bytes(index)
+    assert counted == (torch.accelerator.memory_allocated(index), torch.accelerator.max_memory_allocated(index))
+    del held

@@ -35,15 +35,19 @@ def make_plan(
     on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
     replacement: Optimizer | None = None,
     holds_gradients: bool = False,
+    on_profile: Callable[[Profile], None] | None = None,
 ) -> Plan:
     """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
 
     `StaticProfileError` when the step cannot be rehearsed on fake tensors; the model itself is never run. `on_front`
     gets peak against time for everything that the mode allows, whether the plan needed it or not. `replacement` is what
     steps in the optimizer's place, in 8 bits. `holds_gradients`: the loop adds up gradients over several batches.
+    `on_profile` gets what the plain step has shown.
     """
     hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
     study = Study(model, inputs, config, optimizer, hardware, replacement, holds_gradients)
+    if on_profile is not None:
+        on_profile(study.profile)
     strategy = choose_strategy(config, Situation(study.profile, hardware, full_budget(hardware, config)))
     plan = study.plan(strategy)
     if not plan.fits and strategy.wider is not None:

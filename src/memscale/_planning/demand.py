@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -11,9 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._profile import TensorSpec
 from memscale._profile.inputs import Inputs
+from memscale._torch import private
 
 _OPTION_TYPES = (bool, str, type(None))
 """Arguments that switch something. Numbers do not count: they are as often a step's own figures as a switch."""
+
+
+Reach = tuple[int, ...]
+"""How far the values of an integer tensor go: its maximum and the like. If none is larger, the step is not, either."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,12 +33,28 @@ class Demand:
     options: tuple[Any, ...]
     attention: str | None
     """The implementation of attention that a `transformers` model uses."""
+    reaches: tuple[tuple[str, Reach], ...] = ()
+    """Of the inputs whose values decide something, by their place."""
 
     def covers(self, other: Demand) -> bool:
-        """Whether a step under `other` takes at most what one under this does: no dimension is larger."""
+        """Whether a step under `other` takes at most what one under this does: no dimension is larger, and no value
+        that decides something goes further."""
         if len(self.inputs) != len(other.inputs) or not self._agrees_with(other):
             return False
-        return all(_spans(mine, theirs) for mine, theirs in zip(self.inputs, other.inputs, strict=True))
+        theirs = dict(other.reaches)
+        return all(_spans(mine, theirs) for mine, theirs in zip(self.inputs, other.inputs, strict=True)) and all(
+            name in theirs and _is_within(theirs[name], mine) for name, mine in self.reaches
+        )
+
+    def without_values(self) -> Demand:
+        """The same shapes, whatever the values are."""
+        return dataclasses.replace(self, reaches=())
+
+    def widened(self, other: Demand) -> Demand:
+        """For values that go as far as these, or as those of `other`."""
+        theirs = dict(other.reaches)
+        wider = tuple((name, tuple(map(max, mine, theirs.get(name, mine)))) for name, mine in self.reaches)
+        return dataclasses.replace(self, reaches=wider)
 
     def _agrees_with(self, other: Demand) -> bool:
         return (self.device, self.parameters, self.options, self.attention) == (
@@ -49,13 +71,45 @@ def _spans(mine: TensorSpec, theirs: TensorSpec) -> bool:
     )
 
 
-def read_demand(model: nn.Module, inputs: Inputs, device: torch.device) -> Demand:
-    """The demand of a forward of this model with these inputs."""
+def _is_within(inner: Reach, outer: Reach) -> bool:
+    return all(number <= other for number, other in zip(inner, outer, strict=True))
+
+
+_NO_REACH: Reach = (-sys.maxsize,) * 9
+"""Of a tensor that has no values to look at: whatever comes goes further."""
+
+
+def _reach_of(tensor: torch.Tensor) -> Reach:
+    """Counts (of a mask), sums and maxima (of lengths), steps (of offsets), how many there are (of kinds)."""
+    if tensor.device.type == "meta" or private.is_fake(tensor) or not tensor.numel():
+        return _NO_REACH
+    numbers = tensor.detach().to("cpu", torch.long)
+    rows = numbers.reshape(-1, numbers.shape[-1]) if numbers.dim() else numbers.reshape(1, 1)
+    steps = rows.diff()
+    found = (
+        numbers.eq(0).sum(),
+        numbers.lt(0).sum(),
+        numbers.gt(0).sum(),
+        rows.ne(0).sum(1).max(),
+        numbers.sum(),
+        numbers.max(),
+        -numbers.min(),
+        steps.max() if steps.numel() else steps.sum(),
+    )
+    return (*(int(number) for number in found), len(numbers.unique()))
+
+
+def read_demand(
+    model: nn.Module, inputs: Inputs, device: torch.device, deciding: frozenset[str] = frozenset()
+) -> Demand:
+    """The demand of a forward of this model with these inputs; the values of those in `deciding` count."""
     leaves = tree_leaves((inputs.args, inputs.kwargs))
+    looked_at = [(name, tensor) for name, tensor in inputs.named_tensors() if name in deciding] if deciding else []
     return Demand(
         device=device.type,
         parameters=tuple((p.requires_grad, p.dtype, p.numel()) for p in model.parameters()),
         inputs=inputs.specs(),
         options=tuple(leaf for leaf in leaves if isinstance(leaf, _OPTION_TYPES)),
         attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+        reaches=tuple((name, _reach_of(tensor)) for name, tensor in looked_at),
     )

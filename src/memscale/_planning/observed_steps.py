@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -45,7 +47,7 @@ from memscale._profile.layers import find_blocks
 from memscale._profile.observation import Observation, ObservedStep, profile_observed
 from memscale._profile.segments import Traffic
 from memscale._torch import private
-from memscale._torch.overrides import undo_with
+from memscale._torch.overrides import OwnHook, undo_with
 from memscale._units import show_bytes
 from memscale.techniques.offload.parameters import streaming
 
@@ -55,6 +57,8 @@ ROOM_SHARE = 0.5
 """How much of the budget parameters, gradients and optimizer state may take before the careful plan sends them away:
 what activations need is not known yet."""
 _MAX_PLANS = 4
+MAX_FAILED_TRIES = 8
+"""Steps in a row that could not be observed to their end."""
 
 
 def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> tuple[Plan, Treatment]:
@@ -131,25 +135,42 @@ class ObservedSteps:
         self._seen: list[ObservedStep] = []
         self._margin_bytes = 0
         self._num_plans = 0
+        self._num_failed = 0
+        self.has_given_up = False
+        """What is in force stays: the careful plan, which is exact, or one that was made before."""
         self._observation: Observation | None = None
         self._closing = contextlib.ExitStack()
 
     def open(self, model: nn.Module, inputs: Inputs, demand: Demand, traffic: Traffic) -> None:
-        """Observe the step that begins with this forward; until the optimizer steps, or `close`."""
+        """Observe the step that begins with this forward; until the optimizer steps, the forward fails, or `close`."""
         self.abandon()
         self._demand = demand
+        self._num_failed += 1  # until it is seen to its end
+        if self._num_failed > MAX_FAILED_TRIES:
+            self.give_up(f"{MAX_FAILED_TRIES} steps in a row could not be observed from forward to backward")
+            return
         observation = Observation(model, self.hardware.device_type, inputs, traffic)
         with contextlib.ExitStack() as undo:
             undo_with(model, observation.abandon, undo)
             known = frozenset(id(parameter) for parameter in model.parameters())
             handle = register_optimizer_step_pre_hook(_StepHook(weakref.ref(self), known))
             undo_with(model, handle.remove, undo)
+            failure = _FailureHook(observation, handle.remove)
+            undo.callback(model.register_forward_hook(failure, always_call=True).remove)
             self._observation, self._closing = observation, undo.pop_all()
+
+    def give_up(self, reason: str) -> None:
+        """Observe nothing any more."""
+        self.abandon()
+        self.has_given_up = True
+        what = "the careful plan" if self.plan is None else "the plan that was made from earlier ones"
+        logger.warning("training steps are not observed any more: %s. %s stays in force.", reason, what.capitalize())
 
     @property
     def is_under_way(self) -> bool:
         """Whether the observed step has not had its backward yet: another forward is part of it."""
-        return self._observation is not None and not self._observation.saw_backward
+        observation = self._observation
+        return observation is not None and not observation.saw_backward and not observation.has_failed
 
     def close(self) -> None:
         """The observed step is over. One without a backward is not counted."""
@@ -159,9 +180,11 @@ class ObservedSteps:
     def end_step(self) -> None:
         """Take down what was seen. Hooks of the process stay until `abandon`: one of them may be what calls this."""
         observation, self._observation = self._observation, None
-        step = observation.close() if observation is not None and observation.saw_backward else None
+        is_whole = observation is not None and observation.saw_backward and not observation.has_failed
+        step = observation.close() if observation is not None and is_whole else None
         if step is None:
             return
+        self._num_failed = 0
         self._seen.append(step)
         if self.plan is None and self._demand is not None:
             self.demands.append(self._demand)
@@ -260,3 +283,21 @@ class _StepHook:
             id(p) in self._parameter_ids for group in optimizer.param_groups for p in group["params"]
         ):
             steps.end_step()
+
+
+class _FailureHook(OwnHook):
+    """Takes the mode and the hook of the process off at once where the forward raises: nothing may follow.
+
+    What sits on modules is left to the next forward or `detach`: PyTorch is going through their hooks right now. It
+    calls this one after an `Exception`; a `KeyboardInterrupt` passes it by, and the next forward or `detach` cleans up.
+    """
+
+    def __init__(self, observation: Observation, remove_step_hook: Callable[[], None]) -> None:
+        self._observation = observation
+        self._remove_step_hook = remove_step_hook
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The model may be called where another exception is being handled; one that raises has no output.
+        if output is None and sys.exc_info()[1] is not None:
+            self._observation.fail()
+            self._remove_step_hook()

@@ -1,7 +1,14 @@
-"""Plans that follow the batches: made at the first training forward, and made again when a step may need more."""
+"""Plans that follow the batches: made at the first training forward, and made again when a step may need more.
+
+NOTE [values that decide]: a plan holds for shapes, and where values of integer inputs decided sizes in its rehearsal
+(a mask, lengths), for values that go no further than those. A batch that goes further is rehearsed, and planned for if
+it takes more. That is bounded: new records become rare by themselves, and after `_MAX_LOOKS` of them, or a few that
+changed nothing, the plan for the largest step seen stays.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
@@ -22,7 +29,10 @@ from memscale._planning import device_of, make_plan
 from memscale._planning.demand import Demand, read_demand
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.step_watch import Excess, StepWatch
+from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
+from memscale._profile.profiler import open_rehearsal
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook
 from memscale._units import show_bytes
@@ -34,12 +44,29 @@ Report = Callable[[Executor, Plan, Hardware], None]
 """Is called after every plan."""
 _MAX_KNOWN = 32
 """Demands whose plans are remembered."""
+_MAX_LOOKS = 32
+"""Batches that are rehearsed because of their values."""
+_MAX_IDLE_LOOKS = 4
+"""As many show that values do not matter, where not one of these steps was another."""
+_MAX_EXCEEDED = 2
+"""How often steps are observed anew because one exceeded the budget."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """What was planned for."""
+
+    demand: Demand
+    plan: Plan
+    plain: StepTrace | None = None
+    """The step without techniques, where it was rehearsed."""
 
 
 class Planner(OwnHook):
     """A forward pre-hook: plans at the first training forward, and again when a forward comes that no plan covers (a
     larger dimension, other trained parameters, another device), or one that is added to gradients which are there
-    already and for which the plan leaves no room. A model that cannot be rehearsed is observed in its first steps."""
+    already and for which the plan leaves no room. A model that cannot be rehearsed is observed in its first steps, and
+    so is one of which a step took more than its plan had promised."""
 
     def __init__(
         self,
@@ -58,34 +85,59 @@ class Planner(OwnHook):
         self.optimizer = optimizer
         self.replacement = replacement
         self.holds_gradients = holds_gradients
-        self._known: list[tuple[Demand, Plan]] = []
+        self._known: list[_Known] = []
         """What was planned for; none of these demands covers another."""
         self._observed: ObservedSteps | None = None
         """While a model that cannot be rehearsed shows what it needs."""
         self._needs_observation = False
+        self._deciding: frozenset[str] = frozenset()
+        """Inputs whose values decide something, by their place. See NOTE [values that decide]."""
+        self._num_looks = self._num_other_steps = 0
+        """Batches that were rehearsed because of their values, and those of them that were other steps."""
+        self._watch = StepWatch(executor.model)
+        self._num_exceeded = 0
+        """Steps above the budget."""
         self._is_planning = False
         self._is_tight = False
         """All gradients beside the planned peak would exceed the budget."""
         executor.on_detach(self._stop_observing)
+        executor.on_detach(self._watch.stop)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_planning or not (model.training and torch.is_grad_enabled()):
+        if self._is_planning:
+            return
+        excess = self._watch.end()
+        if excess is not None:
+            self._answer_excess(excess)
+        if not (model.training and torch.is_grad_enabled()):
             return
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
         inputs = Inputs(args, kwargs)
-        demand = read_demand(model, inputs, self._device(model))
-        known = next((plan for planned, plan in self._known if planned.covers(demand)), None)
+        self._prepare(model, inputs)
+        plan = self.executor.plan
+        if plan is not None and not plan.provisional and self._observed is None:
+            self._watch.begin(plan, inputs, self._device(model))
+
+    def _prepare(self, model: nn.Module, inputs: Inputs) -> None:
+        """Put a plan in force that holds for the training forward that begins."""
+        demand = read_demand(model, inputs, self._device(model), self._deciding)
+        known = self._find(demand)
         if self._observed is not None:
             self._go_on_observing(model, inputs, demand, is_known=known is not None)
-        elif known is None:
+            return
+        known = known or self._look_at(model, inputs, demand)
+        if known is None:
             if self._known:
                 logger.info("this step may need more memory than any that was planned for: planning again")
             self.plan(model, inputs, inside=True)
-        elif known is not self.executor.plan:
-            self._put_in_force(known, inputs)
+        elif known.plan is not self.executor.plan:
+            self._put_in_force(known.plan, inputs)
         elif self._is_tight and _held_bytes(model):
             self._plan_for_held(model, inputs)
+
+    def _find(self, demand: Demand) -> _Known | None:
+        return next((known for known in self._known if known.demand.covers(demand)), None)
 
     def _plan_for_held(self, model: nn.Module, inputs: Inputs) -> None:
         """The loop adds up gradients over several batches, or keeps them during forward: the plan is to count them."""
@@ -107,20 +159,24 @@ class Planner(OwnHook):
         derived, not given, so an error about them is no error of the user's."""
         device = self._device(model)
         self._turn_to(device)
-        demand = read_demand(model, inputs, device)
+        profiles: list[Profile] = []
         try:
-            plan = self._rehearsed_plan(model, inputs)
+            plan = self._rehearsed_plan(model, inputs, profiles.append)
         except StaticProfileError as error:
             is_sample = not inside and not is_guess
             if not self.config.use_empirical_fallback or (is_sample and not error.needs_values):
                 raise
             self._observe_instead(model, inputs, error, inside=inside)
             return
-        self._remember(demand, plan)
+        profile = profiles[-1]
+        if self._num_looks < _MAX_LOOKS:
+            self._deciding |= frozenset(profile.deciding_inputs)
+        demand = read_demand(model, inputs, device, self._deciding)
+        self._remember(self._widened(_Known(demand, plan, profile.plain)))
         self._put_in_force(plan, inputs if inside else None)
         self._announce(plan)
 
-    def _rehearsed_plan(self, model: nn.Module, inputs: Inputs) -> Plan:
+    def _rehearsed_plan(self, model: nn.Module, inputs: Inputs, on_profile: Callable[[Profile], None]) -> Plan:
         if self._needs_observation:
             refusal = StaticProfileError(f"{type(model).__name__} could not be rehearsed before")
             refusal.needs_values = True
@@ -136,9 +192,96 @@ class Planner(OwnHook):
                 self.hardware,
                 replacement=self.replacement,
                 holds_gradients=self.holds_gradients,
+                on_profile=on_profile,
             )
         finally:
             self._is_planning = False
+
+    # ---- values that decide
+
+    def _look_at(self, model: nn.Module, inputs: Inputs, demand: Demand) -> _Known | None:
+        """What holds for a batch whose values, and no dimension, go beyond those that were planned for: a plan for a
+        step that goes the same way, and nowhere lower. See NOTE [values that decide]."""
+        alike = [
+            known for known in self._known if known.plain is not None and known.demand.without_values().covers(demand)
+        ]
+        if not alike:
+            return None
+        if self._num_looks >= (_MAX_LOOKS if self._num_other_steps else _MAX_IDLE_LOOKS):
+            self._forget_values()
+            return self._find(demand)
+        self._num_looks += 1
+        names = ", ".join(name.partition(".")[2] for name, _ in demand.reaches)
+        logger.info(
+            "the values of an input (%s) decide sizes, and go further than before: rehearsing this batch", names
+        )
+        try:
+            plain = self._rehearsed_plain(model, inputs)
+        except StaticProfileError:
+            return None  # a plan for it will meet the same error, and observe the step
+        self._num_other_steps += all(known.plain != plain for known in alike)
+        for known in alike:
+            if known.plain is not None and known.plain.spans(plain):
+                wider = dataclasses.replace(known, demand=known.demand.widened(demand))
+                self._remember(wider)
+                return wider
+        return None
+
+    def _rehearsed_plain(self, model: nn.Module, inputs: Inputs) -> StepTrace:
+        self._is_planning = True
+        try:
+            device, static = torch.device(self.hardware.device_type), self.config.use_static_profiling
+            return open_rehearsal(model, inputs, device, static=static, holds_gradients=self.holds_gradients)[1]
+        finally:
+            self._is_planning = False
+
+    def _widened(self, new: _Known) -> _Known:
+        """A plan for values of one batch holds for those of an earlier one, too, if that step was nowhere higher."""
+        shapes, demand = new.demand.without_values(), new.demand
+        for other in self._known:
+            is_lower = new.plain is not None and other.plain is not None and new.plain.spans(other.plain)
+            if is_lower and shapes.covers(other.demand):
+                demand = demand.widened(other.demand)
+        return dataclasses.replace(new, demand=demand)
+
+    def _forget_values(self) -> None:
+        """From here on, the plan for the largest step of the same shapes holds for all values."""
+        if not self._deciding:
+            return
+        logger.info(
+            "%d batches were rehearsed because of their values; from here on the plan for the largest of them stays, "
+            "and other values are not followed any more",
+            self._num_looks,
+        )
+        self._deciding, self._num_looks = frozenset(), _MAX_LOOKS
+        by_peak = sorted(self._known, key=lambda known: known.plan.baseline_peak_bytes)
+        self._known = []
+        for known in by_peak:
+            self._remember(dataclasses.replace(known, demand=known.demand.without_values()))
+
+    # ---- steps that take more than was promised
+
+    def _answer_excess(self, excess: Excess) -> None:
+        """Say so. Above the budget the next steps are observed, and planned for anew; within it the number is mended.
+
+        Where that has not helped, because large steps come when nobody observes, the careful plan stays.
+        """
+        plan, shown_bytes = excess.plan, excess.peak_bytes
+        is_over = shown_bytes > plan.budget_bytes
+        observes = is_over and self.config.use_empirical_fallback
+        logger.warning(
+            "a training step peaked at %s, where the plan promised %s; the budget is %s%s",
+            show_bytes(shown_bytes),
+            show_bytes(plan.predicted_peak_bytes),
+            show_bytes(plan.budget_bytes),
+            ". The next steps are observed, and planned for anew." if observes else "; the promise is corrected",
+        )
+        if observes:
+            self._num_exceeded += 1
+            self._needs_observation, self._known = True, []
+        else:
+            right = dataclasses.replace(plan, predicted_peak_bytes=shown_bytes, fits=not is_over)
+            self._known = [dataclasses.replace(k, plan=right) if k.plan is plan else k for k in self._known]
 
     def _turn_to(self, device: torch.device) -> None:
         """Plan for this device: the model may have been moved since it was wrapped."""
@@ -160,9 +303,9 @@ class Planner(OwnHook):
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
         self._is_tight = not self.holds_gradients and plan.predicted_peak_bytes + gradient_bytes > plan.budget_bytes
 
-    def _remember(self, demand: Demand, plan: Plan) -> None:
-        others = [(planned, other) for planned, other in self._known if not demand.covers(planned)]
-        self._known = [*others, (demand, plan)][-_MAX_KNOWN:]
+    def _remember(self, new: _Known) -> None:
+        others = [known for known in self._known if not new.demand.covers(known.demand)]
+        self._known = [*others, new][-_MAX_KNOWN:]
 
     def _announce(self, plan: Plan) -> None:
         if self.config.enable_logging:
@@ -183,7 +326,10 @@ class Planner(OwnHook):
         if not self._needs_observation:
             logger.info("%s Its first training steps are observed, and the plan is made from them.", error)
             self._needs_observation = error.needs_values
+        self._deciding = frozenset()  # what was seen is what counts
         self._observed = ObservedSteps(model, self.config, self.hardware, self._costs(model))
+        if self._num_exceeded > _MAX_EXCEEDED:
+            self._observed.give_up("what they showed was exceeded by later ones, above the budget")
         self._put_in_force(self._observed.careful, inputs if inside else None)
         if inside:
             self._open(model, inputs, read_demand(model, inputs, self._device(model)))
@@ -192,16 +338,18 @@ class Planner(OwnHook):
         """A further training step begins: what the one before has shown is used."""
         steps = self._observed
         assert steps is not None
+        if steps.has_given_up:
+            return
         steps.close()
         if steps.plan is not None and not is_known:
             self.plan(model, inputs, inside=True)  # this step is another: what was seen does not tell of it
             return
         if steps.is_ready(demand):
             was_planned = steps.plan is not None
-            plan = steps.check(model, self._costs(model)) if was_planned else steps.make_plan(model, self._costs(model))
+            plan = self._observed_plan(model, steps)
             if plan is not None:
                 for seen in steps.demands:
-                    self._remember(seen, plan)
+                    self._remember(_Known(seen, plan))
                 self._put_in_force(plan, inputs)
                 self._announce(plan)
             if was_planned and (plan is None or plan.rehearsed):
@@ -209,10 +357,21 @@ class Planner(OwnHook):
                 return
         self._open(model, inputs, demand)
 
+    def _observed_plan(self, model: nn.Module, steps: ObservedSteps) -> Plan | None:
+        """From what was seen; None: what is in force stays."""
+        costs = self._costs(model)
+        try:
+            return steps.make_plan(model, costs) if steps.plan is None else steps.check(model, costs)
+        except DoesNotFitError as error:
+            if not self._num_exceeded:
+                raise
+            steps.give_up(f"no plan fits what was seen: {error}")
+            return None
+
     def _open(self, model: nn.Module, inputs: Inputs, demand: Demand) -> None:
         """Observe the step that begins; one that is being traced by others is let go by."""
         assert self._observed is not None
-        if private.can_take_outermost_mode():
+        if private.can_take_outermost_mode() and not self._observed.has_given_up:
             self._observed.open(model, inputs, demand, self.executor.traffic)
 
     def _stop_observing(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Literal
 
 from memscale import _json
@@ -89,6 +90,20 @@ class StepTrace:
             peak = max(peak, live + segment.peak_bytes)
             live += segment.net_bytes
         return peak
+
+    def spans(self, other: StepTrace) -> bool:
+        """Whether the other step goes the same way, and rises nowhere higher."""
+        return len(self.segments) == len(other.segments) and all(
+            (mine[:2] == theirs[:2]) and mine[2] >= theirs[2] and mine[3] >= theirs[3]
+            for mine, theirs in zip(self._levels(), other._levels(), strict=True)
+        )
+
+    def _levels(self) -> Iterator[tuple[str, str, int, int]]:
+        """Of each segment its place, how far it rises, and how high that is above the start of the step."""
+        live = 0
+        for segment in self.segments:
+            yield segment.phase, segment.module_fqn, segment.peak_bytes, live + segment.peak_bytes
+            live += segment.net_bytes
 
     @property
     def end_bytes(self) -> int:
@@ -221,6 +236,9 @@ class Profile:
     rest_trainable_bytes: int = 0
     eight_bit_optimizer: OptimizerCost | None = None
     """The optimizer with its state in 8 bits."""
+    deciding_inputs: tuple[str, ...] = ()
+    """Inputs whose values, not only shapes, decided something in this step: with others it may be another step. By
+    their place, as "0.1" (the second positional) or "1.attention_mask"."""
 
     @property
     def static_bytes(self) -> int:

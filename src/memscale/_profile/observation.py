@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -84,6 +85,8 @@ class Observation:
         self._recorder = SegmentRecorder(device_type, rounding_bytes, counts_fakes=False, traffic=traffic)
         self._recorder.ends_with_backward = True
         self._inputs = inputs.specs()  # the batch itself is not kept
+        self.has_failed = False
+        self.thread_id, self.number = threading.get_ident(), next(_NUMBERS)
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             self._watch(model, undo)
@@ -102,6 +105,8 @@ class Observation:
             _sweep()
             private.insert_outermost_mode(self._recorder)
             undo.callback(_take_off, self._recorder)
+            _OPEN.add(self)
+            undo.callback(_OPEN.discard, self)
             self._undo = undo.pop_all()
 
     def _watch(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -137,6 +142,16 @@ class Observation:
             self._input_bytes,
         )
 
+    def fail(self) -> None:
+        """The forward has raised: this thread's operators are let go by. `abandon` does the rest.
+
+        So are those of models inside this one that are observed as well: their step has no end, either.
+        """
+        for other in [*_OPEN]:
+            if other.thread_id == self.thread_id and other.number >= self.number:
+                other.has_failed = True
+                _take_off(other._recorder)
+
     def abandon(self) -> None:
         """Stop watching. A second call does nothing."""
         self._undo.close()
@@ -144,11 +159,15 @@ class Observation:
             _sweep()
 
 
+_OPEN: weakref.WeakSet[Observation] = weakref.WeakSet()
+_NUMBERS = itertools.count()
 _LEFT_OVER: weakref.WeakSet[SegmentRecorder] = weakref.WeakSet()
 
 
 def _take_off(recorder: SegmentRecorder) -> None:
     """From this thread's modes; where it is another thread's, or autograd will put it back, the next time."""
+    if recorder.is_off and recorder not in _LEFT_OVER:
+        return
     recorder.is_off = True
     if not private.remove_mode(recorder) or private.graph_task_id() >= 0:
         _LEFT_OVER.add(recorder)

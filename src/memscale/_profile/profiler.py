@@ -86,7 +86,7 @@ def _refusal(model: nn.Module, reason: str) -> str:
 
 
 def profile_model(
-    model: nn.Module, rehearsal: Rehearsal, plain: StepTrace, optimizer: OptimizerCost, inputs: Inputs
+    model: nn.Module, rehearsal: FakeRehearsal, plain: StepTrace, optimizer: OptimizerCost, inputs: Inputs
 ) -> Profile:
     """What the plain step on this stage has shown."""
     books = rehearsal.books()
@@ -106,6 +106,7 @@ def profile_model(
         layers=layers,
         optimizer=optimizer,
         plain=plain,
+        deciding_inputs=rehearsal.deciding_inputs,
     )
 
 

@@ -24,7 +24,17 @@ from memscale._profile.layers import find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.untrained import TrainedWatch
-from memscale._profile.values import Values, assume_value, drawn_by_host, keep_value, private_values, readable
+from memscale._profile.values import (
+    LOWEST_DRAW,
+    MIDDLE_DRAW,
+    SEED,
+    Values,
+    assume_value,
+    drawn_by_host,
+    keep_value,
+    private_values,
+    readable,
+)
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
 from memscale._torch.live_bytes import LiveBytes, rounding_of
@@ -34,6 +44,10 @@ logger = logging.getLogger("memscale")
 
 CLASSIFIER_WIDTH = 1000
 """An output this wide is taken for class scores when the model computes no loss of its own."""
+
+
+OTHER_SEEDS = tuple(range(SEED + 1, SEED + 5))
+"""With which a step is tried that draws numbers beside those that can be chosen."""
 
 
 class Detachable(Protocol):
@@ -148,24 +162,59 @@ class FakeRehearsal(Rehearsal):
         super().__init__(fake_model, fake_inputs, on, rounding_of(device_type))
         self.target_type = device_type
 
+    @property
+    def deciding_inputs(self) -> tuple[str, ...]:
+        """The inputs of which a step has asked the values: with others, it may be another step."""
+        return tuple(sorted(self.values.asked))
+
     def run(self, attach: Attach | None = None, *, num_steps: int = 1) -> StepTrace:
-        """With the draws, of those that decide something, of which the first step showed the higher peak."""
+        """With the draws, of those that decide something, of which the first step showed the highest peak.
+
+        `NotImplementedError` where random numbers decide something and none of those tried is the worst.
+        """
         trace = super().run(attach, num_steps=num_steps)
-        if not self.values.was_draw_asked:
+        if not (self.values.was_draw_asked or self.values.was_host_asked):
             return trace
         self.untrained = frozenset()  # another draw may train it
         if self._is_worst_draw_known:
             return trace
         self._is_worst_draw_known = True
-        self.values.draws_high = False
-        try:
-            other = super().run(attach, num_steps=num_steps)
-        except Exception as error:  # e.g. a step in which all layers are dropped, and nothing has a gradient
-            logger.debug("the step does not run with the lowest draws: %s: %s", type(error).__name__, error)
-            other = trace
+        if self.values.was_draw_asked:
+            trace = self._run_worst_draw(trace, lambda: super(FakeRehearsal, self).run(attach, num_steps=num_steps))
+        if self.values.was_host_asked:
+            self._refuse_luck(trace, lambda: super(FakeRehearsal, self).run(attach, num_steps=num_steps))
         self.untrained = frozenset()
-        self.values.draws_high = other.peak_bytes <= trace.peak_bytes
-        return trace if self.values.draws_high else other
+        return trace
+
+    def _run_worst_draw(self, highest: StepTrace, run: Callable[[], StepTrace]) -> StepTrace:
+        tried = {self.values.share: (highest, self.num_calls)}
+        for self.values.share in (MIDDLE_DRAW, LOWEST_DRAW):
+            try:
+                tried[self.values.share] = run(), self.num_calls
+            except Exception as error:  # e.g. a step in which all layers are dropped, and nothing has a gradient
+                share = self.values.share
+                logger.debug("the step does not run with draws of %s: %s: %s", share, type(error).__name__, error)
+        self.values.share = max(tried, key=lambda share: tried[share][0].peak_bytes)
+        trace, self.num_calls = tried[self.values.share]
+        calls = [(name, count) for _, num_calls in tried.values() for name, count in num_calls.items()]
+        missed = sorted({name for name, count in calls if count > self.num_calls.get(name, 0)})
+        if missed:
+            raise NotImplementedError(
+                f"random draws decide which layers run, and of those tried the highest does not run {missed[0]}"
+            )
+        return trace
+
+    def _refuse_luck(self, trace: StepTrace, run: Callable[[], StepTrace]) -> None:
+        """Numbers that are not in our hands may decide nothing: then the step is the same whatever they are."""
+        num_calls = self.num_calls
+        for self.values.seed in OTHER_SEEDS:
+            try:
+                other = run()
+            except Exception as error:
+                raise NotImplementedError(f"the step does not run with other random numbers: {error}") from error
+            if _sizes_of(other) != _sizes_of(trace):
+                raise NotImplementedError("random numbers of Python's or NumPy's generator decide how large a step is")
+        self.values.seed, self.num_calls = SEED, num_calls
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -180,7 +229,7 @@ class FakeRehearsal(Rehearsal):
             super().stage(),
             host_rng_kept(),
             drawn_by_host(self.values),
-            readable(),
+            readable(self.values),
             packing,
             one_thread,
             self.mode,
@@ -188,6 +237,10 @@ class FakeRehearsal(Rehearsal):
             kernels,
         ):
             yield
+
+
+def _sizes_of(trace: StepTrace) -> list[tuple[str, str, int, int]]:
+    return [(each.phase, each.module_fqn, each.peak_bytes, each.net_bytes) for each in trace.segments]
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -242,16 +295,17 @@ def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device) -> torch.T
 
 def _fake_inputs(inputs: Inputs, mode: Any, device: torch.device) -> Inputs:
     """Integers of the batch keep their values; of those that never had any, masks hide nothing and all else is 0."""
-    masks = {id(tensor) for name, tensor in inputs.named_tensors() if name.endswith("mask")}
+    names = {id(tensor): name for name, tensor in inputs.named_tensors()}
 
     def fake_input(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if not (tensor.is_floating_point() or tensor.is_complex()):
+            name = names[id(tensor)]
             if tensor.device.type == "meta":
-                assume_value(fake, int(id(tensor) in masks or tensor.dtype == torch.bool))
+                assume_value(fake, int(name.endswith("mask") or tensor.dtype == torch.bool), name)
             else:
-                keep_value(fake, tensor)
+                keep_value(fake, tensor, name)
         return fake.requires_grad_(tensor.requires_grad)
 
     return inputs.map_tensors(fake_input).map_others(_own_copy)

@@ -10,13 +10,17 @@ What has no value, and what is done about it:
 
 - **Random draws** (LayerDrop, stochastic depth) decide how deep a step is, and a plan must hold for the worst draw. A
   small uniform draw is therefore always the highest number, also one of Python's or NumPy's global generator; where the
-  step asks for a draw, the rehearsal tries the lowest, too, and keeps the step that peaks higher.
+  step asks for a draw, the rehearsal tries one in the middle and the lowest, too, and keeps what peaks highest.
+  A draw of another distribution has no worst: as a mask it shows everything, any other question about it is refused.
 - **Choices by score** (`topk`, `argmax`, `sort` of floats: the router of a mixture of experts) are assumed: every
   candidate is chosen at least once, so that every expert gets a gradient, and all other rows choose the first ones, so
   that one expert is as full as it can be.
 - **Masks made of floats**, used as an index: every element is chosen, which is the most that can be.
 - **`isnan` and `isinf`** are false.
 - Any other float that is asked for its value: the question is refused, as fake tensors do.
+
+Values of the batch that were asked for are remembered (`Values.asked`): another batch of the same shapes may be another
+step.
 
 NOTE [values alias as tensors do]: a view of a tensor with values carries the same view of its values, and an operator
 in place runs in place on them. Where the new contents are not known, everything that shares the memory loses its
@@ -41,6 +45,7 @@ from torch.utils._pytree import tree_map
 
 from memscale._profile.device_kernels import FAKE_KERNELS
 from memscale._torch import private
+from memscale._torch.host_rng import Fingerprint
 
 logger = logging.getLogger("memscale")
 
@@ -48,7 +53,7 @@ MAX_INTEGERS = 2**20
 """Integer and boolean tensors of at most so many elements carry values."""
 MAX_FLOATS = 2**12
 """Floats too, if they are constants or buffers; what is computed from known numbers may be as large as integers."""
-HIGHEST_DRAW, LOWEST_DRAW = 1.0 - 2.0**-10, 2.0**-10
+HIGHEST_DRAW, MIDDLE_DRAW, LOWEST_DRAW = 1.0 - 2.0**-10, 0.5, 2.0**-10
 """Inside of the interval in every dtype: a probability of 0 or 1 stays certain."""
 SEED = 0
 """Draws that decide nothing are the same in every rehearsal."""
@@ -62,7 +67,18 @@ class Cell:
 
     is_known: bool = True
     is_drawn: bool = False
-    """Random numbers are in them."""
+    """Uniform random numbers are in them, of which the rehearsal tries several."""
+    is_lucky: bool = False
+    """Other random numbers are in them: they could as well be others."""
+    origins: frozenset[str] = frozenset()
+    """The inputs from whose values they were computed."""
+
+    def take_from(self, others: Iterable[Cell]) -> None:
+        """What was computed from others, or written with them, is as they are."""
+        for other in others:
+            self.is_drawn |= other.is_drawn
+            self.is_lucky |= other.is_lucky
+            self.origins |= other.origins
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -73,17 +89,24 @@ class Value:
     cell: Cell
 
 
-def keep_value(fake: torch.Tensor, real: torch.Tensor) -> None:
-    """Let a fake tensor carry the contents of the tensor that it was made from, if they are small."""
+def keep_value(fake: torch.Tensor, real: torch.Tensor, origin: str | None = None) -> None:
+    """Let a fake tensor carry the contents of the tensor that it was made from, if they are small.
+
+    `origin`: the name of the input that it is.
+    """
     if _is_small(real) and real.device.type != "meta" and real.layout is torch.strided:
-        _set_value(fake, real.detach().to("cpu", copy=True), Cell())
+        _set_value(fake, real.detach().to("cpu", copy=True), _cell_from(origin))
 
 
-def assume_value(fake: torch.Tensor, number: int) -> None:
+def assume_value(fake: torch.Tensor, number: int, origin: str | None = None) -> None:
     """Let a fake tensor of which nothing is known be this number everywhere, if it is small."""
     if _is_small(fake):
         with private.real_tensors():
-            _set_value(fake, torch.full(tuple(fake.shape), number, dtype=fake.dtype), Cell())
+            _set_value(fake, torch.full(tuple(fake.shape), number, dtype=fake.dtype), _cell_from(origin))
+
+
+def _cell_from(origin: str | None) -> Cell:
+    return Cell(origins=frozenset(() if origin is None else (origin,)))
 
 
 def value_of(tensor: torch.Tensor) -> Value | None:
@@ -154,9 +177,15 @@ class Values(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws_high = True
+        self.share = HIGHEST_DRAW
+        """What every uniform draw is."""
+        self.seed = SEED
         self.was_draw_asked = False
-        """A decision of the step hung on a random number."""
+        """A decision of the step hung on a uniform random number."""
+        self.was_host_asked = False
+        """Numbers came from Python's or NumPy's generator in another way than those that are put in our hands."""
+        self.asked: set[str] = set()
+        """The inputs whose values decided something."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -199,7 +228,8 @@ class Values(TorchDispatchMode):
         except Exception as error:  # the CPU has no such kernel, or an assumed index is out of range
             logger.debug("no values for %s: %s", func, error)
             return False
-        _attach(results, _tensors_of([real]), [value for value in values if value], is_drawn=_is_draw(func))
+        cell = Cell(is_drawn=func in _DRAWS, is_lucky=_is_luck(func))
+        _attach(results, _tensors_of([real]), [value for value in values if value], cell)
         return True
 
     def _follow_uniform(
@@ -208,26 +238,40 @@ class Values(TorchDispatchMode):
         """Where every element is the same, one of them is enough."""
         with private.real_tensors():
             scalars = [value.real.as_strided((), ()) if value else None for value in values]
-            _set_value(result, func(*scalars, *args[len(scalars) :]).expand(tuple(result.shape)), Cell())
+            cell = Cell()
+            cell.take_from(value.cell for value in values if value)
+            _set_value(result, func(*scalars, *args[len(scalars) :]).expand(tuple(result.shape)), cell)
         return True
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Value | None]) -> Any:
         """An operator whose result, or its shape, depends on values."""
         known = [value for value in values if value]
-        self.was_draw_asked |= any(value.cell.is_drawn for value in known)
-        if None in values:
-            return SHAPED_BY_VALUES[func](func, *args, **kwargs) if func in SHAPED_BY_VALUES else NotImplemented
+        is_luck = any(value.cell.is_lucky for value in known)
+        for value in known:
+            self.ask(value)
+        if None in values or is_luck:
+            answer = SHAPED_BY_VALUES[func](func, *args, **kwargs) if func in SHAPED_BY_VALUES else NotImplemented
+            if is_luck and answer is NotImplemented:
+                raise NotImplementedError("the step is decided by a random number of which no worst case is known")
+            return answer
         real = self._compute(func, args, kwargs)
         device = _tensors_of((*args, *kwargs.values()))[0].device
         fakes = tree_map(lambda leaf: _empty_like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, real)
-        _attach(_tensors_of([fakes]), _tensors_of([real]), known)
+        _attach(_tensors_of([fakes]), _tensors_of([real]), known, Cell())
         return fakes
+
+    def ask(self, value: Value) -> None:
+        """These contents decide something. What is there by luck is not known from here on."""
+        self.was_draw_asked |= value.cell.is_drawn
+        self.asked |= value.cell.origins
+        if value.cell.is_lucky:
+            value.cell.is_known = False
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with private.real_tensors():
             real_args, real_kwargs = tree_map(_real, (args, kwargs))
             if func in _DRAWS:
-                return _DRAWS[func](self.draws_high, func, real_args, real_kwargs)
+                return _DRAWS[func](self.share, func, real_args, real_kwargs)
             result = func(*real_args, **real_kwargs)
             if func in _EMPTY:  # what lies in fresh memory must not decide anything
                 result.zero_()
@@ -259,11 +303,9 @@ def _empty_like(real: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tuple(real.shape), real.stride(), dtype=real.dtype, device=device)
 
 
-def _attach(
-    fakes: list[torch.Tensor], reals: list[torch.Tensor], inputs: list[Value], *, is_drawn: bool = False
-) -> None:
-    """Results carry their values. Views share the cell of what they are views of."""
-    is_drawn = is_drawn or any(value.cell.is_drawn for value in inputs)
+def _attach(fakes: list[torch.Tensor], reals: list[torch.Tensor], inputs: list[Value], new: Cell) -> None:
+    """Results carry their values. Views share the cell of what they are views of; others have one like `new`."""
+    new.take_from(value.cell for value in inputs)
     given = {private.storage_key(value.real.untyped_storage()) for value in inputs}
     for fake, real in zip(fakes, reals, strict=True):
         if not private.is_fake(fake):
@@ -273,9 +315,9 @@ def _attach(
         if cell is None:
             with private.real_tensors():
                 own = real.clone() if is_view else real
-            _set_value(fake, own, Cell(is_drawn=is_drawn))
+            _set_value(fake, own, dataclasses.replace(new))
         elif is_view:
-            cell.is_drawn |= is_drawn
+            cell.take_from([new])
             _set_value(fake, real, cell)
 
 
@@ -478,27 +520,28 @@ _RESHAPING = frozenset((_aten.resize_.default, _aten.set_.source_Storage_storage
 # ---- random draws
 
 
-def _is_draw(func: Any) -> bool:
-    return func in _DRAWS or torch.Tag.nondeterministic_seeded in func.tags
+def _is_luck(func: Any) -> bool:
+    """Draws that are not in our hands."""
+    return func not in _DRAWS and torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _uniform(high: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _uniform(share: float, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """`rand` and `rand_like`."""
     is_like = isinstance(args[0], torch.Tensor)
     dtype = kwargs.get("dtype") or (args[0].dtype if is_like else torch.get_default_dtype())
-    return torch.full(args[0].shape if is_like else args[0], HIGHEST_DRAW if high else LOWEST_DRAW, dtype=dtype)
+    return torch.full(args[0].shape if is_like else args[0], share, dtype=dtype)
 
 
-def _uniform_in_place(high: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _uniform_in_place(share: float, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     start, end = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
-    drawn: torch.Tensor = args[0].fill_(start + (end - start) * (HIGHEST_DRAW if high else LOWEST_DRAW))
+    drawn: torch.Tensor = args[0].fill_(start + (end - start) * share)
     return drawn
 
 
-def _coin(high: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _coin(share: float, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """`bernoulli` in its forms: what may fall either way falls on 1, or on 0."""
     chances = args[0] if func is _aten.bernoulli.default else torch.as_tensor(args[1] if len(args) > 1 else 0.5)
-    fallen = (chances > 0) if high else (chances >= 1)
+    fallen = (chances > 0) if share >= MIDDLE_DRAW else (chances >= 1)
     target: torch.Tensor = args[0] if func._schema.is_mutable else torch.empty_like(args[0])
     return target.copy_(fallen.expand(target.shape))
 
@@ -516,13 +559,17 @@ _DRAWS: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 @contextlib.contextmanager
-def readable() -> Iterator[None]:
+def readable(values: Values) -> Iterator[None]:
     """`tensor.numpy()`, `numpy.asarray(tensor)` and `f"{tensor}"` give what a fake tensor carries."""
     fake_tensor = private.fake_tensor_class()
     unreadable = torch.Tensor.numpy
 
     def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         value = value_of(tensor)
+        if value is not None:
+            values.ask(value)
+        if value is not None and value.cell.is_lucky:
+            raise NotImplementedError("the step is decided by a random number of which no worst case is known")
         if value is None:
             return unreadable(tensor, *args, **kwargs)
         with private.real_tensors():
@@ -547,34 +594,60 @@ def readable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawn_by_host(values: Values) -> Iterator[None]:
-    """Uniform numbers of Python's and NumPy's global generators are the highest or lowest; others repeat themselves."""
+    """Uniform numbers of Python's and NumPy's global generators are as high or low as `values` say.
 
-    def share() -> float:
-        values.was_draw_asked = True
-        return HIGHEST_DRAW if values.draws_high else LOWEST_DRAW
+    Others repeat themselves, and that there were some is noted: a name that was imported before (`from random import
+    random`) is not in our hands, and no more are other distributions.
+    """
+    chance = _Chance(values)
+    random.seed(values.seed)
+    torch.default_generator.manual_seed(values.seed)  # not those of devices
+    names = ("random", "uniform", "randrange", "randint", "choice")
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(mock.patch.multiple(random, **{name: getattr(chance, name) for name in names}))
+        undo.enter_context(_drawn_by_numpy(chance, values.seed))
+        before = Fingerprint()
+        try:
+            yield
+        finally:
+            values.was_host_asked |= before.moved()
 
-    def between(start: float = 0.0, end: float = 1.0) -> float:
-        return start + (end - start) * share()
 
-    random.seed(SEED)
-    torch.default_generator.manual_seed(SEED)  # not those of devices
-    with (
-        mock.patch.object(random, "random", share),
-        mock.patch.object(random, "uniform", between),
-        _drawn_by_numpy(share),
-    ):
-        yield
+class _Chance:
+    """Stands in for uniform draws of Python's generator."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def random(self) -> float:
+        self._values.was_draw_asked = True
+        return self._values.share
+
+    def uniform(self, a: float = 0.0, b: float = 1.0) -> float:
+        return a + (b - a) * self.random()
+
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
+        numbers = range(start) if stop is None else range(start, stop, step)
+        if not numbers:
+            raise ValueError(f"the range of {start}, {stop}, {step} is empty")
+        return numbers[int(self.random() * len(numbers))]
+
+    def randint(self, a: int, b: int) -> int:
+        return self.randrange(a, b + 1)
+
+    def choice(self, seq: Any) -> Any:
+        return seq[self.randrange(len(seq))]
 
 
 @contextlib.contextmanager
-def _drawn_by_numpy(share: Callable[[], float]) -> Iterator[None]:
+def _drawn_by_numpy(chance: _Chance, seed: int) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         yield
         return
 
     def drawn(size: Any = None) -> Any:
-        return share() if size is None else numpy.full(size, share())
+        return chance.random() if size is None else numpy.full(size, chance.random())
 
     def rand(*shape: int) -> Any:
         return drawn(shape or None)
@@ -582,9 +655,14 @@ def _drawn_by_numpy(share: Callable[[], float]) -> Iterator[None]:
     def uniform(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
         return low + (numpy.subtract(high, low)) * drawn(size)
 
-    numpy.random.seed(SEED)
+    def randint(low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
+        low, high = (0, low) if high is None else (low, high)
+        number = numpy.floor(uniform(low, high, size)).astype(dtype)
+        return number.item() if size is None and not number.shape else number
+
+    numpy.random.seed(seed)
     with (
-        mock.patch.multiple(numpy.random, rand=rand, uniform=uniform),
+        mock.patch.multiple(numpy.random, rand=rand, uniform=uniform, randint=randint),
         mock.patch.multiple(numpy.random, random=drawn, random_sample=drawn, ranf=drawn, sample=drawn),
     ):
         yield

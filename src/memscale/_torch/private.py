@@ -263,6 +263,20 @@ def global_module_hooks() -> list[tuple[str, dict[int, Any]]]:
     ]
 
 
+def allocator_bytes(device_index: int) -> tuple[int, int] | None:
+    """What the accelerator's allocator has handed out, now and at most; None where it does not count.
+
+    What `torch.accelerator.memory_allocated` and `max_memory_allocated` say, at once and for a tenth of the time.
+    """
+    try:
+        if not torch._C._accelerator_isAllocatorInitialized():
+            return None
+        counted = torch._C._accelerator_getDeviceStats(device_index)["allocated_bytes"]["all"]
+    except RuntimeError:  # the backend has no allocator of PyTorch's kind
+        return None
+    return int(counted["current"]), int(counted["peak"])
+
+
 def graph_task_id() -> int:
     """The backward pass that this thread works for; -1 outside of one."""
     return int(torch._C._current_graph_task_id())

@@ -1,0 +1,173 @@
+"""The peak of every training step, held against what its plan promised, for the price of two numbers a step.
+
+    watch = StepWatch(model)
+    watch.begin(plan, inputs, device)        # at the beginning of a training forward
+    excess = watch.end()                     # at the next forward of any kind; None: the plan has kept its word
+
+A step ends when an optimizer has stepped on the model's parameters, or with the model's next forward.
+
+The device's own statistics are read, and never reset, since they are the user's. So a step is seen to exceed its
+promise where it sets a new peak: one below an earlier peak of the process is not noticed until somebody resets the
+statistics. A CPU keeps no such statistics, and is not watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from memscale._plan import Plan
+from memscale._profile.inputs import Inputs
+from memscale._torch import private
+from memscale._torch.live_bytes import rounding_of
+from memscale._torch.overrides import undo_with
+from memscale._units import round_up
+
+TOLERATED_SHARE = 0.01
+TOLERATED_BYTES = 8192
+"""A step may be above its promise by the larger of the two: workspaces and rounding are not worth a word."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excess:
+    """A step that took more than its plan had promised."""
+
+    plan: Plan
+    peak_bytes: int
+    """Without what others held on the device when the step began."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Window:
+    """A step under way."""
+
+    plan: Plan
+    device: torch.device
+    allocated_bytes: int
+    peak_bytes: int
+    """Of the process so far."""
+    input_bytes: int
+    holds_gradients: bool
+    """Those of an earlier batch are there: the plan need not count them."""
+
+
+class StepWatch:
+    """Watches the steps of one model. At most one step is under way at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._window: _Window | None = None
+        self._excess: Excess | None = None
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        """That has stepped in an earlier step, and has had its state since."""
+        self._undo = contextlib.ExitStack()
+        self._is_hooked = False
+
+    def begin(self, plan: Plan, inputs: Inputs, device: torch.device) -> None:
+        """A training step begins, which this plan is made for."""
+        model = self._model()
+        if model is None or device.type == "cpu":
+            return
+        index = device.index if device.index is not None else torch.accelerator.current_device_index()
+        counted = private.allocator_bytes(index)
+        if counted is None:
+            return
+        self._hook(model)
+        first = next((p for p in model.parameters() if p.requires_grad and p.is_leaf), None)
+        self._window = _Window(
+            plan=plan,
+            device=torch.device(device.type, index),
+            allocated_bytes=counted[0],
+            peak_bytes=counted[1],
+            input_bytes=_bytes_on(inputs.tensors(), device.type),
+            holds_gradients=first is not None and first.grad is not None,
+        )
+
+    def end(self) -> Excess | None:
+        """The step is over, if one is under way. What it, or one since the last call, took beyond its promise."""
+        self._close(None)
+        excess, self._excess = self._excess, None
+        return excess
+
+    def stop(self) -> None:
+        """Watch nothing any more. A second call does nothing."""
+        self._window = None
+        self._undo.close()
+        self._is_hooked = False
+
+    def _hook(self, model: nn.Module) -> None:
+        if not self._is_hooked:
+            self._is_hooked = True
+            handle = register_optimizer_step_post_hook(_AfterStep(weakref.ref(self)))
+            undo_with(model, handle.remove, self._undo)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped; whether on this model's parameters is found out here."""
+        model = self._model()
+        if self._window is None or model is None or private.graph_task_id() >= 0:
+            return  # in the middle of backward, which goes on
+        known = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            self._close(optimizer)
+
+    def _close(self, optimizer: Optimizer | None) -> None:
+        window, self._window = self._window, None
+        if window is not None:
+            counted = private.allocator_bytes(window.device.index)
+            is_new = counted is not None and counted[1] != window.peak_bytes
+            if counted is not None and is_new and _is_above(counted[1], window.plan):
+                self._judge(window, counted[1])
+        if optimizer is not None:
+            self._optimizer = weakref.ref(optimizer)
+
+    def _judge(self, window: _Window, peak_bytes: int) -> None:
+        """Only now, and rarely, it is worth finding out what of the peak was others'."""
+        model = self._model()
+        if model is None:
+            return
+        trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
+        device_type = window.device.type
+        held = _bytes_on(trained, device_type) if window.holds_gradients else 0
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+        ours = _bytes_on([*model.parameters(), *model.buffers(), *state], device_type) + window.input_bytes + held
+        others_bytes = max(0, window.allocated_bytes - ours)
+        shown_bytes = peak_bytes - others_bytes - held
+        if _is_above(shown_bytes, window.plan):
+            self._excess = Excess(window.plan, shown_bytes)
+
+
+class _AfterStep:
+    """A hook on all optimizers of the process, which keeps nothing alive."""
+
+    def __init__(self, watch: weakref.ref[StepWatch]) -> None:
+        self._watch = watch
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.after_step(optimizer)
+
+
+def _is_above(peak_bytes: int, plan: Plan) -> bool:
+    promised_bytes = plan.predicted_peak_bytes
+    return peak_bytes - promised_bytes > max(TOLERATED_SHARE * promised_bytes, TOLERATED_BYTES)
+
+
+def _bytes_on(tensors: Iterable[Any], device_type: str) -> int:
+    """Of unique storages on that device, in the blocks in which it hands out memory."""
+    sizes = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == device_type and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[private.storage_key(storage)] = round_up(storage.nbytes(), rounding_of(device_type))
+    return sum(sizes.values())
