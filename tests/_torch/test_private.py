@@ -237,3 +237,9 @@ def test_checkpoints_can_be_seen_through():
     finally:
         restore()
     assert "apply" not in vars(checkpoint_internals.CheckpointFunction)
+
+
+def test_ddp_looks_for_nodes_of_outputs_in_one_method():
+    kind, name = private.ddp_looks_at_outputs()
+    assert name in kind.forward.__code__.co_names
+    assert "grad_fn" in getattr(kind, name).__code__.co_names
