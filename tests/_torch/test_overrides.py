@@ -21,7 +21,7 @@ import memscale
 from memscale import PlanError
 from memscale._execute.executor import execute
 from memscale._plan import Checkpoint
-from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module, set_attribute
+from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module
 from tests.models import Case, Chain, Mlp, MlpBlock, Parallel, ResNet, TwoLinears, case, odd, square_loss
 from tests.parity import assert_same, checkpoint_all, plan_of, seed, train
 
@@ -413,21 +413,6 @@ def test_pass_through_and_signature() -> None:
         override.attach(undo)
         assert inspect.signature(block.forward) == inspect.signature(MlpBlock(8).forward)
     assert "forward" not in vars(block)
-
-
-def test_attribute_is_restored_only_if_still_ours() -> None:
-    class Thing:
-        value = 1
-
-    thing = Thing()
-    with contextlib.ExitStack() as undo:
-        set_attribute(thing, "value", 2, undo)
-        assert thing.value == 2
-    assert thing.value == 1
-    with contextlib.ExitStack() as undo:
-        set_attribute(thing, "value", 2, undo)
-        thing.value = 5
-    assert thing.value == 5
 
 
 @pytest.mark.parametrize("build", [Mlp, ResNet, lambda: odd("buffers replaced").build()])

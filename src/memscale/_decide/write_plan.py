@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from typing_extensions import assert_never
-
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide.choice import Choice, Outcome, Run, Treatment
 from memscale._decide.cost_model import CostModel
 from memscale._decide.pareto import NAME_OF, slowdown
 from memscale._decide.search import Candidate
+from memscale._errors import assert_never
 from memscale._hardware import Hardware
 from memscale._plan import (
     Action,

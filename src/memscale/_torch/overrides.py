@@ -231,23 +231,3 @@ def _release(module_ref: weakref.ref[nn.Module], keeper: _CleanCopies) -> None:
         for name, answer in keeper.answers.items():
             if vars(module).get(name) == answer:
                 del vars(module)[name]
-
-
-def set_attribute(target: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
-    """Set an attribute until undone; restored only if it is still ours."""
-    before = getattr(target, name)
-    setattr(target, name, value)
-    undo.callback(_restore_attribute, _reference(target), name, before, value)
-
-
-def _reference(target: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(target)
-    except TypeError:  # e.g. a `types.SimpleNamespace`, which holds no model, so holding it makes no cycle
-        return lambda: target
-
-
-def _restore_attribute(target_ref: Callable[[], Any], name: str, before: Any, ours: Any) -> None:
-    target = target_ref()
-    if target is not None and getattr(target, name) is ours:
-        setattr(target, name, before)
