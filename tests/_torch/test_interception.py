@@ -32,7 +32,7 @@ def in_another_thread(function: Any) -> Any:
 def test_only_the_thread_that_asked_for_it_sees_the_replacement() -> None:
     made = library()
     original = made.answer
-    with replaced_in_this_thread(made, "answer", lambda number: f"replaced {number}"):
+    with replaced_in_this_thread(made, answer=lambda number: f"replaced {number}"):
         assert made.answer(2) == "replaced 2"
         assert in_another_thread(lambda: made.answer(number=2)) == "plain 2"
     assert made.answer is original
@@ -45,7 +45,7 @@ def test_two_threads_have_each_their_own() -> None:
     answers: dict[str, str] = {}
 
     def use(name: str) -> None:
-        with replaced_in_this_thread(made, "answer", lambda: name):
+        with replaced_in_this_thread(made, answer=lambda: name):
             both_are_in.wait()
             answers[name] = made.answer()
             both_are_in.wait()
@@ -62,7 +62,7 @@ def test_two_threads_have_each_their_own() -> None:
 def test_an_error_inside_puts_the_function_back() -> None:
     made = library()
     original = made.answer
-    with pytest.raises(ValueError, match="oh"), replaced_in_this_thread(made, "answer", lambda: None):
+    with pytest.raises(ValueError, match="oh"), replaced_in_this_thread(made, answer=lambda: None):
         raise ValueError("oh")
     assert made.answer is original
 

@@ -53,8 +53,7 @@ def gpu_kernels() -> Iterator[None]:
     """
     with (
         GpuKernels(),
-        replaced_in_this_thread(F, "dropout", _fused_dropout),
-        replaced_in_this_thread(F, "scaled_dot_product_attention", _efficient_attention),
+        replaced_in_this_thread(F, dropout=_fused_dropout, scaled_dot_product_attention=_efficient_attention),
     ):
         yield
 
@@ -162,7 +161,7 @@ def sequences_unpacked() -> Iterator[None]:
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
-    with replaced_in_this_thread(masking, "find_packed_sequence_indices", _nothing_packed):
+    with replaced_in_this_thread(masking, find_packed_sequence_indices=_nothing_packed):
         yield
 
 

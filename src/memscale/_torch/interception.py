@@ -1,6 +1,6 @@
 """Stand in front of a function that the whole process uses, for one thread or for one purpose; all others pass through.
 
-    with replaced_in_this_thread(random, "random", always_highest):
+    with replaced_in_this_thread(random, random=always_highest):
         rehearse()                       # other threads draw as ever
 
 PyTorch's own modes come first: they are per thread by themselves. This is for what they do not reach: functions of
@@ -91,19 +91,24 @@ def _leave(interception: _Interception, token: object) -> None:
 
 
 @contextlib.contextmanager
-def replaced_in_this_thread(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """This thread calls the replacement instead; every other thread calls what was there."""
+def replaced_in_this_thread(owner: Any, /, **replacements: Callable[..., Any]) -> Iterator[None]:
+    """This thread calls the replacements of these functions; every other thread calls what was there."""
     thread_id = threading.get_ident()
-
-    def handler(pass_on: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        called = replacement if threading.get_ident() == thread_id else pass_on
-        return called(*args, **kwargs)
-
-    undo = intercept(owner, name, handler)
-    try:
+    with contextlib.ExitStack() as undo:
+        for name, replacement in replacements.items():
+            undo.callback(intercept(owner, name, _Replacement(replacement, thread_id)))
         yield
-    finally:
-        undo()
+
+
+class _Replacement:
+    """Answers the calls of one thread."""
+
+    def __init__(self, function: Callable[..., Any], thread_id: int) -> None:
+        self._function, self._thread_id = function, thread_id
+
+    def __call__(self, pass_on: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        called = self._function if threading.get_ident() == self._thread_id else pass_on
+        return called(*args, **kwargs)
 
 
 class CallsUnderWay(threading.local):
