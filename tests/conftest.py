@@ -231,6 +231,10 @@ def _patchable() -> dict[str, Any]:
             (torch.autograd.Variable, ("_execution_engine",)),
             (torch.optim.Optimizer, ("zero_grad", "step")),
             (torch.optim.AdamW, ("__init__",)),
+            (torch.amp.GradScaler, ("step",)),
+            (nn.parallel.DistributedDataParallel, ("forward", "_post_forward")),
+            (random, ("random", "uniform")),
+            (numpy.random, ("rand", "uniform", "random")),
             (checkpoint_internals, ("checkpoint", "_checkpoint_without_reentrant_generator")),
             (checkpoint_internals.CheckpointFunction, ("apply",)),
         )

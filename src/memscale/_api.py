@@ -31,6 +31,7 @@ from memscale._planning.replanning import Planner
 from memscale._planning.saved_plans import device_for, refuse_plan, with_conditions
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
+from memscale._torch.optimizer_steps import owns_any
 from memscale.report import console, outcomes
 from memscale.techniques.optimizer8bit import is_8bit, moments_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
@@ -340,10 +341,7 @@ def _checked_optimizer(optimizer: object) -> Optimizer | None:
 
 
 def _warn_of_stranger(model: nn.Module, optimizer: Optimizer | None) -> None:
-    if optimizer is None:
-        return
-    ours = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+    if optimizer is not None and not owns_any(optimizer, model.parameters()):
         warnings.warn(
             f"this {type(optimizer).__name__} has no parameter of the {type(model).__name__}: it will not train it. "
             "Was it made for another model, or before this one was loaded?",

@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from memscale._errors import ConfigError
 from memscale._torch import private
 from memscale._torch.live_bytes import KINDS, Kind, LiveBytes, parts_of_sparse, rounding_of
+from memscale._torch.optimizer_steps import StepWatcher, parameters_of, watch_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ def _device_type(device: str | torch.device | None) -> str:
     return wanted
 
 
-class _Timeline(LiveBytes):
+class _Timeline(LiveBytes, StepWatcher):
     """Live bytes with their kinds kept up to date by hooks on parameters and optimizers, and a sample a change."""
 
     def __init__(self, device_type: str, rounding_bytes: int) -> None:
@@ -121,14 +118,13 @@ class _Timeline(LiveBytes):
 
     def see_what_lives(self, undo: contextlib.ExitStack) -> None:
         self._undo = undo
-        undo.callback(register_optimizer_step_pre_hook(self._see_gradients).remove)
-        undo.callback(register_optimizer_step_post_hook(self._see_state).remove)
+        undo.callback(watch_steps(self))
         # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
         objects = gc.get_objects()
         self._see_parameters(obj for obj in objects if issubclass(type(obj), nn.Parameter))
         for obj in objects:
             if issubclass(type(obj), Optimizer):
-                self._see_state(obj)
+                self.after_step(obj)
         for obj in objects:
             if issubclass(type(obj), torch.Tensor) and not issubclass(type(obj), nn.Parameter):
                 self._see_stranger(obj)
@@ -160,11 +156,14 @@ class _Timeline(LiveBytes):
         if parameter.grad is not None:
             self.see(parameter.grad, "gradients")
 
-    def _see_gradients(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return True
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        parameters: Any = parameters_of(optimizer)
         self._see_parameters(parameters)
         for parameter in parameters:
             self._see_gradient(parameter)
 
-    def _see_state(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         self.see_all(list(optimizer.state.values()), "optimizer state")

@@ -1,53 +1,150 @@
-"""What a card that is not in this machine would save for backward."""
+"""Rehearsals take a card's kernels in their own thread: a thread that trains beside them computes as it always does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from memscale._profile import device_kernels
+from memscale._profile.device_kernels import gpu_kernels, sequences_unpacked
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 
-BATCH, HEADS, GROUPS, LENGTH, WIDTH = 2, 4, 2, 64, 8
+PAUSE_S = 60.0
+"""Only a test that fails waits so long."""
 
 
-class Grouped(nn.Module):
-    """Attention in which groups of queries share keys and values; its inputs are computed, so that all is saved."""
+class Beside:
+    """Pauses a rehearsal at a point in its forward, for as long as another thread does something."""
 
-    def __init__(self, is_grouped: bool = True) -> None:
+    def __init__(self) -> None:
+        self.is_reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def pause(self) -> None:
+        self.is_reached.set()
+        assert self.may_go_on.wait(PAUSE_S)
+
+    def run(self, rehearse: Callable[[], Any], beside: Callable[[], Any]) -> tuple[Any, Any]:
+        """What `beside` gives in this thread while the rehearsal in another thread is at its pause; what that gives."""
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(rehearse()))
+        thread.start()
+        try:
+            assert self.is_reached.wait(PAUSE_S)
+            answer = beside()
+        finally:
+            self.may_go_on.set()
+            thread.join()
+        return answer, results[0]
+
+
+BESIDE = Beside()
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    global BESIDE
+    BESIDE = Beside()
+
+
+class Attending(nn.Module):
+    """Dropout and attention as models call them, once in a checkpoint of its own."""
+
+    def __init__(self, is_rehearsed: bool = False) -> None:
         super().__init__()
-        self.groups = GROUPS if is_grouped else HEADS
-        self.query = nn.Linear(WIDTH, HEADS * WIDTH, bias=False)
-        self.rest = nn.Linear(WIDTH, 2 * self.groups * WIDTH, bias=False)
+        self.project = nn.Linear(8, 24)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.is_rehearsed = is_rehearsed
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        query = self.query(x).view(BATCH, LENGTH, HEADS, WIDTH).transpose(1, 2)
-        key, value = self.rest(x).view(BATCH, LENGTH, 2 * self.groups, WIDTH).transpose(1, 2).chunk(2, 1)
-        is_grouped = self.groups != HEADS
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
-        )
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self._own, x, use_reentrant=False)
+        if self.is_rehearsed:
+            BESIDE.pause()
+        return F.dropout(self.attention(x, x, x, need_weights=False)[0], 0.5)
 
-
-def saved_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
-    """What lives at the end of forward on a CUDA card."""
-    trace = FakeRehearsal(model, Inputs(inputs), "cuda").run()
-    return sum(segment.net_bytes for segment in trace.segments if segment.phase == "forward")
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        parts = F.dropout(self.project(x), 0.25).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*parts, dropout_p=0.5).transpose(1, 2).flatten(-2)
 
 
-SCORES_BYTES = BATCH * HEADS * LENGTH * LENGTH * 4
+def train_once() -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model, x = Attending(), torch.randn(2, 6, 8)
+    loss = model(x).square().sum()
+    loss.backward()
+    drawn = torch.rand(3)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == 6
+    return [loss.detach(), drawn, *gradients]
 
 
-def test_grouped_queries_in_32_bits_keep_their_scores() -> None:
-    # The memory-efficient kernel of a card takes no groups and its flash kernel no fp32, so the scores are a matrix.
-    x = torch.randn(BATCH, LENGTH, WIDTH)
-    assert saved_bytes(Grouped(), x) >= SCORES_BYTES
-    assert saved_bytes(Grouped(is_grouped=False), x) < SCORES_BYTES
+def rehearse() -> int:
+    rehearsal = FakeRehearsal(Attending(is_rehearsed=True), Inputs((torch.randn(2, 6, 8),), {}), "cuda")
+    assert rehearsal.emulates_gpu
+    return rehearsal.run().peak_bytes
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_grouped_queries_in_16_bits_keep_their_scores_only_under_a_mask(masked: bool) -> None:
-    x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    found = saved_bytes(Grouped().to(torch.bfloat16), x, *([mask] if masked else []))
-    assert (found >= SCORES_BYTES // 2) == masked
+def test_a_thread_that_trains_beside_a_rehearsal_computes_bit_for_bit_the_same() -> None:
+    alone = train_once()
+    beside, peak_bytes = BESIDE.run(rehearse, train_once)
+    assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
+    assert peak_bytes > 0
+
+
+def test_the_rehearsal_itself_is_the_same_beside_a_thread_that_trains() -> None:
+    BESIDE.may_go_on.set()
+    alone = rehearse()
+    assert BESIDE.run(rehearse, train_once)[1] == alone
+
+
+def test_what_the_kernels_are_replaced_by_is_not_called_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers: set[int] = set()
+    for name in ("_fused_dropout", "_efficient_attention"):
+        monkeypatch.setattr(device_kernels, name, _noting(callers, getattr(device_kernels, name)))
+    _, rehearser = BESIDE.run(lambda: (rehearse(), threading.get_ident())[1], train_once)
+    assert callers == {rehearser}
+
+
+def _noting(callers: set[int], function: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        callers.add(threading.get_ident())
+        return function(*args, **kwargs)
+
+    return noting
+
+
+def test_a_recompute_takes_the_cards_kernels_too() -> None:
+    """A backward pass runs without the function modes of its caller."""
+    seen: list[str] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(x.exp(), 0.5)
+        seen.append(y.grad_fn.name() if y.grad_fn is not None else "none")
+        return y.square()
+
+    with gpu_kernels():
+        checkpoint(block, torch.ones(4, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == ["NativeDropoutBackward0"] * 2
+
+
+def test_transformers_finds_packed_sequences_in_other_threads() -> None:
+    masking = pytest.importorskip("transformers.masking_utils")
+    packed = torch.tensor([[0, 1, 2, 0, 1]])
+    original = masking.find_packed_sequence_indices
+
+    def unpacked() -> Any:
+        with sequences_unpacked():
+            BESIDE.pause()
+            return masking.find_packed_sequence_indices(packed)
+
+    beside, inside = BESIDE.run(unpacked, lambda: masking.find_packed_sequence_indices(packed))
+    assert inside is None
+    assert beside is not None
+    assert masking.find_packed_sequence_indices is original

@@ -9,8 +9,9 @@ import inspect
 import io
 import itertools
 import pickle
+import threading
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import memscale
 from memscale import PlanError
 from memscale._execute.executor import execute
 from memscale._plan import Checkpoint
-from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module, set_attribute
+from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module
 from tests.models import Case, Chain, Mlp, MlpBlock, Parallel, ResNet, TwoLinears, case, odd, square_loss
 from tests.parity import assert_same, checkpoint_all, plan_of, seed, train
 
@@ -124,6 +125,121 @@ def test_modules_that_copy_themselves(block: Any, way: str) -> None:
     assert_plain(copied)
     assert [set(vars(m)) for m in copied.modules()] == [set(vars(m)) for m in expected.modules()]
     assert_same(train(copied, entry), train(expected, entry))
+
+
+class Pausing:
+    """A part of a module whose copy waits until something else has happened."""
+
+    def __init__(self, is_reached: threading.Event, may_go_on: threading.Event) -> None:
+        self.is_reached, self.may_go_on = is_reached, may_go_on
+
+    def __deepcopy__(self, memo: Any) -> None:
+        self.is_reached.set()
+        assert self.may_go_on.wait(60)
+
+    def __reduce__(self) -> Any:
+        self.__deepcopy__({})
+        return type(None), ()
+
+
+class Remembering(TwoLinears):
+    """Its forward sets attributes, old and new ones, and it copies itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.part: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        setattr(self, f"seen_{self.num_calls}", tuple(x.shape))
+        return super().forward(x)
+
+    def __getstate__(self) -> Any:
+        return {name: copy.deepcopy(value) if name == "part" else value for name, value in vars(self).items()}
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
+
+@by_way
+def test_a_thread_may_train_while_another_one_copies(way: str) -> None:
+    """The module that is being copied keeps its overrides, and what its forward sets meanwhile is not lost."""
+    model = Chain(*(Remembering() for _ in range(2)))
+    block: Any = model.blocks[0]
+    is_reached, may_go_on = threading.Event(), threading.Event()
+    block.part = Pausing(is_reached, may_go_on)
+    checkpoint_all(model)
+    override, copies = vars(block)["forward"], []
+    thread = threading.Thread(target=lambda: copies.append(COPIES[way](model)))
+    thread.start()
+    try:
+        assert is_reached.wait(60)
+        seen = vars(block).get("forward")
+        square_loss(model(torch.randn(2, 16))).backward()
+    finally:
+        may_go_on.set()
+        thread.join()
+    assert isinstance(override, ForwardOverride)
+    assert seen is override
+    assert vars(block)["forward"] is override
+    assert block.num_calls == 1
+    assert block.seen_1 == (2, 16)
+    assert_plain(copies[0])
+    assert copies[0].blocks[0].num_calls == 0, "the copy is of the moment in which it began"
+
+
+class Circular(Remembering):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = [self]
+
+
+def test_a_module_that_copies_itself_may_hold_itself() -> None:
+    model = Chain(*(Circular() for _ in range(2)))
+    checkpoint_all(model)
+    copied = copy.deepcopy(model)
+    assert_plain(copied)
+    block: Any = copied.blocks[0]
+    assert block.part[0] is block
+    assert block is not model.blocks[0]
+
+
+class Slotted(OwnDeepcopy):
+    __slots__ = ("beside",)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        twin = super().__deepcopy__(memo)
+        twin.beside = self.beside
+        return twin
+
+
+def test_what_a_module_keeps_in_slots_is_copied() -> None:
+    model = Chain(*(Slotted() for _ in range(2)))
+    for block in model.blocks:
+        object.__setattr__(block, "beside", 7)
+    checkpoint_all(model)
+    assert copy.deepcopy(model).blocks[0].beside == 7
+
+
+class Closing(OwnState):
+    closed: ClassVar[list[int]] = []
+
+    def __del__(self) -> None:
+        self.closed.append(id(self))
+
+
+@by_way
+def test_copying_closes_nothing_that_the_module_holds(way: str) -> None:
+    Closing.closed.clear()
+    model = Chain(*(Closing() for _ in range(2)))
+    checkpoint_all(model)
+    copied = COPIES[way](model)
+    gc.collect()
+    assert not Closing.closed
+    del copied
 
 
 @pytest.mark.parametrize("name", ["spectral norm by parametrization", "weight norm", "orthogonal"])
@@ -297,21 +413,6 @@ def test_pass_through_and_signature() -> None:
         override.attach(undo)
         assert inspect.signature(block.forward) == inspect.signature(MlpBlock(8).forward)
     assert "forward" not in vars(block)
-
-
-def test_attribute_is_restored_only_if_still_ours() -> None:
-    class Thing:
-        value = 1
-
-    thing = Thing()
-    with contextlib.ExitStack() as undo:
-        set_attribute(thing, "value", 2, undo)
-        assert thing.value == 2
-    assert thing.value == 1
-    with contextlib.ExitStack() as undo:
-        set_attribute(thing, "value", 2, undo)
-        thing.value = 5
-    assert thing.value == 5
 
 
 @pytest.mark.parametrize("build", [Mlp, ResNet, lambda: odd("buffers replaced").build()])

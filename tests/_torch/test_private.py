@@ -258,3 +258,9 @@ def test_bytes_of_the_allocator_are_those_that_the_public_functions_show() -> No
     counted = private.allocator_bytes(index)
     assert counted == (torch.accelerator.memory_allocated(index), torch.accelerator.max_memory_allocated(index))
     del held
+
+
+def test_ddp_looks_for_nodes_of_outputs_in_one_method():
+    kind, name = private.ddp_looks_at_outputs()
+    assert name in kind.forward.__code__.co_names
+    assert "grad_fn" in getattr(kind, name).__code__.co_names

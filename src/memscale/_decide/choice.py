@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from typing_extensions import assert_never
-
+from memscale._errors import assert_never
 from memscale._plan import (
     OPTIMIZER_BUCKET_BYTES,
     Action,

@@ -185,14 +185,6 @@ class CostModel:
         stretches, places = self.treated(run, treatment), self._places[module_fqn]
         return stretches[places[0]], stretches[places[1]] if len(places) > 1 else Stretch()
 
-    def gaps(self, run: RunOptions, module_fqn: str) -> tuple[Stretch, Stretch]:
-        """What lies before a block's forward and after its backward."""
-        rest, places = self.rest(run), self._places[module_fqn]
-        before, after = places[0] - 1, places[1] + 1 if len(places) > 1 else len(self.owners)
-        has_before = before >= 0 and not self.owners[before]
-        has_after = after < len(self.owners) and not self.owners[after]
-        return rest[before] if has_before else Stretch(), rest[after] if has_after else Stretch()
-
     def middle(self, run: RunOptions, order: Sequence[str]) -> Stretch:
         """What lies between the last block's forward and the first backward of any."""
         if not order:

@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from typing_extensions import assert_never
-
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible
 from memscale._decide.pareto import slowdown
 from memscale._decide.search import Candidate
+from memscale._errors import assert_never
 from memscale._hardware import Hardware
 from memscale._plan import (
     OPTIMIZER_BUCKET_BYTES,
@@ -137,7 +136,7 @@ def _action_reason(model: CostModel, config: Config, choice: Choice, action: Act
             }
             return _lossy_reason(config, "use_8bit_optimizer", numbers)
         case _:
-            assert_never(action)
+            return assert_never(action)
 
 
 def _part_of_the_run(model: CostModel, choice: Choice, **without: Any) -> dict[str, int | float | str]:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import assert_never
 
-from memscale._errors import PlanError
+from memscale._errors import PlanError, assert_never
 from memscale._execute import orderly_exit
 from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons

@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memscale._config import Config
 from memscale._decide.budget import full_budget
@@ -47,6 +46,7 @@ from memscale._profile.layers import find_blocks
 from memscale._profile.observation import Observation, ObservedStep, profile_observed
 from memscale._profile.segments import Traffic
 from memscale._torch import private
+from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import OwnHook, undo_with
 from memscale._units import show_bytes
 from memscale.techniques.offload.parameters import streaming
@@ -119,7 +119,7 @@ def _provisional(
     )
 
 
-class ObservedSteps:
+class ObservedSteps(StepWatcher):
     """A model's first training steps, under the careful plan and then under the one that is made from them."""
 
     def __init__(self, model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> None:
@@ -140,6 +140,7 @@ class ObservedSteps:
         """What is in force stays: the careful plan, which is exact, or one that was made before."""
         self._observation: Observation | None = None
         self._closing = contextlib.ExitStack()
+        self._model = weakref.ref(model)
 
     def open(self, model: nn.Module, inputs: Inputs, demand: Demand, traffic: Traffic) -> None:
         """Observe the step that begins with this forward; until the optimizer steps, the forward fails, or `close`."""
@@ -152,12 +153,20 @@ class ObservedSteps:
         observation = Observation(model, self.hardware.device_type, inputs, traffic)
         with contextlib.ExitStack() as undo:
             undo_with(model, observation.abandon, undo)
-            known = frozenset(id(parameter) for parameter in model.parameters())
-            handle = register_optimizer_step_pre_hook(_StepHook(weakref.ref(self), known))
-            undo_with(model, handle.remove, undo)
-            failure = _FailureHook(observation, handle.remove)
+            stop_watching = watch_steps(self)
+            undo_with(model, stop_watching, undo)
+            failure = _FailureHook(observation, stop_watching)
             undo.callback(model.register_forward_hook(failure, always_call=True).remove)
             self._observation, self._closing = observation, undo.pop_all()
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        model = self._model()
+        return model is not None and owns_any(optimizer, model.parameters())
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Ends the observation: the optimizer's state is not part of the trace."""
+        if private.graph_task_id() < 0:  # otherwise it steps in the middle of backward, which goes on
+            self.end_step()
 
     def give_up(self, reason: str) -> None:
         """Observe nothing any more."""
@@ -266,23 +275,6 @@ class ObservedSteps:
 def _streamed(model: nn.Module, module_fqns: tuple[str, ...]) -> frozenset[int]:
     modules = [model.get_submodule(module_fqn) for module_fqn in module_fqns]
     return frozenset(streaming.streamable(model, modules)) if modules else frozenset()
-
-
-class _StepHook:
-    """Ends the observation when an optimizer steps on the model's parameters: its state is not part of the trace."""
-
-    def __init__(self, steps: weakref.ref[ObservedSteps], parameter_ids: frozenset[int]) -> None:
-        self._steps = steps
-        self._parameter_ids = parameter_ids
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        steps = self._steps()
-        if private.graph_task_id() >= 0:
-            return  # it steps in the middle of backward, which goes on
-        if steps is not None and any(
-            id(p) in self._parameter_ids for group in optimizer.param_groups for p in group["params"]
-        ):
-            steps.end_step()
 
 
 class _FailureHook(OwnHook):

@@ -22,19 +22,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from memscale._plan import Plan
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
+from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale._units import round_up
 
 TOLERATED_SHARE = 0.01
 TOLERATED_BYTES = 8192
-"""A step may be above its promise by the larger of the two: workspaces and rounding are not worth a word."""
+"""A step may be above its promise by the larger of the two: rounding is not worth a word."""
+_TOLERATED_SHARE_OF_CARD = 0.1
+_TOLERATED_BYTES_OF_CARD = 64 * 1024 * 1024
+"""On a real card by their sum: plans promise live bytes, and its allocator counts unsplit blocks and the libraries'
+workspaces as well."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class _Window:
     """Those of an earlier batch are there: the plan need not count them."""
 
 
-class StepWatch:
+class StepWatch(StepWatcher):
     """Watches the steps of one model. At most one step is under way at a time."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,16 +111,14 @@ class StepWatch:
     def _hook(self, model: nn.Module) -> None:
         if not self._is_hooked:
             self._is_hooked = True
-            handle = register_optimizer_step_post_hook(_AfterStep(weakref.ref(self)))
-            undo_with(model, handle.remove, self._undo)
+            undo_with(model, watch_steps(self), self._undo)
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        model = self._model()
+        return self._window is not None and model is not None and owns_any(optimizer, model.parameters())
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped; whether on this model's parameters is found out here."""
-        model = self._model()
-        if self._window is None or model is None or private.graph_task_id() >= 0:
-            return  # in the middle of backward, which goes on
-        known = {id(parameter) for parameter in model.parameters()}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        if private.graph_task_id() < 0:  # otherwise it steps in the middle of backward, which goes on
             self._close(optimizer)
 
     def _close(self, optimizer: Optimizer | None) -> None:
@@ -146,21 +148,12 @@ class StepWatch:
             self._excess = Excess(window.plan, shown_bytes)
 
 
-class _AfterStep:
-    """A hook on all optimizers of the process, which keeps nothing alive."""
-
-    def __init__(self, watch: weakref.ref[StepWatch]) -> None:
-        self._watch = watch
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        watch = self._watch()
-        if watch is not None:
-            watch.after_step(optimizer)
-
-
 def _is_above(peak_bytes: int, plan: Plan) -> bool:
     promised_bytes = plan.predicted_peak_bytes
-    return peak_bytes - promised_bytes > max(TOLERATED_SHARE * promised_bytes, TOLERATED_BYTES)
+    tolerated_bytes = max(TOLERATED_SHARE * promised_bytes, TOLERATED_BYTES)
+    if plan.device_type != "simgpu":
+        tolerated_bytes = _TOLERATED_SHARE_OF_CARD * promised_bytes + _TOLERATED_BYTES_OF_CARD
+    return peak_bytes - promised_bytes > tolerated_bytes
 
 
 def _bytes_on(tensors: Iterable[Any], device_type: str) -> int:

@@ -29,7 +29,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._torch import private
+from memscale._torch.interception import replaced_in_this_thread
 from memscale._units import round_up
 
 _DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
@@ -49,9 +49,13 @@ def gpu_kernels() -> Iterator[None]:
 
     NOTE [modes end at backward]: the autograd engine runs without the function modes of its caller, so a recompute
     would take the CPU's kernels. There the names in `torch.nn.functional` are what is found; elsewhere the mode also
-    reaches those who imported the functions before.
+    reaches those who imported the functions before. Other threads, which may train meanwhile, find what they always
+    found: a rehearsal and its backward stay in one thread.
     """
-    with GpuKernels(), _names_replaced():
+    with (
+        GpuKernels(),
+        replaced_in_this_thread(F, dropout=_fused_dropout, scaled_dot_product_attention=_efficient_attention),
+    ):
         yield
 
 
@@ -67,15 +71,6 @@ class GpuKernels(TorchFunctionMode):
         if func is _ATTENTION:
             return _efficient_attention(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _names_replaced() -> Iterator[None]:
-    with (
-        mock.patch.object(F, "dropout", _fused_dropout),
-        mock.patch.object(F, "scaled_dot_product_attention", _efficient_attention),
-    ):
-        yield
 
 
 def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -177,8 +172,12 @@ def sequences_unpacked() -> Iterator[None]:
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
-    with mock.patch.object(masking, "find_packed_sequence_indices", return_value=None):
+    with replaced_in_this_thread(masking, find_packed_sequence_indices=_nothing_packed):
         yield
+
+
+def _nothing_packed(*_: Any, **__: Any) -> None:
+    return None
 
 
 _aten = torch.ops.aten

@@ -21,6 +21,7 @@ from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
+from memscale._torch.optimizer_steps import parameters_of
 from memscale._torch.quiet_steps import quiet_steps
 from memscale._units import round_up
 
@@ -289,7 +290,7 @@ class _Twin:
 
     def _whole(self, optimizer: Optimizer) -> _StepCost:
         """Of all parameters at once."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         books = self._books()
         with self.mode:
             for parameter in self._fakes.values():

@@ -120,8 +120,9 @@ class _CleanCopies:
     """Answers for a module that carries anything of ours when it is to be copied.
 
     NOTE [clean copies]: `copy.deepcopy`, `copy.copy`, `pickle` and `torch.save` ask an object for `__getstate__`, and
-    for `__deepcopy__` and `__reduce_ex__` if its class has its own; all are looked up on the instance. Ours answer as
-    the class would, with what MemScale added out of sight, so copies are plain, working models.
+    for `__deepcopy__` and `__reduce_ex__` if its class has its own; all are looked up on the instance. Ours ask the
+    class in the name of a double: another instance of the class that has the module's attributes without ours. So
+    copies are plain, working models, and the module itself is only read: a thread that trains it sees no change.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -135,37 +136,62 @@ class _CleanCopies:
             self.answers["__reduce_ex__"] = self._reduce_ex
 
     def _getstate(self) -> Any:
-        with self._out_of_sight() as module:
-            own: Any = getattr(type(module), "__getstate__", None)
+        with _laid_to_rest(self._double()) as double:
+            own: Any = getattr(type(double), "__getstate__", None)
             if own is not None:
-                return own(module)
-            return object.__reduce_ex__(module, 4)[2]  # Python 3.10, whose objects have no such method
+                return own(double)
+            return object.__reduce_ex__(double, 4)[2]  # Python 3.10, whose objects have no such method
 
-    def _deepcopy(self, memo: dict[int, Any]) -> Any:
-        with self._out_of_sight() as module:
-            return type(module).__deepcopy__(module, memo)  # type: ignore[attr-defined]
+    def _deepcopy(self, memo: dict[Any, Any]) -> Any:
+        """A class notes its copy under the id of what it copies, so that cycles end: there is one double for a memo.
+
+        The memo holds the double, because the ids of objects that are gone come back.
+        """
+        begun = memo.get(self)
+        if begun is not None and id(begun) in memo:
+            return memo[id(begun)]
+        memo[self] = self._double()
+        with _laid_to_rest(memo[self]) as double:
+            return type(double).__deepcopy__(double, memo)  # type: ignore[attr-defined]
 
     def _reduce_ex(self, protocol: Any) -> Any:
-        with self._out_of_sight() as module:
-            return type(module).__reduce_ex__(module, protocol)
+        with _laid_to_rest(self._double()) as double:
+            return type(double).__reduce_ex__(double, protocol)
 
-    @contextlib.contextmanager
-    def _out_of_sight(self) -> Iterator[nn.Module]:
-        """The module without anything of ours: it shows another dict for the moment."""
+    def _double(self) -> nn.Module:
         module = self._module()
         assert module is not None
-        real = vars(module)
-        object.__setattr__(module, "__dict__", self._plain_dict(real))
-        try:
-            yield module
-        finally:
-            object.__setattr__(module, "__dict__", real)
+        double: nn.Module = object.__new__(type(module))
+        for name in _slots_of(type(module)):
+            if hasattr(module, name):
+                object.__setattr__(double, name, getattr(module, name))
+        object.__setattr__(double, "__dict__", self._plain_dict(module))
+        return double
 
-    def _plain_dict(self, real: dict[str, Any]) -> dict[str, Any]:
-        plain = {name: value for name, value in real.items() if name not in (*self.answers, EXECUTOR_ATTRIBUTE)}
+    def _plain_dict(self, module: nn.Module) -> dict[str, Any]:
+        plain = vars(module).copy()  # at once: a forward in another thread may set attributes
+        for name in (*self.answers, EXECUTOR_ATTRIBUTE):
+            plain.pop(name, None)
         _drop_overrides(plain)
         _drop_hooks(plain)
         return plain
+
+
+@contextlib.contextmanager
+def _laid_to_rest(double: nn.Module) -> Iterator[nn.Module]:
+    """The double shares what the module holds (files, connections), which a `__del__` of its class may close."""
+    try:
+        yield double
+    finally:
+        if hasattr(double, "__del__"):
+            object.__setattr__(double, "__class__", nn.Module)
+
+
+def _slots_of(kind: type) -> list[str]:
+    """Attributes that instances keep beside their dict."""
+    declared = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _drop_overrides(state: dict[str, Any]) -> None:
@@ -180,12 +206,12 @@ def _drop_overrides(state: dict[str, Any]) -> None:
 
 def _drop_hooks(state: dict[str, Any]) -> None:
     for name in ("_forward_pre_hooks", "_forward_hooks"):
-        ours = {key for key, hook in state[name].items() if isinstance(hook, OwnHook)}
+        ours = {key for key, hook in list(state[name].items()) if isinstance(hook, OwnHook)}
         if not ours:
             continue
         for related in [key for key in state if key.startswith(name)] + ["_forward_hooks_always_called"]:
             table = state[related]
-            state[related] = type(table)((key, value) for key, value in table.items() if key not in ours)
+            state[related] = type(table)((key, value) for key, value in list(table.items()) if key not in ours)
 
 
 def keep_copies_clean(module: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -205,23 +231,3 @@ def _release(module_ref: weakref.ref[nn.Module], keeper: _CleanCopies) -> None:
         for name, answer in keeper.answers.items():
             if vars(module).get(name) == answer:
                 del vars(module)[name]
-
-
-def set_attribute(target: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
-    """Set an attribute until undone; restored only if it is still ours."""
-    before = getattr(target, name)
-    setattr(target, name, value)
-    undo.callback(_restore_attribute, _reference(target), name, before, value)
-
-
-def _reference(target: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(target)
-    except TypeError:  # e.g. a `types.SimpleNamespace`, which holds no model, so holding it makes no cycle
-        return lambda: target
-
-
-def _restore_attribute(target_ref: Callable[[], Any], name: str, before: Any, ours: Any) -> None:
-    target = target_ref()
-    if target is not None and getattr(target, name) is ours:
-        setattr(target, name, before)

@@ -346,6 +346,13 @@ def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str
     return restore
 
 
+def ddp_looks_at_outputs() -> tuple[type[Any], str]:
+    """The method in which DDP looks whether outputs have a node, which it neither keeps nor hooks."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel, "_post_forward"
+
+
 def scale_replicator() -> type[Any]:
     """What `torch.amp.GradScaler` copies its scale to other devices with."""
     from torch.amp.grad_scaler import _MultiDeviceReplicator

@@ -14,8 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from typing_extensions import assert_never
-
+from memscale._errors import assert_never
 from memscale._plan import (
     Action,
     Checkpoint,
@@ -74,7 +73,7 @@ def words_of_run(action: Action) -> str:
         case Checkpoint() | OffloadActivations() | StreamParameters():
             return ""
         case _:
-            assert_never(action)
+            return assert_never(action)
 
 
 def what_is_done(plan: Plan) -> str:

@@ -394,6 +394,47 @@ def test_a_scaler_that_is_switched_off_is_nobody() -> None:
     assert (scale.num_skipped_steps, scale.good_steps) == (1, 1)
 
 
+class Delegating:
+    """An optimizer behind many layers of somebody's framework."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self, num_more_callers: int = 30) -> Any:
+        return self.step(num_more_callers - 1) if num_more_callers else self.optimizer.step()
+
+
+def test_a_scaler_is_in_charge_through_any_number_of_callers() -> None:
+    model, scale = Net(), LossScale()
+    optimizer: Any = Delegating(torch.optim.SGD(model.parameters(), lr=1e-3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with in_fp16(model, scale):
+        for _ in range(2):
+            scaler.scale(square(model(batch()))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert not scale.is_ours()
+    assert scale.good_steps == 0
+
+
+class Trainer(torch.amp.GradScaler):
+    """A scaler with a method in which it does not scale."""
+
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        square(model(batch())).backward()
+        optimizer.step()
+
+
+def test_a_scaler_that_does_not_step_is_not_in_charge() -> None:
+    model, scale = Net(), LossScale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with in_fp16(model, scale):
+        Trainer("cpu").train(model, optimizer)
+        assert scale.is_ours()
+        Trainer("cpu").train(model, optimizer)
+    assert scale.good_steps == 1
+
+
 # ---- compiled models
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,8 @@ from benchmarks.models import case
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.tiling import find_attentions, find_head, find_mlps, record
-from memscale.techniques.tiling.find import suggested_rows
+from memscale.techniques.tiling.find import _Builds, suggested_rows
+from memscale.techniques.tiling.head.lazy import lazy_linear
 from tests.techniques.tiling.models import HandWritten, OwnProduct, hugging_face, labels, tokens
 
 HEADS = {
@@ -247,3 +250,18 @@ def test_recording_leaves_the_model_as_it_was():
     assert not model._forward_hooks
     assert not model.norm._forward_pre_hooks
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_only_what_this_thread_builds_is_counted():
+    def build():
+        lazy_linear(torch.randn(6, 4), torch.randn(8, 4), tile_rows=2).value()
+
+    with _Builds() as outer:
+        with _Builds() as inner:
+            build()
+        thread = threading.Thread(target=build)
+        thread.start()
+        thread.join()
+        build()
+    build()
+    assert (outer.count, inner.count) == (2, 1)

@@ -230,6 +230,17 @@ def node_hook(*, late):
     return step
 
 
+def hook_from_a_module_named_as_ddps(model):
+    """Who asks for the node is not known by the name of a module."""
+    names = {"__name__": "torch.nn.parallel.distributed"}
+    exec("def double(x): x.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))", names)
+    logits = model(X)
+    names["double"](logits)
+    loss = flat_loss(logits, Y)
+    loss.backward()
+    return [loss]
+
+
 def edge(model):
     logits = model(X)
     loss = flat_loss(logits, Y)
@@ -275,6 +286,7 @@ def hidden_hooks(model):
 WATCHED = {
     "node": node_hook(late=False),
     "node, late": node_hook(late=True),
+    "node, by a module named as DDP's": hook_from_a_module_named_as_ddps,
     "edge": edge,
     "many": many_hooks,
     "modules": module_hooks,

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from memscale._errors import quoted
 from memscale._plan import QuantizeOptimizer
+from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, dequantize, forget_tables, quantize
 
 __all__ = [
@@ -143,7 +144,7 @@ class EightBit:
                 stacklevel=2,
             )
             return None
-        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        devices = {p.device for p in parameters_of(optimizer)}
         for device in devices:
             problem = find_problem(device)
             if problem is not None:

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from memscale._errors import MemScaleError
 from memscale._torch import private
+from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.optimizer8bit import embeddings_of, load_bitsandbytes
 from memscale.techniques.optimizer8bit.blocks import dequantize, quantize
 
@@ -134,7 +135,7 @@ def counterpart_of(optimizer: Optimizer, device: torch.device | None = None) -> 
             why = "its learning rate is a tensor"
         if why is not None:
             raise NoCounterpart(why)
-    device_types = {parameter.device.type for parameter in _parameters(optimizer)}
+    device_types = {parameter.device.type for parameter in parameters_of(optimizer)}
     for device_type in sorted(device_types | ({device.type} if device is not None else set())):
         if not private.has_own_kernel(_KERNEL, device_type):
             raise NoCounterpart(f"bitsandbytes has no 8-bit step for {device_type}")
@@ -146,7 +147,7 @@ def convert(optimizer: Optimizer, model: nn.Module, device: torch.device | None 
     `ImportError`, where there is no bitsandbytes that works."""
     bitsandbytes = load_bitsandbytes()
     counterpart = counterpart_of(optimizer, device)
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NoCounterpart(f"a parameter is {parameter.dtype}")
         if not parameter.is_contiguous():
@@ -164,7 +165,7 @@ class Conversion:
         self, replaced: Optimizer, kind: type[Optimizer], counterpart: Counterpart, embeddings: frozenset[int]
     ) -> None:
         self.counterpart = counterpart
-        self.num_embeddings = sum(id(p) in embeddings for p in _parameters(replaced))
+        self.num_embeddings = sum(id(p) in embeddings for p in parameters_of(replaced))
         self._replaced = weakref.ref(replaced)
         self._embeddings = embeddings
         self._had_state: set[int] = set()
@@ -198,7 +199,7 @@ class Conversion:
     # ---- state
 
     def _take_state(self, replaced: Optimizer) -> None:
-        for parameter in _parameters(replaced):
+        for parameter in parameters_of(replaced):
             if parameter.requires_grad:
                 self._take_entry(parameter, replaced.state.pop(parameter, {}))
         replaced.state.clear()
@@ -214,7 +215,7 @@ class Conversion:
 
     def _complete_state(self) -> None:
         """Parameters that came later, or are trained now, and what was loaded from a plain optimizer."""
-        for parameter in _parameters(self.optimizer):
+        for parameter in parameters_of(self.optimizer):
             entry = self.optimizer.state.get(parameter, {})
             # State that waits elsewhere is no plain dict; looking into it would bring it all here.
             if parameter.grad is not None and type(entry) is dict and "state1" not in entry:
@@ -267,7 +268,7 @@ class Conversion:
 
     def _save_replaced(self, replaced: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The replaced optimizer's checkpoint, in 32 bits."""
-        index_of = {id(parameter): index for index, parameter in enumerate(_parameters(replaced))}
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters_of(replaced))}
         state = {index_of[id(p)]: entry for p, entry in self._widened_state().items() if id(p) in index_of}
         groups = [
             {name: group[name] for name in group.keys() - self._added(group)} for group in state_dict["param_groups"]
@@ -359,7 +360,3 @@ def _refuse_load(optimizer: Optimizer, state_dict: Any) -> None:
         f"this {type(optimizer).__name__} was replaced: load into the optimizer that apply_all_optimizations returned, "
         "or call memscale.detach(model) first"
     )
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

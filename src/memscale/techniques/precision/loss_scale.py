@@ -4,7 +4,10 @@ A step after a backward that overflowed is skipped: the optimizer runs and finds
 Then the scale is halved. After `growth_interval` good steps in a row it is doubled.
 
 A user's own `torch.amp.GradScaler` is left in charge. One that exists when training starts is taken to be meant for
-this model until the first step shows who calls it; from then on the caller of each step decides.
+this model until the first step shows whether it is taken by a scaler; from then on each step decides.
+
+NOTE [steps of scalers]: optimizers are not told who steps them. While a scale is attached, `GradScaler.step` notes for
+its thread that it is under way. A subclass whose `step` calls the optimizer without `super().step()` is not seen.
 """
 
 from __future__ import annotations
@@ -13,19 +16,19 @@ import contextlib
 import gc
 import logging
 import math
-import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memscale._errors import ConfigError
+from memscale._torch.interception import CallsUnderWay, intercept
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
 
 logger = logging.getLogger("memscale")
@@ -33,11 +36,12 @@ logger = logging.getLogger("memscale")
 _LARGEST, _SMALLEST = 2.0**24, 2.0**-24
 _PATIENCE = 20
 """Steps skipped in a row before the user is told that it is not the scale."""
-_STACK_DEPTH = 12
 
 
-class LossScale:
-    """The scale, its history, and the hooks on optimizers that go with it."""
+class LossScale(StepWatcher):
+    """The scale, its history, and what it does at the steps of optimizers."""
+
+    order = StepOrder.SCALE
 
     def __init__(self, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.value = initial
@@ -64,8 +68,8 @@ class LossScale:
     def attach(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         """Watch the optimizers of what this model's gradients come to, until undone."""
         self._model = weakref.ref(model)
-        undo_with(model, register_optimizer_step_pre_hook(self._before_step).remove, undo)
-        undo_with(model, register_optimizer_step_post_hook(self._after_step).remove, undo)
+        undo_with(model, watch_steps(self), undo)
+        undo_with(model, intercept(torch.amp.GradScaler, "step", _note_scaler_step), undo)
         undo.callback(self._forget)
 
     def _forget(self) -> None:
@@ -117,10 +121,13 @@ class LossScale:
 
     # ---- at the step
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._concerns(optimizer):
-            return None
-        self._is_ours = not _is_called_by_a_scaler()
+    def concerns(self, optimizer: Optimizer) -> bool:
+        if id(optimizer) in self._hidden or self._owns(optimizer):
+            return True
+        return any(parameter in self._reached for parameter in parameters_of(optimizer))
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_ours = not _SCALER_STEPS
         if not self._is_ours:
             return None
         args, kwargs, has_closure = _with_closure(self, optimizer, args, kwargs)
@@ -174,27 +181,21 @@ class LossScale:
 
     def _hide_gradients(self, optimizer: Optimizer) -> None:
         hidden = self._hidden.setdefault(id(optimizer), [])
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         self._give_back(id(optimizer))
 
     def _give_back(self, optimizer_id: int) -> None:
         for parameter, gradient in self._hidden.pop(optimizer_id, []):
             parameter.grad = gradient
 
-    def _concerns(self, optimizer: Optimizer) -> bool:
-        return self._owns(optimizer) or any(parameter in self._reached for parameter in _parameters(optimizer))
-
     def _owns(self, optimizer: Optimizer) -> bool:
         model = self._model() if self._model is not None else None
-        if model is None:
-            return False
-        ours = {id(parameter) for parameter in model.parameters()}
-        return any(id(parameter) in ours for parameter in _parameters(optimizer))
+        return model is not None and owns_any(optimizer, model.parameters())
 
     # ---- save and resume
 
@@ -233,16 +234,12 @@ def _with_closure(
     return args, kwargs, False
 
 
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _has_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _has_finite_gradients(optimizer: Optimizer) -> bool:
-    gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
     return math.isfinite(nn.utils.get_total_norm(gradients, math.inf).item())
 
 
@@ -251,14 +248,11 @@ def _lives_a_scaler() -> bool:
     return any(issubclass(type(obj), torch.amp.GradScaler) and obj.is_enabled() for obj in gc.get_objects())
 
 
-def _is_called_by_a_scaler() -> bool:
-    """Whether the `step` of a `GradScaler` that is switched on is among the callers."""
-    frame = sys._getframe(1)
-    for _ in range(_STACK_DEPTH):
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+_SCALER_STEPS = CallsUnderWay()
+"""See NOTE [steps of scalers]."""
+
+
+def _note_scaler_step(step: Callable[..., Any], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+    if not scaler.is_enabled():
+        return step(scaler, *args, **kwargs)
+    return _SCALER_STEPS.note(step, scaler, *args, **kwargs)

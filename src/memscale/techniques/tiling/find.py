@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -273,20 +274,21 @@ def _probed(recording: Recording, found: Found) -> Found:
 
 
 class _Builds(contextlib.AbstractContextManager["_Builds"]):
-    """Counts how often lazy logits are built."""
+    """Counts how often this thread builds lazy logits; another one may train meanwhile."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._thread_id = threading.get_ident()
 
     def __enter__(self) -> _Builds:
-        LazyLogits.on_build = self._count
+        LazyLogits.on_build.append(self._count)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        LazyLogits.on_build = None
+        LazyLogits.on_build.remove(self._count)
 
     def _count(self, logits: LazyLogits) -> None:
-        self.count += 1
+        self.count += threading.get_ident() == self._thread_id
 
 
 def suggested_rows(*, num_rows: int, hidden: int, vocabulary: int) -> int:

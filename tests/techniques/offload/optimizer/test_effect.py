@@ -17,7 +17,7 @@ import torch
 
 from memscale._errors import OffloadError, PartialStepError, StoreFullError, StoreIOError
 from memscale.techniques.offload.optimizer import adopt, adopt_optimizer
-from memscale.techniques.offload.optimizer.buckets import peak_state_bytes, rounded, split_into_buckets
+from memscale.techniques.offload.optimizer.buckets import rounded, split_into_buckets
 from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.transfers import Transfers
@@ -56,8 +56,7 @@ def test_device_bytes_of_the_state_fall_to_the_buckets(asynchronous, tmp_path):
                 assert after == (step_bytes if len(peaks) == 1 else 0)
             assert adoption.stats.largest_bucket_bytes == bucket_state
             in_step = 2 * bucket_state if asynchronous else bucket_state
-            assert peak_state_bytes([bucket_state] * 4) == 2 * bucket_state
-            assert peaks[0] == peak_state_bytes([bucket_state] * 4) + step_bytes
+            assert peaks[0] == 2 * bucket_state + step_bytes
             assert all(in_step <= peak <= in_step + temporaries for peak in peaks[1:]), peaks
             assert transfers.store.counters.held_bytes == 16 * layer_bytes
             assert adoption.stats.bytes_to_store == 3 * 16 * layer_bytes
@@ -86,7 +85,7 @@ def test_state_that_is_made_beside_state_that_waits_stays_within_the_bound(tmp_p
             torch.accelerator.reset_peak_memory_stats()
             optimizer.step()
             peak = torch.accelerator.max_memory_allocated() - before
-            assert peak <= peak_state_bytes([bucket_state] * 4) + 8 * 512
+            assert peak <= 2 * bucket_state + 8 * 512
 
 
 def test_bucket_rule():

@@ -148,7 +148,7 @@ def test_verification_does_not_build_what_a_tiled_head_leaves_lazy(monkeypatch: 
     reference = executor_of(resident, [tile])
     expected = train(resident, TIED)
     built: list[LazyLogits] = []
-    monkeypatch.setattr(LazyLogits, "on_build", built.append)
+    monkeypatch.setattr(LazyLogits, "on_build", [built.append])
     executor = executor_of(model, [tile, *whole_model(model)], verify=True)
     train(model, TIED).assert_same(expected)
     assert not built

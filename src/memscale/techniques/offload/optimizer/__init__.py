@@ -8,9 +8,10 @@ The training loop, `param_groups`, schedulers, `GradScaler`, closures and checkp
 gives ordinary tensors on the host, which a plain optimizer loads; one from a plain optimizer loads here. Undone, the
 whole state is back on its device and the hooks are gone.
 
-NOTE [how a step is taken over]: a global step pre-hook sees every optimizer and adopts the ones that own parameters of
-the model. The work sits in an instance pre-hook that is kept last, so that the user's own hooks, which may change
-gradients, come first. It steps the buckets (adopted.py) and hands the outer step a shadow without parameters.
+NOTE [how a step is taken over]: an optimizer that owns parameters of the model is adopted before its first step (see
+`_torch/optimizer_steps.py`). The work sits in an instance pre-hook that is kept last, so that the user's own hooks,
+which may change gradients, come first. It steps the buckets (adopted_optimizer.py) and hands the outer step a shadow
+without parameters.
 
 Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. The dict that
 `state_dict()` gives is a snapshot; a plain optimizer's goes on changing with the state.
@@ -24,8 +25,9 @@ import weakref
 from typing import Any, Protocol
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer
 from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
@@ -78,8 +80,10 @@ def adopt_optimizer(
     return adoption
 
 
-class Adoption:
+class Adoption(StepWatcher):
     """The optimizers of one model, or one optimizer. See NOTE [how a step is taken over]."""
+
+    order = StepOrder.TAKE_OVER
 
     def __init__(
         self,
@@ -100,29 +104,25 @@ class Adoption:
         self._model = weakref.ref(model) if model is not None else None
         self._versions = _versions(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
-        self._global_hook = contextlib.ExitStack()
+        self._watching = contextlib.ExitStack()
         self._has_seen_any = False
 
     def watch(self, owner: object) -> None:
-        """See every step of every optimizer, as long as the owner lives."""
-        handle = register_optimizer_step_pre_hook(self._before_any_step)
-        undo_with(owner, handle.remove, self._global_hook)
+        """See the steps of the model's optimizers, as long as the owner lives."""
+        undo_with(owner, watch_steps(self), self._watching)
 
-    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def concerns(self, optimizer: Optimizer) -> bool:
         if is_shadow(optimizer):
-            return
-        if optimizer not in self._known and self._owns_parameters_of(optimizer):
+            return False
+        model = self._model() if self._model is not None else None
+        return optimizer in self._known or (model is not None and owns_any(optimizer, model.parameters()))
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._known:
             self.take(optimizer)
         adopted = self._known.get(optimizer)
         if adopted is not None:
             adopted.stay_last(optimizer)
-
-    def _owns_parameters_of(self, optimizer: Optimizer) -> bool:
-        model = self._model() if self._model is not None else None
-        if model is None:
-            return False
-        mine = {id(parameter) for parameter in model.parameters()}
-        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
     def take(self, optimizer: Optimizer) -> None:
         """Adopt an optimizer, or say once why not."""
@@ -156,7 +156,7 @@ class Adoption:
 
     def detach(self) -> None:
         """Whole state back, hooks gone. Warns if the model was trained by an optimizer that was never seen."""
-        self._global_hook.close()
+        self._watching.close()
         with contextlib.ExitStack() as last:
             for adopted in list(self._known.values()):
                 if adopted is not None:

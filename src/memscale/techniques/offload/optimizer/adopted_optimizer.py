@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from memscale._errors import OffloadError, PartialStepError, quoted
 from memscale._torch import private
+from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.offload.optimizer.bucket_transfers import Visit, Visits
 from memscale.techniques.offload.optimizer.buckets import Bucket, Choose, Waiting, split_into_buckets
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
@@ -137,7 +138,7 @@ class AdoptedOptimizer:
 
     def _update_buckets(self, optimizer: Optimizer) -> None:
         """Every parameter has a bucket; those that came with `add_param_group` get new ones."""
-        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._bucket_of]
+        new = [p for p in parameters_of(optimizer) if id(p) not in self._bucket_of]
         for device, same in itertools.groupby(new, key=lambda p: p.device):
             neighbours, moves = list(same), self.visits.tier_of(device) is not None
             for indices in split_into_buckets((p.nbytes for p in neighbours), self.bucket_bytes):

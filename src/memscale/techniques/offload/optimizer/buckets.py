@@ -8,7 +8,7 @@ smaller ones stay on the device. Of this state the device holds at most
 - S of a bucket and S of the next (being fetched) in a step, one alone if transfers are synchronous, and
 - twice S of a bucket while its state is made (as the optimizer makes it, and packed), in which no other is fetched,
 
-and nothing between steps: at most twice the largest S (`peak_state_bytes`), beside what the optimizer's own step
+and nothing between steps: at most twice the largest S, beside what the optimizer's own step
 needs for temporaries over one bucket.
 
 NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). Then S counts the bytes that wait,
@@ -50,11 +50,6 @@ def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int
         buckets[-1].append(index)
         filled += size
     return buckets
-
-
-def peak_state_bytes(bucket_state_bytes: Sequence[int]) -> int:
-    """The most optimizer state that is on the device at once. See NOTE [what a bucket costs]."""
-    return 2 * max(bucket_state_bytes, default=0)
 
 
 class Packing(Protocol):

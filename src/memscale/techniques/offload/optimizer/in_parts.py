@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from memscale._torch import private
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.buckets import split_into_buckets
 from memscale.techniques.offload.optimizer.implementations import (
@@ -45,17 +46,20 @@ BYTES_AT_ONCE = 16 * 1024 * 1024
 """Of parameters that are stepped together; a larger one is stepped alone."""
 
 
-class StepsInParts:
+class StepsInParts(StepWatcher):
     """The optimizers of one model while some of its parameters are streamed."""
+
+    order = StepOrder.TAKE_OVER
 
     def __init__(self) -> None:
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         """The step pre-hook on each optimizer that was seen; None: it is left alone."""
 
-    def before_any_step(self, optimizer: Optimizer) -> None:
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return not is_shadow(optimizer) and not is_taken_over(optimizer) and _holds_streamed(optimizer)
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Look after an optimizer from its first step on. The user's own pre-hooks come first: see adopted.py."""
-        if is_shadow(optimizer) or is_taken_over(optimizer) or not _holds_streamed(optimizer):
-            return
         if optimizer not in self._hooks and _chooses_by_device(optimizer):
             self._hooks[optimizer] = self._take(optimizer)
         hook = self._hooks.get(optimizer)
@@ -89,7 +93,7 @@ def _chooses_by_device(optimizer: Optimizer) -> bool:
 
 def _holds_streamed(optimizer: Optimizer) -> bool:
     streamed = devices_of_streamed()
-    return any(id(parameter) in streamed for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(parameter) in streamed for parameter in parameters_of(optimizer))
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,27 +123,14 @@ def _step_in_parts(optimizer: Optimizer, call: StepCall) -> None:
 
 def parts_of(optimizer: Optimizer) -> Iterator[list[torch.Tensor]]:
     """Neighbours of one device, up to `BYTES_AT_ONCE`."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for _, same in itertools.groupby(parameters, key=lambda parameter: parameter.device):
+    for _, same in itertools.groupby(parameters_of(optimizer), key=lambda parameter: parameter.device):
         neighbours = list(same)
         for indices in split_into_buckets((p.nbytes for p in neighbours), BYTES_AT_ONCE):
             yield [neighbours[index] for index in indices]
-
-
-class _StepHook:
-    """Seen by every optimizer of the process, so it must not keep a model's optimizers alive."""
-
-    def __init__(self, steps: StepsInParts) -> None:
-        self._steps = weakref.ref(steps)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        steps = self._steps()
-        if steps is not None:
-            steps.before_any_step(optimizer)
 
 
 def attach(model: nn.Module, undo: contextlib.ExitStack) -> None:
     """Until undone, or until the model is gone, its optimizers step as the whole model's would."""
     steps = StepsInParts()
     undo.callback(steps.release)
-    undo_with(model, register_optimizer_step_pre_hook(_StepHook(steps)).remove, undo)
+    undo_with(model, watch_steps(steps), undo)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
 from memscale._torch.host_rng import HostRng
+from memscale._torch.optimizer_steps import parameters_of
 from memscale._torch.quiet_steps import quiet_steps
 from memscale.techniques.offload.optimizer.implementations import foreach_of_whole
 
@@ -272,7 +273,7 @@ def check_separable(optimizer: Optimizer) -> None:
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    mine = {id(p) for p in parameters_of(optimizer)}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
             continue
@@ -296,7 +297,7 @@ class _Trial:
 
 def _try_out(optimizer: Optimizer, *, in_parts: bool) -> _Trial:
     """Three trial steps. Leaves the optimizer and the random state alone."""
-    devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type != "cpu"}
+    devices = {p.device for p in parameters_of(optimizer) if p.device.type != "cpu"}
     kinds = {device.type for device in devices}
     indices = [device.index or 0 for device in devices]
     rng = torch.random.fork_rng(devices=indices, device_type=kinds.pop() if kinds else None)

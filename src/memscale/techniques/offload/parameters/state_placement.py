@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from memscale._torch import private
+from memscale._torch.interception import intercept
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.separable import is_taken_over
 
@@ -28,8 +29,10 @@ _HOST_SCALARS = ("step", "mu_product")
 """Counters that most optimizers keep on the host, unless they are capturable or fused."""
 
 
-class Followers:
+class Followers(StepWatcher):
     """Keeps the state of every optimizer of one model beside its parameters."""
+
+    order = StepOrder.PLACE
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
@@ -43,15 +46,16 @@ class Followers:
         """Move the state of the model's optimizers to where the parameters are now."""
         # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
         for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
-            if self._owns(optimizer):
+            if self.concerns(optimizer):
                 self._optimizers.add(optimizer)
                 self._follow(optimizer)
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return owns_any(optimizer, (reference() for reference in self._parameters.values()))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that was out of reach until now (unpickled, made by others) is caught here."""
         if optimizer not in self._optimizers:
-            if not self._owns(optimizer):
-                return
             self._optimizers.add(optimizer)
             self._follow(optimizer)
         _scale_on_host(optimizer)
@@ -63,9 +67,6 @@ class Followers:
     def _is_ours(self, parameter: Any) -> bool:
         found = self._parameters.get(id(parameter))
         return found is not None and found() is parameter
-
-    def _owns(self, optimizer: Optimizer) -> bool:
-        return any(self._is_ours(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
     def _follow(self, optimizer: Optimizer) -> None:
         if self.leaves_adopted and is_taken_over(optimizer):
@@ -104,62 +105,17 @@ def _scale_on_host(optimizer: Any) -> None:
         optimizer.found_inf = (found_inf.cpu() != 0).to(found_inf.dtype)
 
 
-class _BlockingReplicas:
-    """The scaler's replicator blocks on copies to the host while anybody streams."""
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._original: Callable[..., torch.Tensor] | None = None
-        self._lock = threading.Lock()
-
-    def enter(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                replicator = private.scale_replicator()
-                self._original = replicator.get
-                replicator.get = _blocking_get(self._original)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                private.scale_replicator().get = self._original
-                self._original = None
-
-
-_REPLICAS = _BlockingReplicas()
-
-
-def _blocking_get(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def get(replicator: Any, device: torch.device) -> torch.Tensor:
-        copy = original(replicator, device)
-        if device.type == "cpu" and replicator.master.device.type != "cpu":
-            torch.accelerator.current_stream(replicator.master.device).synchronize()
-        return copy
-
-    return get
-
-
-class _StepHook:
-    """Seen by every optimizer of the process, so it must not keep a model's followers alive."""
-
-    def __init__(self, followers: Followers) -> None:
-        self._followers = weakref.ref(followers)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        followers = self._followers()
-        if followers is not None:
-            followers.before_step(optimizer, args, kwargs)
+def _blocking_get(get: Callable[..., torch.Tensor], replicator: Any, device: torch.device) -> torch.Tensor:
+    copy = get(replicator, device)
+    if device.type == "cpu" and replicator.master.device.type != "cpu":
+        torch.accelerator.current_stream(replicator.master.device).synchronize()
+    return copy
 
 
 def attach(model: nn.Module, undo: contextlib.ExitStack) -> Followers:
     """Until undone, or until the model is gone, state follows parameters and scales are copied safely."""
     followers = Followers(model)
     undo.callback(followers.release)
-    with contextlib.ExitStack() as globally:
-        globally.callback(register_optimizer_step_pre_hook(_StepHook(followers)).remove)
-        _REPLICAS.enter()
-        globally.callback(_REPLICAS.leave)
-        undo_with(model, globally.pop_all().close, undo)
+    undo_with(model, watch_steps(followers), undo)
+    undo_with(model, intercept(private.scale_replicator(), "get", _blocking_get), undo)
     return followers

@@ -20,13 +20,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from memscale._errors import PlanError
 from memscale._plan import TileHead
+from memscale._torch import private
+from memscale._torch.interception import intercept
+from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import ForwardOverride, find_module, undo_with
 from memscale.techniques.tiling.common import at_least_one, is_plain_path
+from memscale.techniques.tiling.head.functions import DDP_LOOKS
 from memscale.techniques.tiling.head.lazy import LazyLogits, lazy_linear
 
 _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
@@ -36,6 +40,7 @@ def attach_head(action: TileHead, model: nn.Module, undo: contextlib.ExitStack) 
     """Tile this head until undone."""
     at_least_one(action.module_fqn, "rows", action.rows)
     module = find_module(model, action.module_fqn)
+    undo_with(module, intercept(*private.ddp_looks_at_outputs(), DDP_LOOKS.note), undo)
     if action.weight_fqn is not None:
         _attach_product(action, model, module, undo)
         return
@@ -73,7 +78,7 @@ def head_linears(module: nn.Module) -> list[nn.Linear]:
     return [linear for linear in inside if linear.out_features == width]
 
 
-class _Steps:
+class _Steps(StepWatcher):
     """Counts the steps of optimizers that own the head's weights: some write behind autograd's back.
 
     See NOTE [stale logits] in `lazy.py`.
@@ -84,12 +89,13 @@ class _Steps:
         self.count = 0
 
     def attach(self, head: nn.Module, undo: contextlib.ExitStack) -> None:
-        undo_with(head, register_optimizer_step_post_hook(self._stepped).remove, undo)
+        undo_with(head, watch_steps(self), undo)
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        ours = {id(reference()) for reference in self._parameters}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            self.count += 1
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return owns_any(optimizer, (reference() for reference in self._parameters))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.count += 1
 
     def now(self) -> _StepsSince:
         return _StepsSince(self)

@@ -10,7 +10,6 @@ one that hands memory to others (`numpy`, `dlpack`) ends the tiling of these log
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memscale._torch import private
+from memscale._torch.interception import CallsUnderWay
 from memscale.techniques.tiling.common import TilingError, names
 from memscale.techniques.tiling.head import loss
 from memscale.techniques.tiling.head.lazy import LazyLogits, plain
@@ -52,6 +52,10 @@ _LAZY = names(
 _WITH_SCALAR = names("mul multiply __mul__ __rmul__ div divide true_divide __truediv__")
 
 _SUMS = names("add __add__ __radd__")
+
+
+DDP_LOOKS = CallsUnderWay()
+"""DDP looks in this thread at the outputs of a forward."""
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,10 +123,7 @@ def _asks_for_node(func: Any) -> bool:
     """Whether someone takes the node, who may hook it; DDP only looks whether there is one."""
     if getattr(func, "__self__", None) is not torch.Tensor.grad_fn:
         return False
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(__package__):
-        frame = frame.f_back
-    return bool(frame.f_globals["__name__"] != "torch.nn.parallel.distributed")
+    return not DDP_LOOKS
 
 
 def _is_for_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

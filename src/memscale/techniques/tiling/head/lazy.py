@@ -50,8 +50,8 @@ _SCALAR_MAPS = frozenset(
 class LazyLogits(torch.Tensor):
     """A view of whole rows of a `Block`. `geometry` is a tensor without memory that has its shape and strides."""
 
-    on_build: ClassVar[Callable[[LazyLogits], None] | None] = None
-    """Told whenever logits are built, for those who want to know."""
+    on_build: ClassVar[list[Callable[[LazyLogits], None]]] = []
+    """Told whenever logits are built, in the thread that builds them, for those who want to know."""
     is_lazy = True
     """For whoever must not look: a rehearsal, and a fingerprint."""
     block: Block
@@ -83,8 +83,8 @@ class LazyLogits(torch.Tensor):
     def value(self, *, alias: bool = False) -> torch.Tensor:
         """Plain values without autograd; with `alias`, in memory that all views of the block share."""
         block, geometry = self.block, self.geometry
-        if LazyLogits.on_build is not None:
-            LazyLogits.on_build(self)
+        for listener in list(LazyLogits.on_build):
+            listener(self)
         if alias and block.full is None:
             block.full = block.values(block.rows).contiguous()
         if block.full is not None:
