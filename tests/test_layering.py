@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TORCH_FREE = (
     "__init__",
+    "_allocator",
     "_calls",
     "_cards",
     "_choice",
@@ -42,6 +43,7 @@ TORCH_FREE = (
 ALLOWED = {
     "_errors": set(),
     "_units": set(),
+    "_allocator": {"_errors", "_units"},
     "_json": {"_errors"},
     "_measure": {"_errors", "_json", "_units"},
     "_config": {"_errors"},
