@@ -136,7 +136,7 @@ def _action_reason(model: CostModel, config: Config, choice: Choice, action: Act
             }
             return _lossy_reason(config, "use_8bit_optimizer", numbers)
         case _:
-            return assert_never(action)
+            assert_never(action)
 
 
 def _part_of_the_run(model: CostModel, choice: Choice, **without: Any) -> dict[str, int | float | str]:

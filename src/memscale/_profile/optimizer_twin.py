@@ -111,7 +111,30 @@ def optimizer_cost(
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
-class _AnyValue(TorchFunctionMode):
+def optimizer_over(
+    stand_ins: Mapping[int, nn.Parameter], model: nn.Module, optimizer: str | Optimizer, device_type: str
+) -> Optimizer:
+    """The optimizer, without state, over fake parameters that stand in for the model's, given by the ids of those.
+
+    It chooses its implementation as it would on the device.
+    """
+    twin = _Twin(model, optimizer, device_type, (), ())
+    standing = {id(fake): stand_ins[number] for number, fake in twin._fakes.items() if number in stand_ins}
+    groups = twin.optimizer.param_groups
+    chosen = [{**group, "params": [standing[id(p)] for p in group["params"] if id(p) in standing]} for group in groups]
+    return _same_class(twin.optimizer, chosen)
+
+
+def host_counters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Step counters in its state, which stay on the host while parameters are on a device, unless the step is fused
+    or capturable."""
+    if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+        return []
+    leaves = tree_leaves(list(optimizer.state.values()))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
+
+
+class AnyValue(TorchFunctionMode):
     """Reads any fake number as a half: Adafactor and others scale by norms, and bytes do not depend on them."""
 
     def __torch_function__(
@@ -297,7 +320,7 @@ class _Twin:
                 parameter.grad = torch.empty_like(parameter)
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
-            with books, _AnyValue():
+            with books, AnyValue():
                 if self._prepare is not None:
                     self._prepare(optimizer, self._fakes)
                 optimizer.step()
@@ -362,7 +385,7 @@ class _Twin:
             books.see_all([list(bucket.values()), [parameter.grad for parameter in bucket.values()]])
             before = books.total_bytes
             books.reset_peak()
-            with books, _AnyValue():
+            with books, AnyValue():
                 if self._prepare is not None:
                     self._prepare(optimizer, bucket)
                 optimizer.step()
@@ -404,12 +427,8 @@ class _Twin:
         return _BucketCost(waiting_bytes, state_bytes - moved_bytes, unpacked_bytes, step_bytes, scratch_bytes)
 
     def _counter_bytes(self, optimizer: Optimizer) -> int:
-        """Step counters stay on the host while parameters are on a device, unless the step is fused or capturable."""
-        if not self.is_emulated or any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups):
-            return 0
-        leaves = tree_leaves(list(optimizer.state.values()))
-        counters = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
-        return self.rounding_bytes * len(counters)
+        """Of tensors that are on the host in truth, and were counted here."""
+        return self.rounding_bytes * len(host_counters(optimizer)) if self.is_emulated else 0
 
 
 def _launched(buckets: list[_BucketCost]) -> tuple[int, int]:

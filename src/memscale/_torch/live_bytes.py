@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +44,15 @@ _OPENED = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
 """bitsandbytes' operators whose kernels for a CPU are written in operators."""
 
 
+class Log(Protocol):
+    """Is told what is allocated and freed, in order. Keys are those of live storages: they come back."""
+
+    def allocate(self, key: int, num_bytes: int) -> None:
+        """A storage of this many bytes, not rounded; or one that is there has this many from now on."""
+
+    def free(self, key: int) -> None: ...
+
+
 @dataclasses.dataclass(slots=True)
 class _Entry:
     num_bytes: int
@@ -61,6 +70,7 @@ class LiveBytes(TorchDispatchMode):
         """Set to False where tensors on the CPU stand for those of another device, with kernels of its own."""
         self.device_type = device_type
         self.rounding_bytes = rounding_bytes
+        self.log: Log | None = None
         self.total_bytes = 0
         self.peak_bytes = 0
         self.by_kind: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -119,7 +129,10 @@ class LiveBytes(TorchDispatchMode):
                 entry = _Entry(num_bytes, kind or self._kind_now(), alive)
                 self._entries[key] = entry
                 self._count(entry.kind, num_bytes)
+                self._note(key, storage.nbytes())
         elif kind not in (None, entry.kind) or num_bytes != entry.num_bytes:
+            if num_bytes != entry.num_bytes:
+                self._note(key, storage.nbytes())
             self._count(entry.kind, -entry.num_bytes)
             entry.kind, entry.num_bytes = kind or entry.kind, num_bytes
             self._count(entry.kind, num_bytes)
@@ -130,6 +143,12 @@ class LiveBytes(TorchDispatchMode):
             if entry is not None and entry.alive is dead:
                 del self._entries[key]
                 self._count(entry.kind, -entry.num_bytes)
+                if self.log is not None:
+                    self.log.free(key)
+
+    def _note(self, key: int, num_bytes: int) -> None:
+        if self.log is not None:
+            self.log.allocate(key, num_bytes)
 
     def _count(self, kind: Kind, num_bytes: int) -> None:
         self.by_kind[kind] += num_bytes

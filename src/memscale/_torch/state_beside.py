@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from memscale._torch import private
-from memscale.techniques.recompute.snapshots import ABSENT, is_generator, set_state, state_of
+from memscale._torch.snapshots import ABSENT, is_generator, set_state, state_of
 
 _MAX_VISITED = 20_000
 _MAX_DEPTH = 8

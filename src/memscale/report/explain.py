@@ -73,7 +73,7 @@ def words_of_run(action: Action) -> str:
         case Checkpoint() | OffloadActivations() | StreamParameters():
             return ""
         case _:
-            return assert_never(action)
+            assert_never(action)
 
 
 def what_is_done(plan: Plan) -> str:

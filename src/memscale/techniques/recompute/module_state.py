@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from memscale._torch.overrides import OWN_ATTRIBUTES
-from memscale.techniques.recompute.snapshots import (
+from memscale._torch.snapshots import (
     ABSENT,
     KeptTensor,
     clones_of,

@@ -1,0 +1,720 @@
+"""A model of PyTorch's caching allocator for CUDA: what it hands out and what it holds for a series of requests.
+
+    memory = CachingAllocator(parse_settings("expandable_segments:True"), capacity_bytes=24 << 30)
+    block = memory.allocate(25_000_000)
+    memory.free(block)
+    memory.allocated_bytes, memory.reserved_bytes       # 0, 41943040: what was freed is kept for the next request
+
+Memory is taken from the card in *segments*, and segments are cut into *blocks*. A request is rounded up, gets the
+smallest free block of its stream and pool that is large enough, and gives the rest of that block back if the rest is
+worth keeping. `allocated` counts the blocks that are handed out, `reserved` the segments. The rules are those of torch
+2.13 (`c10/cuda/CUDACachingAllocator.cpp`), written anew from their description; `tests/data/allocator_series.json`
+holds what PyTorch's own allocator did for some thousand requests, and the model does the same, block by block.
+
+Not modelled: pools of CUDA graphs and of `torch.cuda.MemPool`, and `backend:cudaMallocAsync`.
+
+NOTE [addresses are ages]: of free blocks of one size PyTorch takes that in the oldest segment, and in a segment that at
+the lowest address. Here each segment lies behind all that were made before it, so that the address says both.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Literal
+
+from memscale._errors import ConfigError, MemScaleError
+from memscale._units import round_up, show_bytes
+
+MIB = 1 << 20
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = MIB
+"""The largest request that is served from the small pool."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+PACKED_BYTES = 10 * MIB
+"""Requests of the large pool below this share segments; others get one of their own size."""
+SEGMENT_ROUNDING_BYTES = 2 * MIB
+NUM_DIVISIONS = 16
+"""Sizes from 1 MiB to 64 GiB, each twice the one before, have their own number of divisions."""
+ADDRESS_SPACE_BYTES = 1 << 46
+"""Of an expandable segment where the size of the card is not known."""
+
+
+class OutOfMemoryError(MemScaleError):
+    """The modelled card has no room for a request, even after all that was cached has been given back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorSettings:
+    """What `PYTORCH_ALLOC_CONF` sets and the model follows; the defaults are PyTorch's."""
+
+    expandable_segments: bool = False
+    """One segment a stream and pool, which grows page by page."""
+    max_split_bytes: int | None = None
+    """Blocks from this size on are not split, and kept for requests of about their size."""
+    max_non_split_rounding_bytes: int | None = None
+    """How much larger than such a request its block may be; None: the size of a large segment."""
+    large_segment_bytes: int = 20 * MIB
+    """The segments that requests under 10 MiB share, and the pages of expandable segments."""
+    roundup_power2_divisions: tuple[int, ...] = (0,) * NUM_DIVISIONS
+    """Into how many steps each doubling from 1 MiB on is divided; requests are rounded up to these. 0: they are not."""
+    garbage_collection_threshold: float = 0.0
+    """From this share of the allowed bytes on, old unused segments are given back; 0: never."""
+    memory_fraction: float | None = None
+    """The share of the card that may be reserved, as by `set_per_process_memory_fraction`; None: no limit is set."""
+
+    def __post_init__(self) -> None:
+        if len(self.roundup_power2_divisions) != NUM_DIVISIONS:
+            raise ConfigError(
+                f"roundup_power2_divisions has {len(self.roundup_power2_divisions)} entries; "
+                f"give {NUM_DIVISIONS}, one for each doubling from 1 MiB to 64 GiB"
+            )
+        for divisions in self.roundup_power2_divisions:
+            if divisions < 0 or divisions & (divisions - 1):
+                raise ConfigError(f"roundup_power2_divisions={divisions} is neither a power of two nor 0")
+        if self.max_split_bytes is not None and self.max_split_bytes < self.large_segment_bytes:
+            raise ConfigError(
+                f"max_split_size_mb is {self.max_split_bytes // MIB}; "
+                f"it must be at least {self.large_segment_bytes // MIB}, the size of a large segment"
+            )
+        if not 0 <= self.garbage_collection_threshold < 1:
+            raise ConfigError(f"garbage_collection_threshold={self.garbage_collection_threshold} is outside 0 to 1")
+
+
+# ---- settings from text
+
+_SIZES_IN_MIB = {
+    "max_split_size_mb": "max_split_bytes",
+    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
+    "large_segment_size_mb": "large_segment_bytes",
+}
+_SHARES = {
+    "garbage_collection_threshold": "garbage_collection_threshold",
+    "per_process_memory_fraction": "memory_fraction",
+}
+_WITHOUT_EFFECT = ("pinned_", "release_lock_on_", "throw_on_", "graph_capture_")
+"""Options about the host's memory, about locks, about errors and about CUDA graphs."""
+
+
+def parse_settings(text: str) -> AllocatorSettings:
+    """Settings from a string as in the environment variable `PYTORCH_ALLOC_CONF`.
+
+        parse_settings("max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:4]")
+
+    Options that change nothing in the model (those of pinned memory) are passed over. Raises `ConfigError` for what
+    PyTorch would refuse and for `backend:cudaMallocAsync`, which is another allocator.
+    """
+    found: dict[str, object] = {}
+    for option in _options_of(text):
+        name, _, value = option.partition(":")
+        if name.startswith(_WITHOUT_EFFECT) or option == "backend:native":
+            continue
+        try:
+            found.update(_parsed(name, value))
+        except ValueError as error:
+            raise ConfigError(f"the allocator option {option!r} cannot be read: {error}") from error
+    return AllocatorSettings(**found)  # type: ignore[arg-type]
+
+
+def _options_of(text: str) -> Iterator[str]:
+    """The parts between commas, but not between those inside brackets."""
+    depth, option = 0, ""
+    for letter in "".join(text.split()) + ",":
+        depth += (letter == "[") - (letter == "]")
+        if letter != "," or depth > 0:
+            option += letter
+        else:
+            if option:
+                yield option
+            option = ""
+    if option:
+        raise ConfigError(f"the allocator option {option.rstrip(',')!r} has a bracket that is not closed")
+
+
+def _parsed(name: str, value: str) -> dict[str, object]:
+    if name in _SIZES_IN_MIB:
+        return {_SIZES_IN_MIB[name]: int(value) * MIB}
+    if name in _SHARES:
+        return {_SHARES[name]: float(value)}
+    if name == "expandable_segments" and value in ("True", "False"):
+        return {name: value == "True"}
+    if name == "roundup_power2_divisions":
+        return {name: _divisions(value)}
+    known = ", ".join((*_SIZES_IN_MIB, *_SHARES, "expandable_segments:True or :False", "roundup_power2_divisions"))
+    raise ValueError(f"the model knows {known}")
+
+
+def _divisions(value: str) -> tuple[int, ...]:
+    """One number for all sizes, or a list such as [64:8,256:4,>:1] of sizes in MiB and their divisions."""
+    if not value.startswith("["):
+        return (int(value),) * NUM_DIVISIONS
+    divisions = [0] * NUM_DIVISIONS
+    filled = 0
+    for entry in value.strip("[]").split(","):
+        size, _, number = entry.partition(":")
+        if size == ">":
+            divisions[filled:] = [int(number)] * (NUM_DIVISIONS - filled)
+            continue
+        index = min(int(size).bit_length() - 1, NUM_DIVISIONS - 1)
+        if index < 0 or int(size) & (int(size) - 1):
+            raise ValueError(f"{size} MiB is not a power of two")
+        # What is below the first size in the list is divided as that is.
+        divisions[0 if filled == 0 else index : index + 1] = [int(number)] * (index + 1 if filled == 0 else 1)
+        filled = index + 1
+    return tuple(divisions)
+
+
+# ---- what the model is made of
+
+State = Literal["free", "allocated", "awaiting events", "unmapped"]
+
+
+class Block:
+    """A piece of a segment. `CachingAllocator.allocate` returns one; it is valid until it is freed."""
+
+    __slots__ = (
+        "address",
+        "base",
+        "freed_at",
+        "next",
+        "num_events",
+        "pool",
+        "prev",
+        "requested_bytes",
+        "size_bytes",
+        "state",
+        "user_streams",
+    )
+
+    def __init__(self, pool: _Pool, base: int, address: int, size_bytes: int, state: State) -> None:
+        self.pool = pool
+        self.base = base
+        """The address of its segment."""
+        self.address = address
+        self.size_bytes = size_bytes
+        self.requested_bytes = 0
+        self.state: State = state
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.user_streams: set[int] | None = None
+        """Streams beside its own that use it, by `record_stream`."""
+        self.num_events = 0
+        self.freed_at = 0
+        """How many searches its pool had seen when it became free."""
+
+    def __repr__(self) -> str:
+        return f"Block({self.size_bytes} B at {self.address:#x}, {self.state}, stream {self.pool.stream})"
+
+    def insert_after(self, other: Block) -> None:
+        other.prev, other.next = self, self.next
+        if self.next is not None:
+            self.next.prev = other
+        self.next = other
+
+    def absorb_next(self) -> None:
+        """NOTE [first blocks stay]: of two blocks that become one, the one at the lower address remains, and of a block
+        that is cut the front. So the first block of a segment is the same object as long as the segment exists."""
+        gone = self.next
+        assert gone is not None
+        self.size_bytes += gone.size_bytes
+        self.next = gone.next
+        if self.next is not None:
+            self.next.prev = self
+        gone.prev = gone.next = None
+
+
+class _Pool:
+    """The free blocks of one stream, small or large, in the order in which they are looked through."""
+
+    __slots__ = ("free", "is_small", "page_bytes", "stream", "unmapped")
+
+    def __init__(self, stream: int, is_small: bool, page_bytes: int) -> None:
+        self.stream = stream
+        self.is_small = is_small
+        self.page_bytes = page_bytes
+        self.free: list[tuple[int, int, Block]] = []
+        """By size, then address. See NOTE [addresses are ages]."""
+        self.unmapped: list[tuple[int, Block]] = []
+        """By address: what expandable segments have room for."""
+
+    def add(self, block: Block) -> None:
+        insort(self.free, (block.size_bytes, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        del self.free[bisect_left(self.free, (block.size_bytes, block.address))]
+
+    def add_unmapped(self, block: Block) -> None:
+        insort(self.unmapped, (block.address, block))
+
+    def remove_unmapped(self, block: Block) -> None:
+        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockState:
+    """A block at one moment."""
+
+    size_bytes: int
+    requested_bytes: int
+    """0 unless it is handed out, or waits for events."""
+    state: State
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentState:
+    """A segment at one moment; of an expandable one, a stretch of mapped pages."""
+
+    address: int
+    size_bytes: int
+    stream: int
+    is_small: bool
+    blocks: tuple[BlockState, ...]
+
+
+class CachingAllocator:
+    """The model. Its counters are plain attributes: read them, and change them only through its methods.
+
+    Args:
+        settings: as PyTorch is configured; None: as it comes.
+        capacity_bytes: what the card has for PyTorch; None: as much as is asked for.
+        total_bytes: the size of the card, of which `memory_fraction` is a share; None: `capacity_bytes`.
+        event_lag: how many requests the host is ahead of the device: an event that was recorded when a block was freed
+            is found done that many requests later. None: never, unless the host waits for it.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        capacity_bytes: int | None = None,
+        *,
+        total_bytes: int | None = None,
+        event_lag: int | None = 0,
+    ) -> None:
+        self.settings = settings = settings or AllocatorSettings()
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = 0
+        """Of the blocks that are handed out."""
+        self.requested_bytes = 0
+        """What was asked for, of blocks that are handed out or wait for events."""
+        self.reserved_bytes = 0
+        """Of the segments."""
+        self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        """How often all that was cached had to be given back for a request."""
+        total_bytes = capacity_bytes if total_bytes is None else total_bytes
+        self._allowed_bytes = _allowed_bytes(settings, total_bytes)
+        self._address_space_bytes = ADDRESS_SPACE_BYTES if total_bytes is None else total_bytes + total_bytes // 8
+        self._next_address = 0
+        self._is_expandable = settings.expandable_segments
+        self._max_split_bytes: float = settings.max_split_bytes or float("inf")
+        self._slack_bytes = settings.max_non_split_rounding_bytes or settings.large_segment_bytes
+        self._divides = any(settings.roundup_power2_divisions)
+        self._collects = settings.garbage_collection_threshold > 0 and self._allowed_bytes is not None
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._first_blocks: dict[int, Block] = {}
+        """Of all segments, by address. See NOTE [first blocks stay]."""
+        self._events: dict[int, collections.deque[tuple[int, Block]]] = {}
+        """Of each stream, oldest first: the request before which it was recorded, and the block that waits for it."""
+        self._event_lag = event_lag
+        self._num_requests = 0
+        self._num_searches = {True: 0, False: 0}
+
+    # ---- requests
+
+    def allocate(self, num_bytes: int, stream: int = 0) -> Block:
+        """A block of at least this many bytes, at least one; raises `OutOfMemoryError`."""
+        if num_bytes <= 0:
+            raise ValueError(
+                f"a block of {num_bytes} bytes was asked for; PyTorch asks for none where nothing is needed"
+            )
+        if self._events:
+            self._process_events()
+        self._num_requests += 1
+        size_bytes = self._rounded(num_bytes)
+        is_small = size_bytes <= SMALL_BYTES
+        pool = self._pools.get((stream, is_small)) or self._new_pool(stream, is_small)
+        block = self._best_fit(pool, size_bytes) or self._reserve(pool, size_bytes)
+        rest_bytes = block.size_bytes - size_bytes
+        if rest_bytes and self._splits(is_small, size_bytes, rest_bytes):
+            self._cut(block, size_bytes)
+        block.state = "allocated"
+        block.requested_bytes = num_bytes
+        self.allocated_bytes += block.size_bytes
+        self.requested_bytes += num_bytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        if self.requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self.requested_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back; one that other streams use becomes available when they are done with it."""
+        if block.state != "allocated":
+            raise ValueError(f"{block} is not handed out: it was freed before")
+        self.allocated_bytes -= block.size_bytes
+        if not block.user_streams:
+            self._make_free(block)
+            return
+        block.state = "awaiting events"
+        for stream in sorted(block.user_streams):
+            self._events.setdefault(stream, collections.deque()).append((self._num_requests, block))
+            block.num_events += 1
+        block.user_streams = None
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Another stream uses the block, too: what it does until the block is freed comes before the block's reuse."""
+        if block.state != "allocated":
+            raise ValueError(f"{block} is not handed out: no stream may use it")
+        if stream != block.pool.stream:
+            if block.user_streams is None:
+                block.user_streams = set()
+            block.user_streams.add(stream)
+
+    def empty_cache(self) -> None:
+        """Wait for all events, and give back every segment and page that is free as a whole."""
+        for queue in self._events.values():
+            for _, block in queue:
+                self._finish_event(block)
+        self._events.clear()
+        for pool in sorted(self._pools.values(), key=lambda pool: (pool.is_small, pool.stream)):
+            for _, _, block in list(pool.free):
+                if self._is_expandable:
+                    self._unmap(block)
+                elif block.prev is None and block.next is None:
+                    self._release(block)
+
+    def reset_peaks(self) -> None:
+        """Peaks are counted from what there is now."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    def segments(self) -> tuple[SegmentState, ...]:
+        """All segments and their blocks, by address."""
+        found = []
+        for address in sorted(self._first_blocks):
+            block: Block | None = self._first_blocks[address]
+            while block is not None:
+                if block.state == "unmapped":
+                    block = block.next
+                    continue
+                segment, block = _stretch_from(block)
+                found.append(segment)
+        return tuple(found)
+
+    # ---- which block
+
+    def _rounded(self, num_bytes: int) -> int:
+        if num_bytes < MIN_BLOCK_BYTES:
+            return MIN_BLOCK_BYTES
+        if self._divides:
+            index = min(max(num_bytes.bit_length() - MIB.bit_length(), 0), NUM_DIVISIONS - 1)
+            divisions = self.settings.roundup_power2_divisions[index]
+            if divisions > 1 and num_bytes > MIN_BLOCK_BYTES * divisions:
+                return round_up(num_bytes, (1 << num_bytes.bit_length() - 1) // divisions)
+        return (num_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+
+    def _new_pool(self, stream: int, is_small: bool) -> _Pool:
+        page_bytes = SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
+        pool = self._pools[stream, is_small] = _Pool(stream, is_small, page_bytes)
+        return pool
+
+    def _best_fit(self, pool: _Pool, size_bytes: int) -> Block | None:
+        """The smallest free block that is large enough, taken out of its pool; of equal ones the first."""
+        if self._collects:
+            self._num_searches[pool.is_small] += 1
+        free = pool.free
+        index = bisect_left(free, (size_bytes,))
+        if index == len(free):
+            return None
+        if self._is_expandable:
+            index = _skip_growing(free, index)
+        found_bytes, _, block = free[index]
+        if size_bytes < self._max_split_bytes:
+            if found_bytes >= self._max_split_bytes:
+                return None
+        elif found_bytes >= size_bytes + self._slack_bytes:
+            return None
+        del free[index]
+        return block
+
+    def _splits(self, is_small: bool, size_bytes: int, rest_bytes: int) -> bool:
+        if is_small or self._is_expandable:
+            return rest_bytes >= MIN_BLOCK_BYTES
+        return size_bytes < self._max_split_bytes and rest_bytes > SMALL_BYTES
+
+    def _cut(self, block: Block, size_bytes: int) -> None:
+        """Keep the front; the rest is free."""
+        rest = self._cut_off(block, size_bytes, "free")
+        self._add_free(rest)
+
+    def _cut_off(self, block: Block, size_bytes: int, state: State) -> Block:
+        rest = Block(block.pool, block.base, block.address + size_bytes, block.size_bytes - size_bytes, state)
+        block.size_bytes = size_bytes
+        block.insert_after(rest)
+        return rest
+
+    # ---- blocks come back
+
+    def _make_free(self, block: Block) -> None:
+        """Merge it with its free neighbours, and put the whole into its pool."""
+        self.requested_bytes -= block.requested_bytes
+        block.requested_bytes = 0
+        block.state = "free"
+        self._merge(block)
+
+    def _merge(self, block: Block) -> None:
+        pool = block.pool
+        after, before = block.next, block.prev
+        if after is not None and after.state == "free":
+            pool.remove(after)
+            block.absorb_next()
+        if before is not None and before.state == "free":
+            pool.remove(before)
+            before.absorb_next()
+            block = before
+        self._add_free(block)
+
+    def _add_free(self, block: Block) -> None:
+        block.freed_at = self._num_searches[block.pool.is_small]
+        block.pool.add(block)
+
+    def _process_events(self) -> None:
+        """Take back blocks whose events are done; of each stream in order, up to the first that is not."""
+        if self._event_lag is None:
+            return
+        until = self._num_requests - self._event_lag
+        for stream, queue in list(self._events.items()):
+            while queue and queue[0][0] <= until:
+                self._finish_event(queue.popleft()[1])
+            if not queue:
+                del self._events[stream]
+
+    def _finish_event(self, block: Block) -> None:
+        block.num_events -= 1
+        if block.num_events == 0:
+            self._make_free(block)
+
+    # ---- segments
+
+    def _reserve(self, pool: _Pool, size_bytes: int) -> Block:
+        """A free block of new memory; for want of it, all that is cached goes back first."""
+        if self._collects:
+            self._collect_garbage()
+        block = self._new_memory(pool, size_bytes)
+        if block is None and self._release_oversize(pool, size_bytes):
+            block = self._new_memory(pool, size_bytes)
+        if block is None:
+            self.empty_cache()
+            self.num_retries += 1
+            block = self._new_memory(pool, size_bytes)
+        if block is None:
+            raise OutOfMemoryError(self._refusal(size_bytes))
+        return block
+
+    def _refusal(self, size_bytes: int) -> str:
+        limits = [limit for limit in (self.capacity_bytes, self._allowed_bytes) if limit is not None]
+        return (
+            f"The modelled card has no room for a block of {show_bytes(size_bytes)}: of {show_bytes(min(limits))}, "
+            f"{show_bytes(self.reserved_bytes)} are reserved and {show_bytes(self.allocated_bytes)} allocated. "
+            "Lower the batch size or give it more memory."
+        )
+
+    def _new_memory(self, pool: _Pool, size_bytes: int) -> Block | None:
+        segment_bytes = self._segment_bytes(size_bytes)
+        if self._allowed_bytes is not None and self.reserved_bytes + segment_bytes > self._allowed_bytes:
+            return None
+        if self._is_expandable:
+            return self._grow(pool, size_bytes)
+        if not self._take(segment_bytes):
+            return None
+        return self._new_segment(pool, segment_bytes, "free")
+
+    def _segment_bytes(self, size_bytes: int) -> int:
+        if size_bytes <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if size_bytes < PACKED_BYTES:
+            return self.settings.large_segment_bytes
+        return round_up(size_bytes, SEGMENT_ROUNDING_BYTES)
+
+    def _new_segment(self, pool: _Pool, num_bytes: int, state: State) -> Block:
+        address = self._next_address
+        self._next_address += num_bytes
+        block = self._first_blocks[address] = Block(pool, address, address, num_bytes, state)
+        return block
+
+    def _take(self, num_bytes: int) -> bool:
+        """Memory of the card, if there is as much."""
+        if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
+            return False
+        self.reserved_bytes += num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _release(self, block: Block) -> None:
+        """Give a segment back that is one free block."""
+        block.pool.remove(block)
+        del self._first_blocks[block.address]
+        self.reserved_bytes -= block.size_bytes
+
+    def _release_oversize(self, pool: _Pool, size_bytes: int) -> bool:
+        """Give blocks back that are too large to be split: one that suffices, or the largest until they do."""
+        if self.settings.max_split_bytes is None or self._is_expandable:
+            return False
+        needed_bytes = max(size_bytes, self.settings.max_split_bytes)
+        index = bisect_left(pool.free, (needed_bytes,))
+        if index < len(pool.free):
+            self._release(pool.free[index][2])
+            return True
+        released_bytes = 0
+        while released_bytes < needed_bytes and pool.free and pool.free[-1][0] >= self.settings.max_split_bytes:
+            released_bytes += pool.free[-1][0]
+            self._release(pool.free[-1][2])
+        return released_bytes >= needed_bytes
+
+    def _collect_garbage(self) -> None:
+        """Give unused segments of the large pools back, those that are older than the average first."""
+        assert self._allowed_bytes is not None
+        excess_bytes = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self._allowed_bytes)
+        while excess_bytes > 0:
+            unused = [block for pool in self._pools.values() for block in _whole_segments(pool)]
+            ages = [self._num_searches[False] - block.freed_at for block in unused]
+            if not ages or self._is_expandable:
+                return
+            # The mean is that of the blocks that were left at the beginning of a round, as in PyTorch.
+            for block, age in zip(unused, ages, strict=True):
+                if age >= sum(ages) / len(ages):
+                    excess_bytes -= block.size_bytes
+                    self._release(block)
+
+    # ---- expandable segments
+
+    def _grow(self, pool: _Pool, size_bytes: int) -> Block | None:
+        """Map pages behind or between blocks, at the lowest address where this gives enough in one piece."""
+        block = self._room_for(pool, size_bytes)
+        if block.state == "unmapped":
+            mapped = self._map(block, min(block.size_bytes, size_bytes))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size_bytes < size_bytes:
+            assert block.next is not None
+            mapped = self._map(block.next, min(size_bytes - block.size_bytes, block.next.size_bytes))
+            if mapped is None:
+                return None
+            block = mapped
+        pool.remove(block)
+        return block
+
+    def _room_for(self, pool: _Pool, size_bytes: int) -> Block:
+        for _, unmapped in pool.unmapped:
+            before = unmapped.prev
+            start = before if before is not None and before.state == "free" else unmapped
+            if _has_room(start, size_bytes):
+                return start
+        space_bytes = round_up(max(self._address_space_bytes, size_bytes), pool.page_bytes)
+        segment = self._new_segment(pool, space_bytes, "unmapped")
+        pool.add_unmapped(segment)
+        return segment
+
+    def _map(self, block: Block, num_bytes: int) -> Block | None:
+        """Map pages at the front of an unmapped block; the free block that they are part of afterwards."""
+        num_bytes = round_up(num_bytes, block.pool.page_bytes)
+        if not self._take(num_bytes):
+            return None
+        block.pool.remove_unmapped(block)
+        if num_bytes < block.size_bytes:
+            block.pool.add_unmapped(self._cut_off(block, num_bytes, "unmapped"))
+        before = block.prev if block.prev is not None and block.prev.state == "free" else None
+        block.state = "free"
+        self._merge(block)
+        return before or block
+
+    def _unmap(self, block: Block) -> None:
+        """Unmap the whole pages of a free block."""
+        pool, page_bytes = block.pool, block.pool.page_bytes
+        base = block.base
+        start = base + round_up(block.address - base, page_bytes)
+        end = base + (block.address + block.size_bytes - base) // page_bytes * page_bytes
+        if start >= end:
+            return
+        pool.remove(block)
+        if start > block.address:
+            front, block = block, self._cut_off(block, start - block.address, "free")
+            self._add_free(front)
+        if end < block.address + block.size_bytes:
+            self._add_free(self._cut_off(block, end - block.address, "free"))
+        self.reserved_bytes -= block.size_bytes
+        block.state = "unmapped"
+        self._merge_unmapped(block)
+
+    def _merge_unmapped(self, block: Block) -> None:
+        pool = block.pool
+        after, before = block.next, block.prev
+        if after is not None and after.state == "unmapped":
+            pool.remove_unmapped(after)
+            block.absorb_next()
+        if before is not None and before.state == "unmapped":
+            pool.remove_unmapped(before)
+            before.absorb_next()
+            block = before
+        if block.prev is None and block.next is None:
+            del self._first_blocks[block.address]
+        else:
+            pool.add_unmapped(block)
+
+
+def _allowed_bytes(settings: AllocatorSettings, total_bytes: int | None) -> int | None:
+    if settings.memory_fraction is None:
+        return None
+    if total_bytes is None:
+        raise ConfigError(
+            f"memory_fraction={settings.memory_fraction} is a share of the card: say how large that is by total_bytes"
+        )
+    return int(settings.memory_fraction * total_bytes)
+
+
+def _skip_growing(free: list[tuple[int, int, Block]], index: int) -> int:
+    """A block with unmapped pages behind it counts as all that it could become, so that what cannot grow is used up
+    first."""
+    size_bytes = _possible_bytes(free[index][2])
+    while index + 1 < len(free):
+        next_bytes = _possible_bytes(free[index + 1][2])
+        if next_bytes >= size_bytes:
+            break
+        index, size_bytes = index + 1, next_bytes
+    return index
+
+
+def _possible_bytes(block: Block) -> int:
+    after = block.next
+    return block.size_bytes + (after.size_bytes if after is not None and after.state == "unmapped" else 0)
+
+
+def _has_room(block: Block | None, size_bytes: int) -> bool:
+    """Whether free and unmapped blocks from this one on are as large together."""
+    found_bytes = 0
+    while found_bytes < size_bytes and block is not None and block.state in ("free", "unmapped"):
+        found_bytes += block.size_bytes
+        block = block.next
+    return found_bytes >= size_bytes
+
+
+def _whole_segments(pool: _Pool) -> list[Block]:
+    """The free blocks of a large pool that are a segment each."""
+    if pool.is_small:
+        return []
+    return [block for _, _, block in pool.free if block.prev is None and block.next is None]
+
+
+def _stretch_from(first: Block) -> tuple[SegmentState, Block | None]:
+    """Mapped blocks from this one on, as a segment; and the block behind them."""
+    blocks = []
+    block: Block | None = first
+    while block is not None and block.state != "unmapped":
+        blocks.append(BlockState(block.size_bytes, block.requested_bytes, block.state))
+        block = block.next
+    size_bytes = sum(each.size_bytes for each in blocks)
+    return SegmentState(first.address, size_bytes, first.pool.stream, first.pool.is_small, tuple(blocks)), block
