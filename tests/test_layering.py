@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.unit
 PACKAGE = pathlib.Path(__file__).parent.parent / "src" / "memscale"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -86,6 +88,7 @@ def name_of(path: pathlib.Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
+@functools.cache
 def tree_of(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -126,15 +129,15 @@ def internal(name: str, *, top_level_only: bool = False) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", TORCH_FREE)
-def test_these_need_no_torch(name: str) -> None:
-    loaded = [i for i in imports(tree_of(MODULES[name]), top_level_only=True) if i.split(".")[0] == "torch"]
-    assert not loaded
+def test_these_need_no_torch() -> None:
+    for name in TORCH_FREE:
+        loaded = [i for i in imports(tree_of(MODULES[name]), top_level_only=True) if i.split(".")[0] == "torch"]
+        assert not loaded, f"{name} imports {loaded}"
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_pure_modules_import_only_what_is_below_them(name: str) -> None:
-    assert internal(name) <= ALLOWED[name]
+def test_pure_modules_import_only_what_is_below_them() -> None:
+    for name, below in ALLOWED.items():
+        assert internal(name) <= below, f"{name} imports {internal(name) - below}"
 
 
 def test_profile_decide_and_execute_meet_only_in_the_api() -> None:
@@ -182,27 +185,28 @@ def test_nothing_imports_in_a_circle() -> None:
         done |= ready
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_device_code_is_generic(path: pathlib.Path) -> None:
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute):
-            assert ast.unparse(node) != "torch.cuda", f"{path.name}:{node.lineno} uses torch.cuda"
-    assert not [i for i in imports(tree_of(path)) if i.startswith("torch.cuda")]
+def test_device_code_is_generic() -> None:
+    for name, path in MODULES.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute):
+                assert ast.unparse(node) != "torch.cuda", f"{name}:{node.lineno} uses torch.cuda"
+        assert not [i for i in imports(tree_of(path)) if i.startswith("torch.cuda")], f"{name} imports torch.cuda"
 
 
 PUBLIC_BY_CUSTOM = ("torch.utils._pytree", "torch.utils._python_dispatch")
 """Underscored modules that PyTorch's own documentation tells extension authors to use."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_private_torch_is_in_one_place(path: pathlib.Path) -> None:
-    if path.name == "_torch_private.py":
-        return
-    tree = tree_of(path)
+def test_private_torch_is_in_one_place() -> None:
+    used = {name: private for name, path in MODULES.items() if (private := private_torch(tree_of(path)))}
+    assert used.keys() <= {"_torch_private"}, f"put these into _torch_private.py: {used}"
+
+
+def private_torch(tree: ast.Module) -> list[str]:
     private = [i for i in imports(tree) if i.startswith("torch.") and "._" in i and not i.startswith(PUBLIC_BY_CUSTOM)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
             if text.startswith(("torch._", "torch.optim._", "torch.utils._", "torch.nn._", "torch.autograd._")):
                 private.append(text)
-    assert not private, f"{path.name} uses {private}: put it into _torch_private.py"
+    return private

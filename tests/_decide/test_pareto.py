@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from memscale._profile import Profile
 from memscale.report.pareto_svg import draw
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
+pytestmark = pytest.mark.unit
 HARDWARE = hardware_of(link_bytes_per_s=1e9)
 PROFILE = full_profile(8)
 BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes
