@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pathlib
 import random
+import resource
 import sys
 import threading
 import time
@@ -31,6 +33,8 @@ from memscale._torch.overrides import ForwardOverride, OwnHook
 
 _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()
+_STARTED_S = pytest.StashKey[float]()
+_LIVE_BYTES = pytest.StashKey[int]()
 MOST_KEPT_BYTES = 1_000_000
 """Constants that libraries make on their first use."""
 _AUTOGRAD_LETS_GO_S = 60.0
@@ -54,6 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     seed = config.getoption("shuffle_files")
     return [] if seed is None else [f"the files are shuffled; run them in this order again with --shuffle-files {seed}"]
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """`make check` runs the files marked `unit`; importing the others would cost it more than it may take."""
+    if not config.option.markexpr.startswith("unit ") or collection_path.suffix != ".py":
+        return None
+    return True if "mark.unit" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,8 +92,16 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     _load_profile(collector.config)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_STARTED_S] = _processor_s()
     _load_profile(item.config)
+
+
+def _processor_s() -> float:
+    """Processor time of this process and of those that it has waited for: the same on a machine of any load."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -107,11 +126,13 @@ def _registering_new(kind: type, *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_module_keeps_tensors() -> Iterator[None]:
+def _no_module_keeps_tensors(request: pytest.FixtureRequest) -> Iterator[None]:
     """What one file of tests keeps alive would be counted in the measured peaks of the next."""
-    before = _live_bytes()
+    known = request.session.stash  # what was left at the end of a file is what the next one finds
+    before = known[_LIVE_BYTES] if _LIVE_BYTES in known else _live_bytes()
     yield
-    kept = _live_bytes() - before
+    known[_LIVE_BYTES] = _live_bytes()
+    kept = known[_LIVE_BYTES] - before
     assert kept < MOST_KEPT_BYTES, f"{kept:,} bytes of tensors outlive this file"
 
 
@@ -121,7 +142,7 @@ def _quick_collections(_no_module_keeps_tensors: None) -> Iterator[None]:
 
     For one file only: tensors among what is frozen are not seen by `measure()`, and come back into sight at the end.
     """
-    gc.collect()
+    gc.collect()  # garbage that is frozen, also that of counting live bytes, would outlive every test of the file
     gc.freeze()
     yield
     gc.unfreeze()
@@ -143,7 +164,9 @@ def _seeded() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    if call.when == "teardown":  # `tools/durations.py` reads it from the JUnit file
+        item.user_properties.append(("processor_s", round(_processor_s() - item.stash[_STARTED_S], 3)))
     report = yield
     if report.when == "call":
         item.stash[_FAILED] = report.failed

@@ -419,9 +419,9 @@ def test_an_output_that_cannot_be_written_is_a_sentence(shell: Shell, model_file
     ("name", "batch", "seq", "published_gib", "expected_gb"),
     [
         ("bert-base", 16, 128, 3.14, 3.357),
-        pytest.param("bert-large", 16, 128, 7.60, 8.168, marks=pytest.mark.slow),
-        pytest.param("gpt2-medium", 4, 512, 10.87, 11.656, marks=pytest.mark.slow),
-        pytest.param("gpt2-large", 2, 512, 14.87, 15.678, marks=pytest.mark.slow),
+        pytest.param("bert-large", 16, 128, 7.60, 8.168, marks=pytest.mark.full),
+        pytest.param("gpt2-medium", 4, 512, 10.87, 11.656, marks=pytest.mark.full),
+        pytest.param("gpt2-large", 2, 512, 14.87, 15.678, marks=pytest.mark.full),
     ],
 )
 def test_baselines_of_the_published_table(
@@ -434,7 +434,7 @@ def test_baselines_of_the_published_table(
     assert result["baseline_peak_bytes"] / 1e9 == pytest.approx(expected_gb, abs=0.001)  # what the docs say
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gpt2_xl_does_not_fit_as_it_is(shell: Shell) -> None:
     arguments = ("estimate", "gpt2-xl", "--batch", "1", "--seq", "512", "--gpu", "RTX 3090", "--json")
     result = json.loads(shell(*arguments))["estimate"]

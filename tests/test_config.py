@@ -15,6 +15,7 @@ import torch
 
 from memscale import AsyncOffloadConfig, Config, ConfigError, OptimizationMode
 
+pytestmark = pytest.mark.unit
 TECHNIQUES = (
     "enable_checkpointing",
     "enable_offloading",

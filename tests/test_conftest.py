@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import settings
 
-from tests.conftest import pytest_collectstart, with_files_shuffled
+from tests.conftest import pytest_collectstart, pytest_ignore_collect, with_files_shuffled
+
+pytestmark = pytest.mark.unit
 
 
 def test_property_tests_try_the_same_cases_in_every_run(request: pytest.FixtureRequest) -> None:
@@ -53,3 +58,38 @@ def test_files_are_shuffled_and_their_tests_are_not(request: pytest.FixtureReque
     state = random.getstate()
     assert with_files_shuffled(items, 1) == with_files_shuffled(items[::1], 1)
     assert random.getstate() == state
+
+
+INNER = """
+import pytest
+
+def test_that_works():
+    sum(range(1_000_000))
+"""
+
+
+@pytest.mark.slow
+def test_the_processor_time_of_a_test_is_in_the_report(tmp_path: Path) -> None:
+    (tmp_path / "test_inner.py").write_text(INNER)
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import pytest_runtest_makereport, pytest_runtest_setup\n"
+    )
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
+    (case,) = ElementTree.parse(report).iter("testcase")
+    (found,) = (each for each in case.iter("property") if each.attrib["name"] == "processor_s")
+    assert float(found.attrib["value"]) > 0
+
+
+def test_files_of_other_lanes_are_not_imported_for_a_quick_check(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small, large = tmp_path / "test_small.py", tmp_path / "test_large.py"
+    small.write_text("pytestmark = pytest.mark.unit")
+    large.write_text("import torch")
+    for expression, wanted in (("unit and not slow and not full", [None, True]), ("not full", [None, None])):
+        monkeypatch.setattr(request.config.option, "markexpr", expression)
+        assert [pytest_ignore_collect(path, request.config) for path in (small, large)] == wanted
+    monkeypatch.setattr(request.config.option, "markexpr", "unit and not slow and not full")
+    assert pytest_ignore_collect(tmp_path, request.config) is None, "folders are looked into"

@@ -15,6 +15,7 @@ from memscale._config import OptimizationMode
 from memscale._hardware.cards import KNOWN_CARDS
 from memscale.cli import app
 from memscale.zoo import MODELS
+from tests.lanes import full
 from tools import blocks, make_figures, make_table
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -31,8 +32,15 @@ def test_python_blocks_run_in_sequence(
         exec(compile(block.text, str(block), "exec"), namespace)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", blocks.console_blocks(), ids=str)
+LARGE = ("memscale estimate", "memscale fit")
+"""These plan in every mode, or many times: what they print is compared in `make test-all`."""
+
+
+def _lane(block: Any) -> Any:
+    return pytest.param(block, id=str(block), marks=[full] if block.command.startswith(LARGE) else [])
+
+
+@pytest.mark.parametrize("block", [_lane(block) for block in blocks.console_blocks()])
 def test_commands_print_what_the_document_shows(block: Any) -> None:
     printed = blocks.run_command(block.command)
     assert blocks.agree(block.printed, printed), f"run `python -m tools.blocks`; {block.command} now prints:\n{printed}"

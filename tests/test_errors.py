@@ -10,6 +10,8 @@ import memscale
 from memscale import _errors
 from memscale._errors import assert_never, quoted, shown
 
+pytestmark = pytest.mark.unit
+
 
 def test_every_error_has_one_base() -> None:
     errors = [value for _, value in inspect.getmembers(_errors, inspect.isclass) if issubclass(value, Exception)]

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from memscale import _json
 
+pytestmark = pytest.mark.unit
+
 
 class Colour(enum.Enum):
     RED = "red"

@@ -7,6 +7,9 @@ import functools
 import pathlib
 from collections.abc import Iterator
 
+import pytest
+
+pytestmark = pytest.mark.unit
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "memscale"
 

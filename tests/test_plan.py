@@ -28,6 +28,7 @@ from memscale._plan import (
 from tests.parity import plan_of
 from tests.profiles import hardware_of, profile_of
 
+pytestmark = pytest.mark.unit
 PLAN = decide(profile_of(4), hardware_of(), Config(force_optimize=True))
 
 

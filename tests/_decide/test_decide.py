@@ -21,8 +21,10 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._plan import Checkpoint, Plan, TileHead
 from memscale._profile import CHECKPOINT
+from tests.lanes import some
 from tests.profiles import MB, Block, hardware_of, profile_of, with_tiled_head
 
+pytestmark = pytest.mark.unit
 HARDWARE = hardware_of()
 PROFILE = profile_of(8)
 BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes
@@ -302,21 +304,21 @@ torch.set_num_threads(1)
 with torch.device("meta"):
     model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(4)))
     inputs = Inputs((torch.zeros(8, 32, 64),))
-for mode in ("conservative", "balanced", "aggressive"):
-    config = Config(mode=mode, force_optimize=True)
-    sys.stdout.write(make_plan(model, inputs, config, hardware=hardware_of()).to_json())
+config = Config(mode=sys.argv[1], force_optimize=True)
+sys.stdout.write(make_plan(model, inputs, config, hardware=hardware_of()).to_json())
 """
 
 
 @pytest.mark.slow
-def test_the_whole_pipeline_gives_the_same_bytes_in_every_process() -> None:
+@pytest.mark.parametrize("mode", some(["conservative", "balanced", "aggressive"], "balanced"))
+def test_the_whole_pipeline_gives_the_same_bytes_in_every_process(mode: str) -> None:
     outputs = set()
     for hash_seed in ("0", "7"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        command = [sys.executable, "-c", WHOLE_PROGRAM]
+        command = [sys.executable, "-c", WHOLE_PROGRAM, mode]
         outputs.add(subprocess.run(command, check=True, capture_output=True, env=environment, cwd=_root()).stdout)
     assert len(outputs) == 1
-    assert outputs.pop().count(b'"actions"') == 3
+    assert outputs.pop().count(b'"actions"') == 1
 
 
 def _root() -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, Profile, StepTrace, Treatment
 from tests.profiles import hardware_of, profile_of
 
+pytestmark = pytest.mark.unit
 ON_CPU, ON_GPU = hardware_of(device_type="cpu"), hardware_of()
 
 

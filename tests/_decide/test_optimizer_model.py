@@ -12,6 +12,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._profile import CHECKPOINT, STREAM, OptimizerCost
 from tests.profiles import MB, Block, hardware_of, profile_of
 
+pytestmark = pytest.mark.unit
 ONE = {"b": Block(keeps=100, keeps_selective=40, keeps_checkpointed=10, temporaries=20, gradients=5, time=100)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from memscale._profile import CHECKPOINT, STREAM, Profile, TraceKey
 from memscale.report.pareto_svg import draw
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
+pytestmark = pytest.mark.unit
 HARDWARE = hardware_of(link_bytes_per_s=1e9)
 PROFILE = full_profile(8)
 BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes

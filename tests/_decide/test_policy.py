@@ -21,6 +21,7 @@ from memscale._profile.inputs import Inputs
 from tests.models import Chain, TwoLinears
 from tests.profiles import MB, full_profile, hardware_of, profile_of
 
+pytestmark = pytest.mark.unit
 BASELINE = Situation(profile_of(), hardware_of(), full_budget(hardware_of(), Config())).baseline.peak_bytes
 
 

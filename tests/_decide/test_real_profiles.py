@@ -25,6 +25,7 @@ from memscale._plan import MixedPrecision, Plan, QuantizeOptimizer
 from memscale._planning import Study
 from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, Profile
 from memscale._profile.inputs import Inputs
+from tests.lanes import in_turns, some
 from tests.models import case
 
 NAMES = ("mlp", "gpt2")
@@ -47,8 +48,7 @@ def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:
     return decide(profile_of(name), CARD, config, raise_if_unfit=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mode"), in_turns(NAMES, MODES))
 @settings(derandomize=True, max_examples=25, deadline=None)
 @given(shares=st.tuples(st.floats(0.05, 1.1), st.floats(0.05, 1.1)))
 def test_a_larger_budget_is_never_slower_and_none_is_exceeded(
@@ -145,7 +145,7 @@ def all_peaks(model: CostModel, run: RunOptions) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", some(list(SHAPES), "t5", "albert", "again"))
 def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> None:
     profile, plain = shaped_profile(name), Config(force_optimize=True, enable_offloading=False)
     card = CARD_OF[name]
@@ -161,7 +161,7 @@ def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> Non
     assert both[0] == both[1] <= lowest
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_deep_encoder_and_decoder_fit_what_they_can() -> None:
     """Blocks of the one are treated alike and mostly left out of a rehearsal; those of the other are not."""
     config = Config(mode="conservative", force_optimize=True)

@@ -10,6 +10,8 @@ from memscale._decide.step_time import Moved, Pace
 from memscale._profile import Segment
 from tests.profiles import MB, hardware_of
 
+pytestmark = pytest.mark.unit
+
 
 def moving(phase: str = "forward", **changes: int) -> Segment:
     """100 ms of compute, 10 launches."""

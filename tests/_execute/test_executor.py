@@ -17,6 +17,8 @@ from tests._torch.test_overrides import snapshot
 from tests.models import Mlp, case, square_loss
 from tests.parity import checkpoint_all, plan_of
 
+pytestmark = pytest.mark.unit
+
 
 def test_a_saved_plan_is_executed() -> None:
     model = Mlp()

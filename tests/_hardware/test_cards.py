@@ -6,6 +6,7 @@ import pytest
 
 from memscale._hardware.cards import KNOWN_CARDS, find_card
 
+pytestmark = pytest.mark.unit
 GIB = 1024**3
 
 

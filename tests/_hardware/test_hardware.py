@@ -14,6 +14,7 @@ from memscale import ConfigError, Hardware
 from memscale._errors import shown
 from memscale._hardware import _architecture, _cpu_hardware
 
+pytestmark = pytest.mark.unit
 GIB = 1024**3
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from memscale._hardware.host import _cgroup_limit, host_memory
 
+pytestmark = pytest.mark.unit
 GIB = 1024**3
 
 

@@ -26,6 +26,7 @@ from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
+from tests.lanes import in_turns
 from tests.models import Mlp
 
 SMALL, LARGE = 200, 512
@@ -67,20 +68,18 @@ def config_of(**changes: Any) -> Config:
     return Config(device="simgpu", enable_logging=False, force_optimize=True, enable_checkpointing=False, **changes)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    ("width", "changes", "kinds"),
-    [
-        (LARGE, {}, {OffloadOptimizer}),
-        (LARGE, {"use_8bit_optimizer": True}, {OffloadOptimizer, QuantizeOptimizer}),
-        (LARGE, {"use_8bit_optimizer": True, "enable_offloading": False}, {QuantizeOptimizer}),
-        (SMALL, {"use_8bit_optimizer": True}, {QuantizeOptimizer}),
-    ],
-)
-def test_the_peak_of_the_run_is_the_predicted_one(
-    width: int, changes: dict[str, Any], kinds: set[type], is_async: bool, simgpu_device: Any
-) -> None:
-    plan, peaks = train(width, config_of(async_offload=is_async, **changes))
+WISHES: dict[str, tuple[int, dict[str, Any], set[type]]] = {
+    "offloaded": (LARGE, {}, {OffloadOptimizer}),
+    "offloaded in 8 bits": (LARGE, {"use_8bit_optimizer": True}, {OffloadOptimizer, QuantizeOptimizer}),
+    "in 8 bits": (LARGE, {"use_8bit_optimizer": True, "enable_offloading": False}, {QuantizeOptimizer}),
+    "small in 8 bits": (SMALL, {"use_8bit_optimizer": True}, {QuantizeOptimizer}),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), in_turns(list(WISHES), ["sync", "async"], whole=["offloaded"]))
+def test_the_peak_of_the_run_is_the_predicted_one(name: str, way: str, simgpu_device: Any) -> None:
+    width, changes, kinds = WISHES[name]
+    plan, peaks = train(width, config_of(async_offload=way == "async", **changes))
     assert {type(action) for action in plan.actions} == kinds
     assert plan.predicted_peak_bytes == pytest.approx(max(peaks), rel=0.001)
     assert max(peaks) <= plan.predicted_peak_bytes
@@ -99,8 +98,10 @@ def test_offloading_the_state_of_a_small_model_would_gain_nothing(simgpu_device:
     assert plan.predicted_peak_bytes == max(peaks)
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}])
-@pytest.mark.parametrize("streamed", [(), (0,), (1, 2), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("streamed", "options"),
+    in_turns([(), (0,), (1, 2), (0, 1, 2, 3)], [{"foreach": False}, {}, {"foreach": True}], whole=["(1, 2)"]),
+)
 def test_a_step_is_counted_as_it_runs(streamed: tuple[int, ...], options: dict[str, Any], simgpu_device: Any) -> None:
     """Operators and temporaries, also of the step that makes the state; with two groups."""
     model = Mlp(width=1024, depth=4)  # two matrices make more than one part

@@ -64,7 +64,7 @@ def test_16_bits_that_are_left_to_the_mode_are_those_of_the_card_and_not_of_this
         assert all(point.is_exact for point in front) is not is_fast
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tiles_inside_blocks_are_tried_only_where_blocks_hold_the_peak() -> None:
     config = CONFIG.replace(mode="aggressive", use_mixed_precision=False, use_8bit_optimizer=False)
     tried = {}

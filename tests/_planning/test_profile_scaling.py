@@ -17,6 +17,7 @@ from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, Profile, TraceKey
 from memscale._profile.inputs import Inputs
 from tests.profiles import Block, full_profile, hardware_of, profile_of, with_tiled_head
 
+pytestmark = pytest.mark.unit
 HARDWARE = hardware_of()
 
 

@@ -11,6 +11,8 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from tests.models import Mlp, case
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("number", "below"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 4), (1024, 512), (1025, 1024)]

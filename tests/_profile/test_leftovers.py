@@ -13,6 +13,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch import private
 
+pytestmark = pytest.mark.unit
 TABLES: dict[int, torch.Tensor] = {}
 SEEN: list[torch.Tensor] = []
 CURRENT = torch.ones(4)

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._profile.operator_costs import Work
 
+pytestmark = pytest.mark.unit
+
 
 class Counting(TorchDispatchMode):
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
 from memscale._torch.host_rng import Fingerprint, HostRng, _python_view
 
+pytestmark = pytest.mark.unit
 DRAWS: dict[str, Callable[[], Any]] = {
     "random.random": random.random,
     "random.gauss": lambda: random.gauss(0, 1),

@@ -13,20 +13,18 @@ import transformers  # noqa: F401  its own set-up is not a trace that a test lea
 
 from benchmarks import overhead, prediction
 from benchmarks.models import Mlp, MlpBlock, case, suite
+from tests.lanes import some
 
 QUICK = ("mlp", "resnet", "nested", "data-dependent")
+"""The others are predicted and measured in test_prediction.py."""
 PEAKS_IN_THE_OPTIMIZER = ("nested",)
 """Whose few activations are not what the peak is made of."""
-
-
-def _marked(name: str) -> object:
-    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
 
 
 # ---- prediction
 
 
-@pytest.mark.parametrize("name", [_marked(entry.name) for entry in suite()])
+@pytest.mark.parametrize("name", some([entry.name for entry in suite()], *QUICK))
 def test_the_predicted_peak_is_the_measured_peak(name: str) -> None:
     plain, optimized = prediction.compare(case(name))
     assert abs(plain.error) <= prediction.MAX_ERROR

@@ -15,6 +15,7 @@ from benchmarks.full_stack import loss, peaks, setups
 from benchmarks.full_stack import state as state_module
 
 
+@pytest.mark.full
 def test_peaks_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any, simgpu_device: Any):
     monkeypatch.setitem(setups.BATCHES, "bert-tiny", (4, 32))
     monkeypatch.setitem(peaks.PUBLISHED_GB, "bert-tiny", 0.1)
@@ -38,6 +39,7 @@ def test_a_peak_above_the_published_one_fails(monkeypatch: pytest.MonkeyPatch, c
     assert "1.000" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_curves(tmp_path: Any, capsys: Any) -> None:
     assert (
         full_stack.main(["loss", "--steps", "2", "--svg", str(tmp_path / "a.svg"), "--json", str(tmp_path / "a")]) == 0

@@ -43,7 +43,7 @@ def quick_cases(seed: str = "a") -> list[Case]:
 # ---- shapes
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.full)])
 def test_a_stretched_profile_is_that_of_the_deeper_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def plain_at(num_blocks: int) -> Study:
         with monkeypatch.context() as patch:
@@ -64,7 +64,7 @@ def test_a_stretched_profile_is_that_of_the_deeper_model(family: str, monkeypatc
     assert outcomes[0].step_ms == pytest.approx(outcomes[1].step_ms, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_technique_is_tried() -> None:
     tried = set(profile_shape(TINY).variants)
     assert {TraceKey(treatment) for treatment in (CHECKPOINT, SELECTIVE, OFFLOAD, STREAM)} <= tried

@@ -152,7 +152,7 @@ def test_a_run_that_fails_says_why(tmp_path: pathlib.Path) -> None:
     assert result.measured_bytes is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_run_goes_on_and_its_numbers_hold(tmp_path: pathlib.Path) -> None:
     own, kept = tmp_path / "own.py", tmp_path / "results.json"
     own.write_text(OWN)

@@ -20,6 +20,7 @@ from memscale import _api
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision
 from memscale.integrations.huggingface import STATE_FILE, _Callback, _Meter, wrap_trainer
+from tests.lanes import in_turns
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -491,8 +492,7 @@ def test_real_samples_are_counted(tmp_path):
 # ---- save and resume
 
 
-@pytest.mark.parametrize("wrapped_before", [True, False])
-@pytest.mark.parametrize("wrapped_after", [True, False])
+@pytest.mark.parametrize(("wrapped_before", "wrapped_after"), in_turns([True, False], [False, True]))
 def test_a_run_resumes_bit_for_bit(tmp_path, wrapped_before, wrapped_after):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = make_trainer(tmp_path / "whole", **options)
@@ -555,8 +555,7 @@ def trace_of(trainer: Trainer) -> Any:
     )
 
 
-@pytest.mark.parametrize("by_model", [True, False])
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("by_model", "trained"), in_turns([True, False], [True, False]))
 def test_detach_leaves_the_trainer_as_it_was(tmp_path, by_model, trained):
     plain, trainer = make_trainer(tmp_path), make_trainer(tmp_path)
     before = [type(callback) for callback in trainer.callback_handler.callbacks]

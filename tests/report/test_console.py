@@ -20,6 +20,7 @@ from memscale.report import console
 from tests.models import Mlp
 from tests.profiles import hardware_of, profile_of
 
+pytestmark = pytest.mark.unit
 LOGGER = logging.getLogger("memscale")
 PLAN = decide(profile_of(4), hardware_of(), Config(force_optimize=True))
 

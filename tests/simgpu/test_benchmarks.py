@@ -8,6 +8,8 @@ import pytest
 
 from simgpu.benchmarks import published, speed
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True)
 def _device(simgpu_device):

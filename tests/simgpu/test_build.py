@@ -111,7 +111,7 @@ def test_progress_is_told_when_it_takes_long(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_at_once_build_it_once(tmp_path):
     """How long it takes is said by `python -m simgpu.benchmarks build`."""
     answers = []

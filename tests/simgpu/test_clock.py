@@ -5,6 +5,8 @@ import torch
 
 import simgpu
 
+pytestmark = pytest.mark.full
+
 A = torch.accelerator
 
 

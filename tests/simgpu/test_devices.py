@@ -6,6 +6,8 @@ from torch import nn
 
 import simgpu
 
+pytestmark = pytest.mark.full
+
 A = torch.accelerator
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 import simgpu
 
+pytestmark = pytest.mark.full
+
 A = torch.accelerator
 
 

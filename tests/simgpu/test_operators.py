@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 
+pytestmark = pytest.mark.full
+
 A = torch.accelerator
 
 

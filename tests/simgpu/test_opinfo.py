@@ -1,4 +1,4 @@
-"""The OpInfo sweep, bounded for CI: a seeded subset always, the whole of it as a slow test."""
+"""The OpInfo sweep, bounded for CI: a seeded subset always, the whole of it in `make test-all`."""
 
 import random
 
@@ -30,7 +30,7 @@ def test_a_seeded_subset_equals_the_cpu():
     assert tried > 50
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_operator_equals_the_cpu():
     tried = assert_equal_but_for_the_listed(opinfo.sweep(opinfo.operators()))
     assert tried > 600

@@ -5,6 +5,8 @@ NOTE [GIL and the runtime lock] in runtime.cpp is the rule; these tests hang, an
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def in_time(run_python):

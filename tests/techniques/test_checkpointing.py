@@ -21,6 +21,7 @@ from memscale.techniques.checkpointing import _draws_random_numbers, attach
 from tests.models import Case, Chain, Mlp, TwoLinears, case, odd, square_loss
 from tests.parity import SELECTIVE, assert_same_training, checkpoint_all, plan_of, seed
 
+pytestmark = pytest.mark.unit
 F32 = 4
 
 

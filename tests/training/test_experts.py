@@ -15,6 +15,7 @@ import simgpu  # noqa: F401  before the first backward: autograd counts the devi
 from memscale import Config
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, Rehearsal
+from tests.lanes import in_turns
 from tests.parity import attached_plan
 
 FORCED = Config(mode="conservative", force_optimize=True, enable_logging=False)
@@ -54,8 +55,7 @@ def gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, to
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(("name", "device"), in_turns(["mixtral", "qwen2_moe"], ["cpu", "simgpu"]))
 def test_the_same_gradients_with_router_logits(name: str, device: str, simgpu_device: None) -> None:
     model, inputs = build(name).to(device), batch(device)
     plain = gradients(copy.deepcopy(model), inputs)

@@ -17,6 +17,7 @@ from memscale import Config, MemScaleError
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadOptimizer, QuantizeOptimizer, StreamParameters
 from tests._torch.test_overrides import snapshot
+from tests.lanes import some
 from tests.techniques.optimizer8bit.test_in_place import unavailable
 
 QUIET = Config(mode="aggressive", force_optimize=True, enable_logging=False)
@@ -121,7 +122,7 @@ def test_what_is_switched_off_is_skipped_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", some([True, False], "True"))
 def test_on_an_accelerator_all_of_it_at_once(known: bool, simgpu_device: Any, no_leaks: Any) -> None:
     """bitsandbytes has no step for this device: the optimizer stays the user's, its state waits in 8 bits."""
     model = build("simgpu")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memscale
+from tests.lanes import some
 from tests.models import ODD_CASES, SUITE, Case, Chain, Mlp, TwoLinears, case, odd, square_loss
 from tests.parity import (
     SELECTIVE,
@@ -63,7 +64,7 @@ def test_selectively_checkpointed(entry: Case) -> None:
     assert recomputes(executor) > 0
 
 
-@by_name
+@pytest.mark.parametrize("entry", some(SUITE, "mlp", "resnet", "gpt2", "t5", "lora llama", "nested"))
 def test_wrapped(entry: Case) -> None:
     def prepare(model: nn.Module) -> nn.Module:
         return memscale.wrap(model, QUIET, sample_input=entry.batch(0))
@@ -84,13 +85,13 @@ def test_odd_models_checkpointed(entry: Case, keep: Any) -> None:
     assert recomputes(executor) > 0 or entry.name == "blocks without parameters"
 
 
-@odd_by_name
+@pytest.mark.parametrize("entry", some(ODD_CASES, *(case.name for case in ODD_CASES[::2])))
 def test_odd_models_wrapped(entry: Case) -> None:
     _, model = assert_same_training(entry, lambda model: memscale.wrap(model, QUIET, sample_input=entry.batch(0)))
     assert model._memscale_executor.plan is not None
 
 
-@odd_by_name
+@pytest.mark.parametrize("entry", some(ODD_CASES, *(case.name for case in ODD_CASES[1::2])))
 def test_odd_models_planned_at_the_first_forward(entry: Case) -> None:
     _, model = assert_same_training(entry, lambda model: memscale.wrap(model, QUIET))
     planned = model._memscale_executor.plan is not None

@@ -17,13 +17,12 @@ from benchmarks.prediction import settled_plan
 from memscale import Config
 from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs
+from tests.lanes import some
 from tests.models import SUITE, Case, Mlp, case, square_loss
 from tests.parity import seed
 
 F32 = 4
 FORCED = Config(force_optimize=True, enable_logging=False)
-
-by_name = pytest.mark.parametrize("entry", SUITE, ids=lambda entry: entry.name)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -73,8 +72,12 @@ def _step(entry: Case, model: nn.Module, optim: torch.optim.Optimizer, batch: di
     optim.step()
 
 
+MEASURED_BY_THE_BENCHMARK = ("resnet", "nested", "data-dependent")
+"""What these need is predicted and measured in test_benchmarks.py, too."""
+
+
 @pytest.mark.slow
-@by_name
+@pytest.mark.parametrize("entry", some(SUITE, *(e.name for e in SUITE if e.name not in MEASURED_BY_THE_BENCHMARK)))
 def test_within_one_per_cent_plain_forced_and_in_between(entry: Case) -> None:
     forced = memscale.wrap(entry.build(), FORCED, entry.batch(0))
     plan = settled_plan(entry, forced)

@@ -153,7 +153,7 @@ def without_caches(model: nn.Module) -> nn.Module:
 def train(
     model: nn.Module,
     case: Case,
-    steps: int = 5,
+    steps: int = 3,
     accumulation: int = 2,
     device: torch.device = DEVICE,
     keep: list[Any] | None = None,

@@ -32,6 +32,7 @@ from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.store.stores import Store
 from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.transfers import Transfers
+from tests.lanes import STEPS_OF_A_LEAK, in_turns
 from tests.models import SUITE, Case
 from tests.parity import seed
 from tests.techniques.offload.runs import (
@@ -105,8 +106,7 @@ def offloaded(
 # ------------------------------------------------------------------------------------------------------------ parity
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "way"), in_turns(SUITE, WAYS, whole=["gpt2"]))
 def test_trains_the_same(case: Case, way: str, plain_runs: dict[Any, Any], tmp_path: pathlib.Path):
     device = device_of(way)
     seed(1)
@@ -496,10 +496,17 @@ def test_the_peak_falls_by_what_waits_elsewhere(way: str, tmp_path: pathlib.Path
     assert offload < plain - sent + 2 * layer_bytes + window + ahead + gradient_bytes
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kind", ["alone", "checkpointed", "streamed"])
-@pytest.mark.parametrize("name", ["mlp", "resnet", "bert", "gpt2", "t5", "albert"])
-def test_a_rehearsal_on_fake_tensors_predicts_the_peak_to_the_byte(name: str, kind: str, asynchronous: bool):
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    in_turns(
+        ["mlp", "resnet", "bert", "gpt2", "t5", "albert"],
+        [f"{kind}, {way}" for way in ("sync", "async") for kind in ("alone", "checkpointed", "streamed")],
+        whole=["gpt2"],
+    ),
+)
+def test_a_rehearsal_on_fake_tensors_predicts_the_peak_to_the_byte(name: str, beside: str):
+    kind, way = beside.split(", ")
+    asynchronous = way == "async"
     entry = next(one for one in SUITE if one.name == name)
     torch.manual_seed(1)
     model = without_caches(entry.build()).to(DEVICE).train()
@@ -644,19 +651,19 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow
+@STEPS_OF_A_LEAK
 @pytest.mark.parametrize("way", ["simgpu host async", "cpu disk async"])
-def test_five_hundred_steps_use_no_more_than_ten(way: str, tmp_path: pathlib.Path):
+def test_many_steps_use_no_more_than_ten(way: str, num_steps: int, tmp_path: pathlib.Path):
     torch.manual_seed(0)
     device = device_of(way)
     model = Gpt(2).to(device)
     with offloaded(model, way, tmp_path) as offloader:
         used, counters = [], offloader.transfers.store.counters
-        for number in range(500):
+        for number in range(num_steps):
             logits = model(tokens(number).to(device))
             F.cross_entropy(logits.reshape(-1, 64), tokens(number).to(device).reshape(-1)).backward()
             model.zero_grad()
-            if number % 50 == 9:
+            if number % 10 == 9:
                 del logits
                 offloader.transfers.settle()
                 _wait_until(lambda: counters.held_bytes == 0)  # a thread lets go of its last ticket a little later

@@ -19,6 +19,7 @@ from memscale._plan import MixedPrecision
 from memscale.techniques import precision
 from memscale.techniques.precision import LossScale
 
+pytestmark = pytest.mark.unit
 WIDTH = 16
 Loss = Callable[[nn.Module], torch.Tensor]
 

@@ -28,6 +28,7 @@ from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
 from memscale.techniques import checkpointing, precision
 from memscale.techniques.precision import LossScale
+from tests.lanes import in_turns
 from tests.models import WIDTH, Case, Chain, TwoLinears, case, features, square_loss
 from tests.techniques.tiling import models as tiled
 
@@ -1020,9 +1021,7 @@ def test_a_rehearsal_on_fake_tensors_shows_the_same_bytes(name, device, dtype, s
 # ---- quality: loss curves
 
 
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize(("name", "dtype"), in_turns(["gpt2", "bert"], ["bfloat16", "float16"]))
 def test_loss_curves_stay_close_to_fp32(name, dtype):
     """The bounds that docs/design/precision.md states."""
     found = measure_distance(name, dtype)

@@ -15,6 +15,7 @@ from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.tiling import find_attentions, find_head, find_mlps, record
 from memscale.techniques.tiling.find import _Builds, suggested_rows
 from memscale.techniques.tiling.head.lazy import lazy_linear
+from tests.lanes import in_turns
 from tests.techniques.tiling.models import HandWritten, OwnProduct, hugging_face, labels, tokens
 
 HEADS = {
@@ -43,10 +44,9 @@ def recording_of(name, *, fake):
     return record(model, inputs.args, inputs.kwargs)
 
 
-@pytest.mark.parametrize("fake", [False, True])
-@pytest.mark.parametrize("name", ALL)
-def test_the_suite(name, fake):
-    recording = recording_of(name, fake=fake)
+@pytest.mark.parametrize(("name", "kind"), in_turns(ALL, ["real", "fake"], whole=["gpt2"]))
+def test_the_suite(name, kind):
+    recording = recording_of(name, fake=kind == "fake")
     assert recording.failure is None
     head, mlps, attentions = find_head(recording), find_mlps(recording), find_attentions(recording)
     assert head.module_fqns == ((HEADS[name],) if name in HEADS else ())

@@ -25,6 +25,7 @@ from tests.techniques.tiling.models import (
     tokens,
 )
 
+pytestmark = pytest.mark.unit
 X, Y = tokens(), labels()
 HEAD = TileHead("head", TILE_ROWS)
 

@@ -728,7 +728,7 @@ DDP = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_distributed_data_parallel(tmp_path):
     """Two processes: the same gradients, and each parameter's gradient accumulates once a step."""
     script = tmp_path / "ddp.py"

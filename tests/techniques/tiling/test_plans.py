@@ -116,7 +116,7 @@ def test_a_batch_no_larger_than_a_tile_takes_the_plain_path():
     memscale.detach(model)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_numbers_of_tiles_inside_the_blocks():
     """When checkpoints and a tiled head are not enough, scores and MLPs are cut, and the finer the less there is."""
     first = under(13e6)

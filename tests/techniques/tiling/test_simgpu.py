@@ -69,7 +69,7 @@ def test_the_heads_share_falls_tenfold():
     assert_near(loss, plain_loss, LOSS_BOUND)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_heads_share_falls_tenfold_at_the_size_of_the_issue():
     shape = {"batch": 4, "length": 512, "width": 128}
     plain_peak, plain_left, plain_loss = head_peak(None, **shape)
@@ -109,7 +109,7 @@ def test_same_training_on_the_device(name):
     assert_same_gradients(ours.cpu(), plain.cpu())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_long_sequence_trains_under_a_cap_where_the_plain_model_does_not(cap):
     """4 x 4096 tokens of a small GPT-2, one step each."""
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -21,6 +21,7 @@ from memscale.techniques.offload.optimizer.buckets import rounded, split_into_bu
 from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.transfers import Transfers
+from tests.lanes import STEPS_OF_A_LEAK
 from tests.techniques.offload.tiers import on_host, opened, same
 from tests.techniques.offload.training import BUCKET_BYTES, O, Training, adopted, give_gradients, plain, wide_net
 
@@ -378,17 +379,17 @@ def test_a_killed_process_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@STEPS_OF_A_LEAK
 @pytest.mark.parametrize("way", ["simgpu host async", "cpu disk async", "simgpu disk async"])
-def test_five_hundred_steps_use_no_more_than_five(way, tmp_path):
+def test_many_steps_use_no_more_than_five(way, num_steps, tmp_path):
     device = way.split()[0]
     with opened(way, tmp_path, num_threads=2) as transfers:
         training = Training(device, plain(O.AdamW), "clip")
         with adopted(training, transfers):
             levels, most_threads = [], threading.active_count() + 2  # workers start when they are first needed
-            for number in range(500):
+            for number in range(num_steps):
                 training.step()
-                if number % 50 == 4:
+                if number % 10 == 4:
                     training.losses.clear()
                     leaves = transfers.store.leaves()
                     books = [(leaf.counters.held_bytes, leaf.counters.allocated_bytes) for leaf in leaves]

@@ -28,6 +28,8 @@ from tests.techniques.offload.training import (
     plain,
 )
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(autouse=True)
 def _device(simgpu_device, no_leaks):

@@ -20,6 +20,7 @@ from memscale.techniques.offload.optimizer.separable import (
     shadow,
 )
 
+pytestmark = pytest.mark.unit
 O = torch.optim  # noqa: E741
 
 

@@ -20,6 +20,7 @@ from memscale._profile.rehearsal import FakeRehearsal, loss_of
 from memscale.techniques.offload.parameters import parameter_homes, streaming
 from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.transfer import stream_order
+from tests.lanes import STEPS_OF_A_LEAK, in_turns
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
@@ -114,13 +115,14 @@ def test_a_model_larger_than_the_device_trains_on_it(asynchronous: bool, cap: An
     train(plain.to(DEVICE), GPT, steps=2).assert_same(ours)
 
 
-@MODES
-@pytest.mark.parametrize("entry", [one for one in SUITE if one.is_static], ids=lambda entry: entry.name)
-def test_a_rehearsal_on_fake_tensors_predicts_the_peak_to_the_byte(entry: Case, asynchronous: bool):
+@pytest.mark.parametrize(
+    ("entry", "way"), in_turns([one for one in SUITE if one.is_static], ("sync", "async"), whole=["gpt2"])
+)
+def test_a_rehearsal_on_fake_tensors_predicts_the_peak_to_the_byte(entry: Case, way: str):
     torch.manual_seed(1)
     model = without_caches(entry.build()).to(DEVICE).train()
     batch = on(DEVICE, entry.batch(0))
-    settings = ExecutionSettings(device=DEVICE, asynchronous=asynchronous)
+    settings = ExecutionSettings(device=DEVICE, asynchronous=way == "async")
     actions = streamed_actions(model)
 
     def attach(target: nn.Module) -> Executor:
@@ -369,18 +371,18 @@ def test_what_does_not_fit_back_stays_home_and_is_told(cap: Any):
 # -------------------------------------------------------------------------------------------------------------- soak
 
 
-@pytest.mark.slow
+@STEPS_OF_A_LEAK
 @MODES
-def test_five_hundred_steps_use_no_more_than_ten(asynchronous: bool, no_races: Any):
+def test_many_steps_use_no_more_than_ten(asynchronous: bool, num_steps: int, no_races: Any):
     torch.manual_seed(0)
     model = Gpt(2)
     with streamed(model, asynchronous, gradient_window_bytes=1 << 14) as stream:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         used = []
-        for step in range(500):
+        for step in range(num_steps):
             backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
-            if step % 50 == 9:
+            if step % 10 == 9:
                 used.append((settle(), simgpu.pinned_stats().requested_bytes, stream.stats.pinned.held_bytes))
         assert len(set(used)) == 1, used

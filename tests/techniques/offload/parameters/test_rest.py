@@ -23,6 +23,7 @@ from memscale.techniques.offload.parameters.borrowed_weights import Lender
 from memscale.techniques.tiling import attach_head
 from memscale.techniques.tiling.head import sweep
 from memscale.techniques.tiling.head.lazy import LazyLogits
+from tests.lanes import in_turns, pairwise
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
@@ -67,16 +68,15 @@ def settle() -> int:
 # ------------------------------------------------------------------------------------------------------------ parity
 
 
-@MODES
-@pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "way"), in_turns(SUITE, ("async", "sync"), whole=["gpt2"]))
 def test_trains_the_same_with_nothing_resident(
-    case: Case, asynchronous: bool, plain_runs: dict[str, Run], no_races: Any, no_leaks: Any
+    case: Case, way: str, plain_runs: dict[str, Run], no_races: Any, no_leaks: Any
 ):
     plain, model = pair(lambda: without_caches(case.build()))
     if case.name not in plain_runs:
         plain_runs[case.name] = train(plain, case)
     del plain
-    executor = executor_of(model, whole_model(model), asynchronous)
+    executor = executor_of(model, whole_model(model), way == "async")
     resident = {name for name, p in model.named_parameters() if p.device.type != "cpu"}
     assert resident <= {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings", "cls.predictions.bias"} | {
         "predictions.bias"
@@ -125,17 +125,18 @@ def test_with_a_tiled_head_it_is_the_training_of_the_tiled_head(build: Any, asyn
     reference.detach()
 
 
-@MODES
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("build", [TiledGpt, build_untied, build_frozen_head], ids=["tied", "untied", "frozen head"])
+@pytest.mark.parametrize(
+    ("build", "dtype", "way"),
+    pairwise([TiledGpt, build_untied, build_frozen_head], ["bfloat16", "float16"], ["sync", "async"]),
+)
 def test_a_tiled_head_in_16_bits_trains_as_one_that_stays(
-    build: Any, dtype: Any, asynchronous: bool, no_races: Any, no_leaks: Any
+    build: Any, dtype: Any, way: str, no_races: Any, no_leaks: Any
 ):
     resident, model = pair(build)
     lossy = [TileHead("head", rows=TILE_ROWS), MixedPrecision(dtype)]
     reference = executor_of(resident, lossy)
     expected = train(resident, TIED)
-    executor = executor_of(model, [*lossy, *whole_model(model)], asynchronous)
+    executor = executor_of(model, [*lossy, *whole_model(model)], way == "async")
     train(model, TIED).assert_same(expected)
     assert all(p.dtype == torch.float32 for p in model.parameters())
     executor.detach()

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.lanes import some
+
 PROGRAM = """
 import os, signal, sys
 import torch
@@ -113,8 +115,7 @@ print("the parent is well")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("way", some(["sync", "async"], "async"))
 def test_the_parents_state_is_its_own_and_nothing_hangs(way: str, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, way, str(tmp_path)], capture_output=True, text=True, check=False

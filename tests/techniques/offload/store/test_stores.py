@@ -16,6 +16,7 @@ from memscale.techniques.offload.store.extents import Extents
 from memscale.techniques.offload.store.host import SMALLEST_SEGMENT_BYTES, HostStore
 from memscale.techniques.offload.store.stores import Layout, ShapeStore, TieredStore, can_store
 
+pytestmark = pytest.mark.unit
 MIB = 1 << 20
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.techniques.offload.tiers import opened
 
+pytestmark = pytest.mark.unit
 KIB = 1 << 10
 
 

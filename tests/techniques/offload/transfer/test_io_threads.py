@@ -11,6 +11,8 @@ from memscale._errors import StoreIOError
 from memscale.techniques.offload.store.disk import DiskStore
 from tests.techniques.offload.tiers import device_of, opened
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(autouse=True)
 def _device(simgpu_device, no_leaks):

@@ -14,6 +14,8 @@ from memscale.techniques.offload.transfer import transfers as transfers_module
 from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.tiers import opened, same
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(autouse=True)
 def _device(simgpu_device, no_leaks):

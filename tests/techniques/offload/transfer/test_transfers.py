@@ -18,6 +18,7 @@ from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.store.test_stores import tensors
 from tests.techniques.offload.tiers import WAYS, device_of, opened, same
 
+pytestmark = pytest.mark.unit
 KIB = 1 << 10
 ACCELERATOR_WAYS = tuple(way for way in WAYS if way.startswith("simgpu"))
 
