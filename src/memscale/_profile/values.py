@@ -33,7 +33,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +40,7 @@ from torch.utils._pytree import tree_map
 
 from memscale._profile.device_kernels import FAKE_KERNELS
 from memscale._torch import private
+from memscale._torch.interception import replaced_in_this_thread
 
 logger = logging.getLogger("memscale")
 
@@ -537,11 +537,7 @@ def readable() -> Iterator[None]:
             return object.__format__(tensor, form)
         return format(numpy(tensor).item(), form)
 
-    with (
-        mock.patch.object(fake_tensor, "__format__", text, create=True),
-        mock.patch.object(fake_tensor, "numpy", numpy, create=True),
-        mock.patch.object(fake_tensor, "__array__", array, create=True),
-    ):
+    with replaced_in_this_thread(fake_tensor, __format__=text, numpy=numpy, __array__=array):
         yield
 
 
@@ -558,11 +554,7 @@ def drawn_by_host(values: Values) -> Iterator[None]:
 
     random.seed(SEED)
     torch.default_generator.manual_seed(SEED)  # not those of devices
-    with (
-        mock.patch.object(random, "random", share),
-        mock.patch.object(random, "uniform", between),
-        _drawn_by_numpy(share),
-    ):
+    with replaced_in_this_thread(random, random=share, uniform=between), _drawn_by_numpy(share):
         yield
 
 
@@ -584,7 +576,7 @@ def _drawn_by_numpy(share: Callable[[], float]) -> Iterator[None]:
 
     numpy.random.seed(SEED)
     with (
-        mock.patch.multiple(numpy.random, rand=rand, uniform=uniform),
-        mock.patch.multiple(numpy.random, random=drawn, random_sample=drawn, ranf=drawn, sample=drawn),
+        replaced_in_this_thread(numpy.random, rand=rand, uniform=uniform),
+        replaced_in_this_thread(numpy.random, random=drawn, random_sample=drawn, ranf=drawn, sample=drawn),
     ):
         yield
