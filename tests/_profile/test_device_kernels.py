@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,3 +150,40 @@ def test_transformers_finds_packed_sequences_in_other_threads() -> None:
     assert inside is None
     assert beside is not None
     assert masking.find_packed_sequence_indices is original
+
+
+class Drawing(nn.Module):
+    """Asks Python and NumPy for numbers, as layer drop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        BESIDE.pause()
+        is_kept = random.random() > 0.5 and numpy.random.rand() > 0.5 and numpy.random.uniform(0, 2) > 1
+        return self.project(x) if is_kept else x + self.project.bias
+
+
+def draw() -> list[float]:
+    random.seed(3)
+    numpy.random.seed(3)
+    return [
+        random.random(),
+        random.uniform(1, 2),
+        numpy.random.rand(),
+        *numpy.random.uniform(0, 1, 2),
+        numpy.random.random(),
+    ]
+
+
+def test_a_thread_beside_a_rehearsal_draws_numbers_of_its_own() -> None:
+    def rehearse() -> bool:
+        rehearsal = FakeRehearsal(Drawing(), Inputs((torch.randn(2, 4),), {}), "cpu")
+        rehearsal.run()
+        return rehearsal.values.was_draw_asked
+
+    alone = draw()
+    beside, was_draw_asked = BESIDE.run(rehearse, draw)
+    assert beside == alone
+    assert was_draw_asked

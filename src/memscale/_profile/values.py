@@ -37,7 +37,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +45,7 @@ from torch.utils._pytree import tree_map
 from memscale._profile.device_kernels import FAKE_KERNELS
 from memscale._torch import private
 from memscale._torch.host_rng import Fingerprint
+from memscale._torch.interception import replaced_in_this_thread
 
 logger = logging.getLogger("memscale")
 
@@ -584,11 +584,7 @@ def readable(values: Values) -> Iterator[None]:
             return object.__format__(tensor, form)
         return format(numpy(tensor).item(), form)
 
-    with (
-        mock.patch.object(fake_tensor, "__format__", text, create=True),
-        mock.patch.object(fake_tensor, "numpy", numpy, create=True),
-        mock.patch.object(fake_tensor, "__array__", array, create=True),
-    ):
+    with replaced_in_this_thread(fake_tensor, __format__=text, numpy=numpy, __array__=array):
         yield
 
 
@@ -604,7 +600,7 @@ def drawn_by_host(values: Values) -> Iterator[None]:
     torch.default_generator.manual_seed(values.seed)  # not those of devices
     names = ("random", "uniform", "randrange", "randint", "choice")
     with contextlib.ExitStack() as undo:
-        undo.enter_context(mock.patch.multiple(random, **{name: getattr(chance, name) for name in names}))
+        undo.enter_context(replaced_in_this_thread(random, **{name: getattr(chance, name) for name in names}))
         undo.enter_context(_drawn_by_numpy(chance, values.seed))
         before = Fingerprint()
         try:
@@ -662,7 +658,7 @@ def _drawn_by_numpy(chance: _Chance, seed: int) -> Iterator[None]:
 
     numpy.random.seed(seed)
     with (
-        mock.patch.multiple(numpy.random, rand=rand, uniform=uniform, randint=randint),
-        mock.patch.multiple(numpy.random, random=drawn, random_sample=drawn, ranf=drawn, sample=drawn),
+        replaced_in_this_thread(numpy.random, rand=rand, uniform=uniform, randint=randint),
+        replaced_in_this_thread(numpy.random, random=drawn, random_sample=drawn, ranf=drawn, sample=drawn),
     ):
         yield
