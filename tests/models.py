@@ -9,9 +9,8 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from benchmarks.models import Case, Mlp, MlpBlock, ResNet, case, suite
+from torch import nn
 
 __all__ = ["ODD_CASES", "SUITE", "Case", "Chain", "Mlp", "MlpBlock", "ResNet", "case", "odd", "square_loss", "suite"]
 

@@ -13,8 +13,9 @@ import json
 import pathlib
 from typing import Any
 
-from benchmarks import table
 from benchmarks.runs import Result, Subject
+
+from benchmarks import table
 
 DOCS = pathlib.Path(__file__).parent
 README = DOCS.parent / "README.md"

@@ -11,10 +11,10 @@ import numpy
 import psutil
 import pytest
 import torch
+from benchmarks.real_step import RealRehearsal
 from torch import nn
 
 import memscale
-from benchmarks.real_step import RealRehearsal
 from memscale import Config, Hardware
 from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
+from benchmarks.models import Mlp, MlpBlock, case, suite
 
 from benchmarks import overhead, prediction
-from benchmarks.models import Mlp, MlpBlock, case, suite
 
 QUICK = ("mlp", "resnet", "nested", "data-dependent")
 PEAKS_IN_THE_OPTIMIZER = ("nested",)

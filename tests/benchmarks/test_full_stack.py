@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.full_stack import loss, peaks, setups
+from benchmarks.full_stack import state as state_module
 
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
 from benchmarks import full_stack
-from benchmarks.full_stack import loss, peaks, setups
-from benchmarks.full_stack import state as state_module
 
 
 def test_peaks_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any, simgpu_device: Any):

@@ -8,14 +8,14 @@ import pathlib
 
 import numpy as np
 import pytest
-
-from benchmarks import policy
 from benchmarks.policy import cases as case_module
 from benchmarks.policy import shapes
 from benchmarks.policy.boosting import Settings, fit
 from benchmarks.policy.cases import Case, Verdict, draw_cases, feature_names
 from benchmarks.policy.scores import NOT_EARNED, compare, held_out_choices, scores_table, verdict
 from benchmarks.policy.shapes import Shape, build, draw_shape, hardware_for, profile_shape, stretch
+
+from benchmarks import policy
 from memscale import Config
 from memscale._decide import decide
 from memscale._decide.choice import Choice

@@ -8,9 +8,9 @@ from collections import defaultdict
 
 import pytest
 import torch
+from benchmarks.text import Characters, read_text
 
 from benchmarks import precision
-from benchmarks.text import Characters, read_text
 
 
 def test_the_text_is_what_the_docs_say():

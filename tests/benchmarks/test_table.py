@@ -13,10 +13,10 @@ import time
 
 import pytest
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
+from benchmarks.runs import Result, Subject
 
 import memscale
 from benchmarks import runs, table
-from benchmarks.runs import Result, Subject
 
 BERT = table.SUBJECTS[0]
 OWN = """

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.prediction import settled_plan
 from torch import nn
 
 import memscale
-from benchmarks.prediction import settled_plan
 from memscale import Config
 from memscale._planning import make_plan
 from memscale._profile.inputs import Inputs

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.precision import LARGEST_BOUND, MEAN_BOUND, measure_distance
+from benchmarks.real_step import RealRehearsal
 from torch import nn
 
 import simgpu  # noqa: F401  before the first backward: autograd counts the devices then
-from benchmarks.precision import LARGEST_BOUND, MEAN_BOUND, measure_distance
-from benchmarks.real_step import RealRehearsal
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute.executor import Executor

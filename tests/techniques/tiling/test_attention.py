@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.real_step import RealRehearsal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.real_step import RealRehearsal
 from memscale._errors import PlanError
 from memscale._plan import TileAttention, TileMlp
 from memscale._profile.inputs import Inputs

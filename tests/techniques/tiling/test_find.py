@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.models import case
 from torch import nn
 
-from benchmarks.models import case
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.tiling import find_attentions, find_head, find_mlps, record

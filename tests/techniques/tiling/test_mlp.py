@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.models import case
+from benchmarks.real_step import RealRehearsal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.models import case
-from benchmarks.real_step import RealRehearsal
 from memscale._errors import PlanError
 from memscale._plan import TileMlp
 from memscale._profile.inputs import Inputs
