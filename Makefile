@@ -6,8 +6,13 @@ EXTRAS := hf,lightning,quantization,observability,dev
 STAMP := $(VENV)/.installed
 PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 DURATIONS := build/test-durations.xml
+CUDA_VENV := .venv-cuda
+CUDA_BIN := $(CUDA_VENV)/bin
+CUDA_STAMP := $(CUDA_VENV)/.installed
+# `===` asks for the build of the ordinary index, and keeps one without CUDA ("2.13.0+cpu") out.
+CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
-.PHONY: help demo check test test-all test-shuffled search-cases durations lint format clean
+.PHONY: help demo check test test-all test-shuffled search-cases durations cuda lint format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
@@ -17,6 +22,7 @@ help:
 	@echo "make durations       what the last run of tests cost, by file"
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
+	@echo "make cuda    the CUDA build of PyTorch on an emulated card (no GPU needed): its tests, and a table; downloads 5 GB once"
 	@echo "make format  rewrite the code in our format"
 	@echo "make clean   remove the environment and caches"
 
@@ -57,9 +63,23 @@ test-shuffled: $(STAMP)
 search-cases: $(STAMP)
 	$(PYTEST) -q --dist worksteal -m hypothesis --hypothesis-profile search
 
+$(CUDA_STAMP): pyproject.toml emucuda/pyproject.toml constraints.txt
+	@echo "Creating $(CUDA_VENV) with the CUDA build of PyTorch: about 5 GB on disk, a few minutes the first time ..."
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_BIN)/pip install '$(CUDA_TORCH)'
+	$(CUDA_BIN)/pip install -c constraints.txt hatchling editables setuptools wheel
+	$(CUDA_BIN)/pip install -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	$(CUDA_BIN)/pip install -c constraints.txt --no-build-isolation --no-deps -e ./emucuda
+	@touch $@
+
+cuda: $(CUDA_STAMP)
+	$(CUDA_BIN)/python -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests --ignore emucuda/tests/card
+	$(CUDA_BIN)/python -m emucuda --races --kernels -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/card
+	$(CUDA_BIN)/python -m emucuda.peaks
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

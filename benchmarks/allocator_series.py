@@ -282,7 +282,7 @@ def main() -> None:
             sep="\n  ",
         )
     if options.target is not None:
-        options.target.write_text(_as_text({"versions": _versions(options.card), "series": recorded}))
+        options.target.write_text(as_text({"versions": _versions(options.card), "series": recorded}))
 
 
 def _in_own_process(series: Series) -> dict[str, Any]:
@@ -298,10 +298,14 @@ def _versions(card: str | None) -> dict[str, str]:
     import torch
 
     module: Any = torch.get_device_module("cuda")
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "card": card or module.get_device_name(0)}
+    return {
+        "torch": str(torch.version.__version__),
+        "cuda": str(torch.version.cuda),
+        "card": card or module.get_device_name(0),
+    }
 
 
-def _as_text(data: dict[str, Any]) -> str:
+def as_text(data: dict[str, Any]) -> str:
     """A line a request and a segment: differences between recordings can be read."""
     series = []
     for each in data["series"]:
