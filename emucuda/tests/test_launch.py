@@ -94,7 +94,7 @@ print(json.dumps(answers))
     assert on_the_card(code) == [True, True, True, True]
 
 
-def test_the_driver_needs_a_card_to_be():
+def test_cuda_starts_without_a_fault_handler():
     done = run_on_the_card("import os, torch; torch.cuda.init()", env={"PYTHONFAULTHANDLER": "0"})
     assert done.returncode == 0, done.stderr
 

@@ -377,7 +377,7 @@ def test_inputs_whose_values_decide_are_remembered(name: str) -> None:
 
 
 def test_inputs_that_are_only_looked_up_decide_nothing() -> None:
-    rehearsal = FakeRehearsal(Decides(lambda ids, x: x[ids] + (ids + 1).unsqueeze(-1)), Inputs((IDS % 2,)), "cpu")
+    rehearsal = FakeRehearsal(Decides(lambda ids, x: x[ids] + (ids + 1)[..., None, None]), Inputs((IDS % 2,)), "cpu")
     rehearsal.run()
     assert rehearsal.deciding_inputs == ()
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from emucuda import _stubs
-from emucuda._libraries import LIBRARIES, Library
+from emucuda._libraries import LIBRARIES, Library, Parameters
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-O1", "-fPIC", "-std=c++17", "-Wall", "-Wextra")
@@ -139,7 +139,7 @@ def _objects(library: Library, work: Path) -> list[Path]:
 
 def _stub_source(library: Library, objects: list[Path]) -> str:
     nvidia, _ = _site()
-    known: dict[str, _stubs.Parameters] = {}
+    known: dict[str, Parameters] = {}
     if library.real is not None:
         theirs = _stubs.exported(nvidia / library.real)
         for header in library.headers:

@@ -35,7 +35,10 @@ class Settings:
     lag: int = 0
     """How many pieces of work a stream may be behind the host. Events are not ready before. 0: no wait is seen."""
     races: bool = False
-    """Compare the memory of all copies, and of what `emucuda.watch_races()` reports, with the order of events."""
+    """Compare the memory of all copies, and of what `emucuda.watch_races()` reports, with the order of events.
+
+    Set a large `lag` with it (100000): without one every `event.query()` says that the work is over, the host then
+    knows it, and a wait that was left out after such a question is not seen."""
     kernels: bool = False
     """Count launches by the kernels' names."""
     log: int = 0

@@ -36,13 +36,20 @@ class _Accesses(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         taken, given = _tensors((args, kwargs)), _tensors(results)
         on_device = any(tensor.is_cuda for tensor in (*taken, *given))
-        if on_device and _work(card) == work:
-            return results  # a view, or an allocation: nothing was touched
+        touches = _work(card) != work if on_device else _touches(func)
+        if not touches:
+            return results  # a view, or an allocation
         written = _written(func, args, kwargs or {}) | {id(tensor) for tensor in given}
         name = func.name().encode()
         for tensor in {id(tensor): tensor for tensor in (*taken, *given)}.values():
             _tell(card, tensor, id(tensor) in written, name, on_device)
         return results
+
+
+def _touches(func: Any) -> bool:
+    """Whether an operator of the host reads or writes elements: neither a view nor an allocation does."""
+    is_view = any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
+    return not is_view and not func.name().startswith(("aten::empty", "aten::new_empty"))
 
 
 def _work(card: Any) -> int:

@@ -102,6 +102,8 @@ def _build(row: Row) -> Any:
     import transformers
 
     sizes: dict[str, Any]
+    config: Any
+    kind: Any
     if row.family == "gpt2":
         sizes = {"n_embd": row.width, "n_layer": row.layers, "n_head": row.heads}
         config, kind = transformers.GPT2Config(**sizes), transformers.GPT2LMHeadModel
@@ -113,50 +115,59 @@ def _build(row: Row) -> Any:
         return kind(config).train()
 
 
-def _predict(model: Any, inputs: Any, optimizer: Any, mode: str) -> int:
-    """Wrap the model unless it is to stay plain; memscale's prediction of live bytes."""
+def _wrapped(model: Any, inputs: Any, mode: str) -> int:
+    """Wrap the model; memscale's prediction of live bytes."""
+    import torch
+
     import memscale
 
-    if mode == "plain":
-        return memscale.estimate(model, inputs, optimizer=optimizer).baseline_peak_bytes
-    config = memscale.Config(mode=mode, force_optimize=True, enable_logging=False)
+    config = memscale.Config(mode=memscale.OptimizationMode(mode), force_optimize=True, enable_logging=False)
     memscale.wrap(model, config, sample_input=inputs)
+    torch.cuda.empty_cache()  # segments that only building the model needed are none of the steps'
     predicted: int = model._memscale_executor.plan.predicted_peak_bytes
     return predicted
+
+
+def _train(model: Any, inputs: Any, optimizer: Any) -> bool:
+    """Three steps; the peaks are of the last one that began. False: out of memory."""
+    import torch
+
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        try:
+            model(**inputs).loss.backward()
+            optimizer.step()
+        except torch.cuda.OutOfMemoryError:
+            return False
+    return True
 
 
 def _child(name: str, mode: str) -> None:
     import torch
 
     import emucuda
+    import memscale
 
     row = ROWS[name]
     ids = torch.randint(0, 30000, (row.batch, row.length)).cuda()
     inputs = {"input_ids": ids, "labels": ids}
-    out_of_memory, live_bytes = False, None
-    try:
-        model = _build(row)
-        optimizer = torch.optim.AdamW(model.parameters())
-        live_bytes = _predict(model, inputs, optimizer, mode)
-        torch.cuda.empty_cache()
-        for _ in range(3):
-            torch.cuda.reset_peak_memory_stats()
-            optimizer.zero_grad()
-            model(**inputs).loss.backward()
-            optimizer.step()
-    except torch.cuda.OutOfMemoryError:
-        out_of_memory = True
-    context_bytes = emucuda.Settings().context_bytes
+    model = _build(row)
+    optimizer = torch.optim.AdamW(model.parameters())
+    live_bytes = None if mode == "plain" else _wrapped(model, inputs, mode)
+    fits = _train(model, inputs, optimizer)
+    reserved_bytes = torch.cuda.max_memory_reserved()
     figures = {
         "model": name,
         "mode": mode,
-        "out_of_memory": out_of_memory,
-        "live_bytes": live_bytes,
+        "out_of_memory": not fits,
         "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "total_bytes": torch.cuda.max_memory_reserved() + context_bytes,
+        "reserved_bytes": reserved_bytes,
+        "total_bytes": reserved_bytes + emucuda.Settings().context_bytes,
     }
-    print(_MARK + json.dumps(figures), flush=True)
+    if live_bytes is None:  # after the figures were read: an estimate takes memory of its own for a moment
+        live_bytes = memscale.estimate(model, inputs, optimizer=optimizer).baseline_peak_bytes
+    print(_MARK + json.dumps(figures | {"live_bytes": live_bytes}), flush=True)
 
 
 if __name__ == "__main__":

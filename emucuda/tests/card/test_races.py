@@ -47,7 +47,7 @@ def test_the_host_must_wait_before_it_reads_what_a_copy_brings(wait):
             side.synchronize()
         elif wait == "device":
             torch.cuda.synchronize()
-        host.sum()
+        host[1:].sum()
     reports = emucuda.take_reports()
     if wait:
         assert reports == []
@@ -80,3 +80,13 @@ def test_training_on_one_stream_has_none():
             optimizer.step()
             optimizer.zero_grad()
     assert emucuda.take_reports() == []
+
+
+def test_a_view_of_what_a_copy_brings_touches_nothing():
+    side = torch.cuda.Stream()
+    with emucuda.watch_races():
+        host = offload(side, wait=True)
+        host[1:].view(-1, 3).detach()
+        torch.empty_like(host)
+    assert emucuda.take_reports() == []
+    torch.cuda.synchronize()

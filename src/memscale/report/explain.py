@@ -97,8 +97,16 @@ def words_of_actions(actions: Iterable[Action], blocks: Collection[str] | None =
             else:
                 by_block.setdefault(action.module_fqn, []).append(action)
     counts = collections.Counter(map(words_of_block, by_block.values()))
-    parts = [f"{words}: {count} layer{'s' if count > 1 else ''}" for words, count in counts.items()]
+    parts = [
+        f"{words}: {counts[words]} layer{'s' if counts[words] > 1 else ''}" for words in sorted(counts, key=_mildness)
+    ]
     return ", ".join([*parts, *_run_parts(actions), *(["stream the rest"] if streams_rest else [])]) or "nothing"
+
+
+def _mildness(words: str) -> tuple[int, str]:
+    """What keeps more of a block on the device comes first."""
+    order = ("checkpoint (selective)", "checkpoint", "offload", "stream")
+    return next((index for index, start in enumerate(order) if words.startswith(start)), len(order)), words
 
 
 def _run_parts(actions: Sequence[Action]) -> list[str]:

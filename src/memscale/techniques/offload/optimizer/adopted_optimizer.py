@@ -91,13 +91,17 @@ class AdoptedOptimizer:
                 f"load a checkpoint before going on. The first error: {lost[0]}"
             ) from lost[0]
 
-    def _send_away(self, optimizer: Optimizer) -> None:
-        """All state that is on its device goes to the store, a bucket at a time."""
+    def _send_away(self, optimizer: Optimizer, *, is_astray: bool = False) -> None:
+        """All state that is on its device goes to the store, a bucket at a time.
+
+        `is_astray`: some of it need not be on the device of its parameter.
+        """
         self._update_buckets(optimizer)
         for bucket in self.buckets:
             known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
             if bucket.ticket is None and bucket.memory is None and known:
-                self._move_beside(optimizer, bucket.parameters)  # a bucket at a time: all may not fit
+                if is_astray:
+                    self._move_beside(optimizer, bucket.parameters)  # not before its turn: all may not fit
                 self.visits.park(optimizer.state, bucket, known, Visit(known), exactly=True)
                 self.visits.let_go(bucket)
         self._raise_failures("no step is affected")
@@ -111,7 +115,7 @@ class AdoptedOptimizer:
             for parameter in bucket.parameters:
                 del self._bucket_of[id(parameter)]
         try:
-            self._send_away(optimizer)
+            self._send_away(optimizer, is_astray=True)
         finally:
             self._move_what_stayed(optimizer)
 
