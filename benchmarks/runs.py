@@ -31,7 +31,8 @@ from memscale._decide.policy import choose_strategy
 from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
 from memscale._plan import Plan
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.rehearsal import loss_of
 from memscale.report.explain import what_is_done
@@ -142,16 +143,16 @@ def predict(subject: Subject, card: str = "RTX 3090") -> list[Result]:
         directory = tempfile.gettempdir()
         free_bytes = shutil.disk_usage(directory).free
         hardware = dataclasses.replace(Hardware.from_name(card), disk_free_bytes=free_bytes)
-        study = Study(model, inputs, config_of("balanced", subject, offload_dir=directory), "adamw", hardware)
-        results = [_result(subject, "plain", None, predicted_bytes=_baseline_bytes(study))]
+        planner = Planner(Job(model, config_of("balanced", subject, offload_dir=directory), hardware), inputs)
+        results = [_result(subject, "plain", None, predicted_bytes=_baseline_bytes(planner))]
         for variant in subject.variants[1:]:
-            plan = study.plan(choose_strategy(config_of(variant, subject, offload_dir=directory)))
+            plan = planner.plan(choose_strategy(config_of(variant, subject, offload_dir=directory)))
             results.append(_result(subject, variant, plan))
     return results
 
 
-def _baseline_bytes(study: Study) -> int:
-    return CostModel(study.profile, study.hardware).peak_of(study.profile.plain, Choice())
+def _baseline_bytes(planner: Planner) -> int:
+    return CostModel(planner.profile, planner.hardware).peak_of(planner.profile.plain, Choice())
 
 
 # ---- measuring
@@ -182,9 +183,9 @@ def measure(subject: Subject, variant: str) -> Result:
 
 def _measure_plain(subject: Subject, model: nn.Module, inputs: Inputs) -> Result:
     hardware = Hardware.detect("simgpu")
-    study = Study(model, inputs, config_of("plain", subject, device="simgpu"), "adamw", hardware)
-    predicted_bytes = _baseline_bytes(study)
-    del study
+    planner = Planner(Job(model, config_of("plain", subject, device="simgpu"), hardware), inputs)
+    predicted_bytes = _baseline_bytes(planner)
+    del planner
     try:
         model.to("simgpu")
         found = _train(model, inputs)

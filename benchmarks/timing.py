@@ -51,7 +51,8 @@ from memscale._plan import (
     Plan,
     StreamParameters,
 )
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale.report.explain import what_is_done
 from memscale.report.tables import table
@@ -187,38 +188,38 @@ def compare_on_simgpu(subject: Case) -> Iterator[Row]:
             async_config=memscale.AsyncOffloadConfig(min_tensor_bytes=4096),
         )
         torch.manual_seed(0)
-        study = _study(subject, config)
-        for treatment, actions in _device_plans(study, config).items():
-            predicted = _predicted(study, actions, config)
+        planner = _study(subject, config)
+        for treatment, actions in _device_plans(planner, config).items():
+            predicted = _predicted(planner, actions, config)
             if predicted is not None:
                 ratio = _virtual_ms_of(subject, actions, config) / plain_ms
                 yield Row(subject.name, treatment + suffix, plain_ms, predicted, ratio, _counted(actions))
             gc.collect()
 
 
-def _study(subject: Case, config: memscale.Config) -> Study:
+def _study(subject: Case, config: memscale.Config) -> Planner:
     inputs = Inputs.from_sample(subject.batch(0))
-    study = Study(subject.build().train(), inputs, config, "adamw", memscale.Hardware.detect("simgpu"))
-    study.look_into_everything(config)
-    return study
+    planner = Planner(Job(subject.build().train(), config, memscale.Hardware.detect("simgpu")), inputs)
+    planner.look_into_everything(config)
+    return planner
 
 
-def _device_plans(study: Study, config: memscale.Config) -> dict[str, tuple[Action, ...]]:
+def _device_plans(planner: Planner, config: memscale.Config) -> dict[str, tuple[Action, ...]]:
     """Each way to offload on every block, and all of them together as the mode does it."""
-    blocks = [layer.module_fqn for layer in study.profile.layers if layer.is_block]
+    blocks = [layer.module_fqn for layer in planner.profile.layers if layer.is_block]
     sent_away = tuple(OffloadActivations(fqn) for fqn in blocks)
     return {
         "activations": sent_away,
         "inputs": (*(Checkpoint(fqn) for fqn in blocks), *sent_away),
         "parameters": tuple(StreamParameters(fqn) for fqn in blocks),
         "optimizer state": (OffloadOptimizer(OPTIMIZER_BUCKET_BYTES),),
-        "balanced": study.plan(choose_strategy(config)).actions,
+        "balanced": planner.plan(choose_strategy(config)).actions,
     }
 
 
-def _predicted(study: Study, actions: tuple[Action, ...], config: memscale.Config) -> float | None:
+def _predicted(planner: Planner, actions: tuple[Action, ...], config: memscale.Config) -> float | None:
     """Step time over the plain step's; None where the plan is not for this model."""
-    model = CostModel(study.profile, study.hardware, overlaps=config.async_offload)
+    model = CostModel(planner.profile, planner.hardware, overlaps=config.async_offload)
     choice = choice_of(actions, model.profile)
     treatments = {treatment for _, treatment in choice.blocks}
     whole = treatments & set(model.whole_treatments)

@@ -1,9 +1,9 @@
 """Cases to learn from: a model at some depth, a card, what the user rules out, a budget; and the truth about each.
 
 The truth is settled by exhaustive search on the models of peak and time. For each strategy: the plan that stage 2 would
-make under it, level by level as `Study.plan` does, and the best plan there is, all exact techniques tried at once (and
-what is not exact only where nothing exact fits). The fronts of the search do not depend on the device's budget, so many
-budgets are answered by one search.
+make under it, level by level as `Planner.plan` does, and the best plan there is, all exact techniques tried at once
+(and what is not exact only where nothing exact fits). The fronts of the search do not depend on the device's budget, so
+many budgets are answered by one search.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _in_type_of(profile: Profile, hardware: Hardware) -> Profile:
 
 
 def _is_tried(key: TraceKey, config: Config) -> bool:
-    """Whether `Study` makes this trace under this config."""
+    """Whether `Planner` makes this trace under this config."""
     if key.precision and not config.use_mixed_precision:
         return False
     if key.tile_size and not config.enable_tiling:

@@ -18,7 +18,8 @@ from torch import nn
 from memscale import Config, OptimizationMode, zoo
 from memscale._hardware import Hardware
 from memscale._hardware.cards import KNOWN_CARDS
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile import OptimizerCost, Profile, Segment, StepTrace
 from memscale._profile.inputs import Inputs, derive_inputs
 
@@ -133,11 +134,11 @@ def profile_shape(shape: Shape) -> Profile:
     hardware = hardware_for(shape.device_type)
     config = Config(offload_dir=".", enable_logging=False)
     with zoo.quiet():
-        study = _QuickStudy(model, inputs, config, "adamw", hardware)
-        return study.try_everything(config.under(OptimizationMode.AGGRESSIVE))
+        planner = _QuickPlanner(Job(model, config, hardware), inputs)
+        return planner.try_everything(config.under(OptimizationMode.AGGRESSIVE))
 
 
-class _QuickStudy(Study):
+class _QuickPlanner(Planner):
     """Tries all techniques, with tiles inside the blocks in one size."""
 
     @property

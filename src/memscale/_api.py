@@ -1,4 +1,4 @@
-"""The public verbs. A `Planner` makes the plan, an `Executor` attaches it and takes it off again."""
+"""The public verbs. A `Replanner` makes the plan, an `Executor` attaches it and takes it off again."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
-from memscale._planning import device_of
-from memscale._planning.replanning import Planner
+from memscale._planning.job import Job, device_of
+from memscale._planning.replanning import Replanner
 from memscale._planning.saved_plans import device_for, refuse_plan, with_conditions
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
@@ -217,13 +217,14 @@ def _attach(
         executor.adopt()
         _introduce(executor, config, hardware)
         known, replacement = _roles(optimizer, baseline)
-        planner = Planner(executor, config, known, hardware, reporter, replacement, holds_gradients)
+        job = Job(model, config, hardware, known, replacement, holds_gradients)
+        replanner = Replanner(executor, job, reporter)
         is_guess = inputs is None and derive
         if is_guess:
             inputs = derive_inputs(model)
         if inputs is not None:
-            _plan_now(planner, model, inputs, is_guess=is_guess)
-        handle = model.register_forward_pre_hook(planner, prepend=True, with_kwargs=True)
+            _plan_now(replanner, model, inputs, is_guess=is_guess)
+        handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
     except BaseException:
         executor.detach()
@@ -231,13 +232,13 @@ def _attach(
     return executor
 
 
-def _plan_now(planner: Planner, model: nn.Module, inputs: Inputs, *, is_guess: bool) -> None:
+def _plan_now(replanner: Replanner, model: nn.Module, inputs: Inputs, *, is_guess: bool) -> None:
     """Plan before the first forward. Inputs that nobody gave may be too large, and what does not fit the host may fit
     the device that the model moves to: then its first training forward decides."""
     try:
-        planner.plan(model, inputs, is_guess=is_guess)
+        replanner.plan(model, inputs, is_guess=is_guess)
     except DoesNotFitError as error:
-        may_move = planner.config.device is None and planner.hardware.device_type == "cpu"
+        may_move = replanner.config.device is None and replanner.hardware.device_type == "cpu"
         if not (is_guess and may_move and torch.accelerator.is_available()):
             raise
         logger.info("on the CPU, where the model is now: %s It is planned at its first training forward.", error)

@@ -166,15 +166,13 @@ def plan(
     _check_writable("--pareto", pareto)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
     from memscale._planning import make_plan
+    from memscale._planning.job import Job
 
     fronts: list[tuple[FrontPoint, ...]] = []
     with _progress(f"planning {model} on fake tensors"), _quiet():
         made = make_plan(
-            subject.model,
+            Job(subject.model, config, subject.hardware, optimizer),
             subject.inputs,
-            config,
-            optimizer,
-            subject.hardware,
             on_front=None if pareto is None else fronts.append,
         )
     if pareto is not None:

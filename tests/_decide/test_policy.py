@@ -17,6 +17,7 @@ from memscale._decide.policy.features import features_of
 from memscale._decide.policy.strategies import STRATEGIES
 from memscale._decide.policy.trees import Forest, Tree
 from memscale._planning import make_plan
+from memscale._planning.job import open_job
 from memscale._profile.inputs import Inputs
 from tests.models import Chain, TwoLinears
 from tests.profiles import MB, full_profile, hardware_of, profile_of
@@ -220,7 +221,7 @@ def test_features_have_no_unit() -> None:
 
 def plan_of(config: Config) -> Plan:
     model = Chain(*(TwoLinears() for _ in range(4)))
-    return make_plan(model, Inputs(args=(torch.ones(4096, 16),)), config)
+    return make_plan(open_job(model, config), Inputs(args=(torch.ones(4096, 16),)))
 
 
 @pytest.fixture(scope="module")

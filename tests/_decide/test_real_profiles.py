@@ -22,7 +22,8 @@ from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._plan import MixedPrecision, Plan, QuantizeOptimizer
-from memscale._planning import Study
+from memscale._planning import Planner
+from memscale._planning.job import Job
 from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, Profile
 from memscale._profile.inputs import Inputs
 from tests.lanes import in_turns, some
@@ -37,10 +38,10 @@ MODES = tuple(OptimizationMode)
 def profile_of(name: str) -> Profile:
     """With all that the modes allow looked into."""
     entry = case(name)
-    study = Study(entry.build(), Inputs.from_sample(entry.batch(0)), Config(device="cpu"), "adamw", CARD)
+    planner = Planner(Job(entry.build(), Config(device="cpu"), CARD), Inputs.from_sample(entry.batch(0)))
     for mode in MODES:
-        study.look_into_everything(Config(mode=mode))
-    return study.profile
+        planner.look_into_everything(Config(mode=mode))
+    return planner.profile
 
 
 def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:
@@ -129,9 +130,9 @@ CARD_OF = {name: HERE if name in ("bart", "whisper") else CARD for name in SHAPE
 def shaped_profile(name: str) -> Profile:
     build, batch = SHAPES[name]
     config = Config(device="cpu")
-    study = Study(build(), Inputs.from_sample(batch), config, "adamw", CARD_OF[name])
-    study.look_into_everything(config)
-    return study.profile
+    planner = Planner(Job(build(), config, CARD_OF[name]), Inputs.from_sample(batch))
+    planner.look_into_everything(config)
+    return planner.profile
 
 
 def all_peaks(model: CostModel, run: RunOptions) -> list[int]:
@@ -165,12 +166,12 @@ def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> Non
 def test_a_deep_encoder_and_decoder_fit_what_they_can() -> None:
     """Blocks of the one are treated alike and mostly left out of a rehearsal; those of the other are not."""
     config = Config(mode="conservative", force_optimize=True)
-    study = Study(t5(10), Inputs.from_sample(TEXT), config, "adamw", CARD)
-    lowest = study.plan(choose_strategy(config))
+    planner = Planner(Job(t5(10), config, CARD), Inputs.from_sample(TEXT))
+    lowest = planner.plan(choose_strategy(config))
     modelled = min(point.peak_bytes for point in lowest.front)
     assert lowest.predicted_peak_bytes == pytest.approx(modelled, rel=0.02)
     within = Config(mode="conservative", memory_budget_gb=1.02 * lowest.predicted_peak_bytes / 1e9)
-    assert study.plan(choose_strategy(within)).fits
+    assert planner.plan(choose_strategy(within)).fits
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,7 @@ from memscale._execute.executor import execute, executor_of
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint
 from memscale._planning import make_plan
+from memscale._planning.job import open_job
 from memscale._profile.inputs import Inputs
 from tests._torch.test_overrides import snapshot
 from tests.models import Mlp, case, square_loss
@@ -44,7 +45,7 @@ def test_a_plan_for_another_model_leaves_no_trace() -> None:
 def test_a_plan_for_another_model_with_the_same_names_is_refused() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
     config = memscale.Config(force_optimize=True, enable_logging=False)
-    plan = Plan.from_json(make_plan(model, Inputs.from_sample(torch.zeros(64, 8)), config).to_json())
+    plan = Plan.from_json(make_plan(open_job(model, config), Inputs.from_sample(torch.zeros(64, 8))).to_json())
     other = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     before = snapshot(other)
     with pytest.raises(PlanError, match="'0' is a Linear here, a Sequential there"):

@@ -11,7 +11,8 @@ from memscale._decide.policy import choose_strategy
 from memscale._plan import Plan
 from memscale._planning import advice as advice
 from memscale._planning import make_plan
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from tests.profiles import hardware_of
 
@@ -29,9 +30,9 @@ def batch_of(size: int, length: int = 32) -> Inputs:
     return Inputs((torch.zeros(size, length, dtype=torch.long, device="meta"),))
 
 
-def lowest(inputs: Inputs) -> tuple[Study, Plan]:
-    study = Study(encoder(), inputs, CONSERVATIVE, "adamw", HARDWARE)
-    return study, study.plan(choose_strategy(CONSERVATIVE.replace(force_optimize=True)))
+def lowest(inputs: Inputs) -> tuple[Planner, Plan]:
+    planner = Planner(Job(encoder(), CONSERVATIVE, HARDWARE), inputs)
+    return planner, planner.plan(choose_strategy(CONSERVATIVE.replace(force_optimize=True)))
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +57,25 @@ def sizes_rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_batch_is_named_that_fits_and_what_was_tried(small: tuple[int, int], sizes_rehearsed: list[int]) -> None:
     config = CONSERVATIVE.replace(memory_budget_gb=small[0] * 1.01 / 1e9)
     with pytest.raises(DoesNotFitError, match="lower the batch size from 64 to") as caught:
-        make_plan(encoder(), batch_of(64), config, hardware=HARDWARE)
+        make_plan(Job(encoder(), config, HARDWARE), batch_of(64))
     named = int(str(caught.value).split("from 64 to ")[1].split()[0])
     assert named >= 8
-    assert make_plan(encoder(), batch_of(named), config, hardware=HARDWARE).fits
+    assert make_plan(Job(encoder(), config, HARDWARE), batch_of(named)).fits
     assert len(sizes_rehearsed) <= advice.MAX_SIZES
     assert f"Sizes that were rehearsed: batch size {', '.join(map(str, sizes_rehearsed))}." in str(caught.value)
 
 
 def test_a_shorter_sequence_is_named_where_no_batch_fits(small: tuple[int, int]) -> None:
-    study, plan = lowest(batch_of(1, 256))
-    found = advice.find_smaller(study, CONSERVATIVE.replace(memory_budget_gb=small[1] * 1.01 / 1e9), plan)
+    planner, plan = lowest(batch_of(1, 256))
+    found = advice.find_smaller(planner, CONSERVATIVE.replace(memory_budget_gb=small[1] * 1.01 / 1e9), plan)
     assert found is not None
     assert found.remedy.startswith("lower the sequence length from 256 to ")
     assert found.tried.startswith("sequence length 128, ")
 
 
 def test_where_nothing_fits_no_more_is_tried_than_the_bound(sizes_rehearsed: list[int]) -> None:
-    study, plan = lowest(batch_of(64))
-    found = advice.find_smaller(study, CONSERVATIVE.replace(memory_budget_gb=1e-6), plan)
+    planner, plan = lowest(batch_of(64))
+    found = advice.find_smaller(planner, CONSERVATIVE.replace(memory_budget_gb=1e-6), plan)
     assert found is not None
     assert found.remedy == ""
     assert found.tried.startswith("batch size 32, ")
@@ -85,12 +86,12 @@ def test_where_nothing_fits_no_more_is_tried_than_the_bound(sizes_rehearsed: lis
 def test_long_steps_are_tried_less_often_and_the_longest_not_at_all(
     monkeypatch: pytest.MonkeyPatch, sizes_rehearsed: list[int]
 ) -> None:
-    study, plan = lowest(batch_of(64))
-    num_operators = sum(segment.num_launches for segment in study.profile.plain.segments)
+    planner, plan = lowest(batch_of(64))
+    num_operators = sum(segment.num_launches for segment in planner.profile.plain.segments)
     config = CONSERVATIVE.replace(memory_budget_gb=1e-6)
     monkeypatch.setattr(advice, "MAX_OPERATORS", 5 * num_operators)
-    assert advice.find_smaller(study, config, plan) is not None
+    assert advice.find_smaller(planner, config, plan) is not None
     assert len(sizes_rehearsed) == 2
     monkeypatch.setattr(advice, "MAX_OPERATORS", num_operators)
-    assert advice.find_smaller(study, config, plan) is None
+    assert advice.find_smaller(planner, config, plan) is None
     assert len(sizes_rehearsed) == 2

@@ -15,8 +15,9 @@ from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._planning import make_plan
+from memscale._planning.job import Job
 from memscale._planning.largest_batch import Fit, fit
-from memscale._planning.planner import Study
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs, derive_inputs
 from tests.profiles import hardware_of
 
@@ -36,8 +37,8 @@ def batch_of(size: int) -> Inputs:
 @functools.cache
 def plain_peak(size: int, num_layers: int = 4) -> int:
     """An estimate says it as well, but plans for every mode."""
-    study = Study(encoder(num_layers), batch_of(size), Config(), "adamw", HARDWARE)
-    return CostModel(study.profile, HARDWARE).evaluate(Choice()).peak_bytes
+    planner = Planner(Job(encoder(num_layers), Config(), HARDWARE), batch_of(size))
+    return CostModel(planner.profile, HARDWARE).evaluate(Choice()).peak_bytes
 
 
 def fitting(config: Config) -> Fit:
@@ -57,9 +58,9 @@ def test_the_largest_fits_and_a_tenth_more_does_not() -> None:
         assert entry.plan is not None
         assert entry.plan.rehearsed
         assert entry.predicted_peak_bytes <= found.budget_bytes
-        assert Study(encoder(), batch_of(entry.size), config, "adamw", HARDWARE).plan(strategy).fits
+        assert Planner(Job(encoder(), config, HARDWARE), batch_of(entry.size)).plan(strategy).fits
         more = entry.size + max(1, entry.size // 10)
-        assert not Study(encoder(), batch_of(more), config, "adamw", HARDWARE).plan(strategy).fits
+        assert not Planner(Job(encoder(), config, HARDWARE), batch_of(more)).plan(strategy).fits
 
 
 @pytest.mark.full
@@ -113,17 +114,17 @@ def test_what_has_an_end_stops_there() -> None:
 def test_a_misfit_names_a_batch_that_fits() -> None:
     config = Config(memory_budget_gb=plain_peak(4) / 1e9, enable_offloading=False)
     with pytest.raises(DoesNotFitError, match="lower the batch size from 64 to") as caught:
-        make_plan(encoder(), batch_of(64), config, hardware=HARDWARE)
+        make_plan(Job(encoder(), config, HARDWARE), batch_of(64))
     named = int(str(caught.value).split("from 64 to ")[1].split()[0])
-    assert make_plan(encoder(), batch_of(named), config, hardware=HARDWARE).fits
+    assert make_plan(Job(encoder(), config, HARDWARE), batch_of(named)).fits
     with pytest.raises(DoesNotFitError):
-        make_plan(encoder(), batch_of(named + max(2, named // 8)), config, hardware=HARDWARE)
+        make_plan(Job(encoder(), config, HARDWARE), batch_of(named + max(2, named // 8)))
 
 
 @pytest.mark.slow
 def test_no_batch_is_named_where_none_fits() -> None:
     with pytest.raises(DoesNotFitError) as caught:
-        make_plan(encoder(), batch_of(8), Config(memory_budget_gb=1e-4), hardware=HARDWARE)
+        make_plan(Job(encoder(), Config(memory_budget_gb=1e-4), HARDWARE), batch_of(8))
     assert "lower the" not in str(caught.value)
     assert "none of them fits" in str(caught.value)
 

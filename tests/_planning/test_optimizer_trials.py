@@ -20,8 +20,9 @@ from memscale._decide.policy import Strategy
 from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
 from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StreamParameters
+from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
-from memscale._planning.planner import Study
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale.techniques.offload.parameters import streaming
@@ -108,7 +109,7 @@ def test_a_step_is_counted_as_it_runs(streamed: tuple[int, ...], options: dict[s
     groups = [{"params": list(model.blocks.parameters())}, {"params": list(model.head.parameters())}]
     optimizer = torch.optim.AdamW(groups, **options)
     left_out = frozenset(id(p) for index in streamed for p in model.blocks[index].parameters())
-    costs = OptimizerCosts(model, optimizer, Hardware.detect("simgpu"), Config(device="simgpu"))
+    costs = OptimizerCosts(Job(model, Config(device="simgpu"), Hardware.detect("simgpu"), optimizer))
     predicted = costs.cost(without=left_out)
     model.to("simgpu")
     with contextlib.ExitStack() as undo:
@@ -131,7 +132,7 @@ def test_a_step_is_counted_as_it_runs(streamed: tuple[int, ...], options: dict[s
 
 def test_what_is_streamed_is_left_out() -> None:
     model = Mlp(width=64, depth=4)
-    costs = OptimizerCosts(model, "adamw", Hardware.from_name("RTX 3090"), Config())
+    costs = OptimizerCosts(Job(model, Config(), Hardware.from_name("RTX 3090")))
     whole, rest = costs.cost(), costs.cost(without=frozenset(map(id, model.blocks.parameters())))
     assert rest.state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in model.head.parameters())
     assert whole.state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
@@ -145,7 +146,7 @@ def test_what_is_never_trained_has_no_state() -> None:
         optimizer: Any = kind
         if kind != "adamw":
             optimizer = getattr(bnb.optim if "8bit" in kind else torch.optim, kind)(model.parameters(), **options)
-        costs = OptimizerCosts(model, optimizer, hardware, Config())
+        costs = OptimizerCosts(Job(model, Config(), hardware, optimizer))
         whole, head = costs.cost(), costs.cost(without=idle)
         costs.leave_idle(idle)
         expected = whole if kind == "Adagrad" else head  # Adagrad has made state for all when it is made
@@ -159,18 +160,20 @@ def test_a_class_in_8_bits_that_cannot_be_split_is_never_offloaded(monkeypatch: 
     optimizer, eight_bit = torch.optim.AdamW(model.parameters()), bnb.optim.AdamW8bit(model.parameters())
     monkeypatch.setattr(eight_bit, "all_parameters", list(model.parameters()), raising=False)
     config = Config(mode="aggressive", force_optimize=True, enable_logging=False)
-    study = Study(model, Inputs((x,), {}), config, optimizer, Hardware.from_name("RTX 3090"), replacement=eight_bit)
-    study.look_into_everything(config)
-    assert study.profile.optimizer.offloaded_step_bytes is not None
-    assert study.profile.eight_bit_optimizer.offloaded_step_bytes is None
-    plan = study.plan(Strategy(config, "rules"))
+    planner = Planner(
+        Job(model, config, Hardware.from_name("RTX 3090"), optimizer, replacement=eight_bit), Inputs((x,), {})
+    )
+    planner.look_into_everything(config)
+    assert planner.profile.optimizer.offloaded_step_bytes is not None
+    assert planner.profile.eight_bit_optimizer.offloaded_step_bytes is None
+    plan = planner.plan(Strategy(config, "rules"))
     kinds = {type(action) for action in plan.actions}
     assert not {OffloadOptimizer, QuantizeOptimizer} <= kinds
 
 
 def test_biases_and_norms_stay_on_the_device() -> None:
     model = Mlp(width=64, depth=4)
-    cost = OptimizerCosts(model, "adamw", Hardware.from_name("RTX 3090"), Config()).cost()
+    cost = OptimizerCosts(Job(model, Config(), Hardware.from_name("RTX 3090"))).cost()
     small = [p for p in model.parameters() if p.nbytes <= 4096]
     assert cost.offloaded_state_bytes == 2 * sum(-(-p.nbytes // 512) * 512 for p in small)
 
@@ -178,7 +181,7 @@ def test_biases_and_norms_stay_on_the_device() -> None:
 def test_optimizers_that_cannot_be_split_have_no_other_way() -> None:
     model = nn.Linear(100, 100)
     hardware = Hardware.from_name("RTX 3090")
-    costs = OptimizerCosts(model, torch.optim.LBFGS(model.parameters()), hardware, Config())
+    costs = OptimizerCosts(Job(model, Config(), hardware, torch.optim.LBFGS(model.parameters())))
     assert costs.cost().offloaded_step_bytes is None
     assert costs.eight_bit() == costs.cost()
 
@@ -263,7 +266,7 @@ def test_on_a_card_bitsandbytes_steps_without_temporaries() -> None:
     model = nn.Sequential(*EMBEDDED)
     optimizer, hardware = torch.optim.AdamW(model.parameters()), Hardware.from_name("RTX 3090")
     eight_bit = bnb.optim.AdamW8bit(model.parameters())
-    cost = OptimizerCosts(model, optimizer, hardware, Config(), eight_bit).cost(eight_bit=True)
+    cost = OptimizerCosts(Job(model, Config(), hardware, optimizer, replacement=eight_bit)).cost(eight_bit=True)
     assert cost.name == "AdamW8bit"
     assert cost.step_bytes == 0
     wide = 2 * sum(-(-p.nbytes // 512) * 512 for p in model.parameters() if id(p) == id(model[0].weight))
@@ -278,10 +281,10 @@ def test_on_a_card_bitsandbytes_steps_without_temporaries() -> None:
 def test_what_bitsandbytes_was_told_of_single_parameters_counts() -> None:
     model = nn.Sequential(*TWO_LAYERS)
     hardware, told = Hardware.detect("cpu"), bnb.optim.AdamW8bit(model.parameters())
-    plain = OptimizerCosts(model, told, hardware, Config()).cost().state_bytes
+    plain = OptimizerCosts(Job(model, Config(), hardware, told)).cost().state_bytes
     told.mng.pid2config[id(model[0].weight)] = {"optim_bits": 32}
     try:
-        wide = OptimizerCosts(model, told, hardware, Config()).cost().state_bytes
+        wide = OptimizerCosts(Job(model, Config(), hardware, told)).cost().state_bytes
     finally:
         del told.mng.pid2config[id(model[0].weight)]
     assert wide - plain == 2 * 3 * 512 * 512 - 2 * 4 * 512 * 512 // 256

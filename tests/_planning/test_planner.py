@@ -12,7 +12,8 @@ from memscale import Config, Hardware
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, OFFLOAD, STREAM, STREAM_OFFLOAD, TraceKey
 from memscale._profile.inputs import Inputs, derive_inputs
 from tests.models import WIDTH, Chain, TwoLinears
@@ -22,26 +23,26 @@ BOUNDARY_BYTES = 4 * WIDTH * ROWS
 CONFIG = Config(force_optimize=True, enable_logging=False)
 
 
-def study_of() -> Study:
+def study_of() -> Planner:
     model = Chain(*(TwoLinears() for _ in range(DEPTH)))
     inputs = Inputs(args=(torch.empty(ROWS, WIDTH, device="meta"),))
-    return Study(model, inputs, CONFIG, "adamw", Hardware.from_name("T4"))
+    return Planner(Job(model, CONFIG, Hardware.from_name("T4")), inputs)
 
 
 def test_inputs_that_wait_elsewhere_are_freed_by_the_blocks_that_sent_them() -> None:
     """Their caller lets go of them after the block, between the layers."""
-    study = study_of()
-    study._try_simple(CONFIG)
-    model = CostModel(study.profile, study.hardware)
+    planner = study_of()
+    planner._try_simple(CONFIG)
+    model = CostModel(planner.profile, planner.hardware)
     for treatment in (CHECKPOINT, CHECKPOINT_OFFLOAD, STREAM, STREAM_OFFLOAD, OFFLOAD):
         choice = Choice(tuple((fqn, treatment) for fqn in model.blocks))
-        traced = model.peak_of(study.profile.variants[TraceKey(treatment)], choice)
+        traced = model.peak_of(planner.profile.variants[TraceKey(treatment)], choice)
         assert abs(model.evaluate(choice).peak_bytes - traced) < BOUNDARY_BYTES // 8, treatment
     last = list(model.blocks)[-2]
     for treatment, offloading in ((CHECKPOINT, CHECKPOINT_OFFLOAD), (STREAM, STREAM_OFFLOAD)):
         assert model.saved_bytes(last, offloading) - model.saved_bytes(last, treatment) == BOUNDARY_BYTES
         extra_ms = model.extra_ms(last, offloading) - model.extra_ms(last, treatment)
-        assert extra_ms >= 2 * BOUNDARY_BYTES / study.hardware.link_bytes_per_s * 1e3
+        assert extra_ms >= 2 * BOUNDARY_BYTES / planner.hardware.link_bytes_per_s * 1e3
 
 
 def test_the_lowest_plan_lets_inputs_of_recomputed_blocks_wait_elsewhere() -> None:
@@ -56,11 +57,11 @@ def test_16_bits_that_are_left_to_the_mode_are_those_of_the_card_and_not_of_this
     config = Config(mode="aggressive", enable_logging=False, use_8bit_optimizer=False)
     card = Hardware.from_name("RTX 3090")
     for is_fast in (True, False):
-        study = Study(
-            model, inputs, config, "adamw", dataclasses.replace(card, has_fast_16bit=is_fast, supports_bf16=True)
+        planner = Planner(
+            Job(model, config, dataclasses.replace(card, has_fast_16bit=is_fast, supports_bf16=True)), inputs
         )
-        front = study.full_front(choose_strategy(config), study.plan(choose_strategy(config)))
-        assert any(key.precision == "bfloat16" for key in study.profile.variants) is is_fast
+        front = planner.full_front(choose_strategy(config), planner.plan(choose_strategy(config)))
+        assert any(key.precision == "bfloat16" for key in planner.profile.variants) is is_fast
         assert all(point.is_exact for point in front) is not is_fast
 
 
@@ -71,8 +72,8 @@ def test_tiles_inside_blocks_are_tried_only_where_blocks_hold_the_peak() -> None
     for name, vocabulary in (("blocks", 64), ("head", 1 << 20)):
         with torch.device("meta"):
             model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=vocabulary)).train()
-        study = Study(model, derive_inputs(model, 4, 512), config, "adamw", Hardware.from_name("T4"))
-        study.plan(choose_strategy(config))
-        assert study.tiles.inside
-        tried[name] = any(key.num_tiles for key in study.profile.variants)
+        planner = Planner(Job(model, config, Hardware.from_name("T4")), derive_inputs(model, 4, 512))
+        planner.plan(choose_strategy(config))
+        assert planner.tiles.inside
+        tried[name] = any(key.num_tiles for key in planner.profile.variants)
     assert tried == {"blocks": True, "head": False}

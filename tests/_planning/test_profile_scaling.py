@@ -11,7 +11,8 @@ from torch import nn
 from memscale import Config
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._planning.profile_scaling import at_size, can_scale
 from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, Profile, TraceKey
 from memscale._profile.inputs import Inputs
@@ -28,9 +29,9 @@ def encoder() -> nn.Module:
 
 def profile_at(model: nn.Module, batch: int) -> Profile:
     inputs = Inputs((torch.zeros(batch, 32, 64, device="meta"),))
-    study = Study(model, inputs, Config(), "adamw", HARDWARE)
-    study.look_into_everything(Config())
-    return study.profile
+    planner = Planner(Job(model, Config(), HARDWARE), inputs)
+    planner.look_into_everything(Config())
+    return planner.profile
 
 
 @pytest.mark.slow

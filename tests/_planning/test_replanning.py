@@ -7,6 +7,7 @@ import gc
 import logging
 import pathlib
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -324,3 +325,18 @@ def test_a_sample_does_not_outlive_its_planning() -> None:
         del sample
         gc.collect()
         assert alive() is None
+
+
+def test_wrapping_looks_at_the_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    detect = memscale.Hardware.detect
+
+    def counted(*args: Any) -> memscale.Hardware:
+        looks.append(args)
+        return detect(*args)
+
+    monkeypatch.setattr(memscale.Hardware, "detect", counted)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    memscale.wrap(model, memscale.Config(enable_logging=False), sample_input=torch.ones(2, 4))
+    memscale.detach(model)
+    assert len(looks) == 1

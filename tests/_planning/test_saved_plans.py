@@ -19,6 +19,7 @@ from memscale import Config, DoesNotFitError, Plan, PlanError
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, StreamParameters
 from memscale._planning import make_plan
+from memscale._planning.job import open_job
 from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._profile.inputs import Inputs
 from tests._torch.test_overrides import snapshot
@@ -93,7 +94,7 @@ def test_the_same_in_other_processes_bytes_and_bits(tmp_path: pathlib.Path) -> N
 
 def made(**changes: Any) -> Plan:
     config = QUIET.replace(force_optimize=True, **changes)
-    return make_plan(Mlp(), Inputs.from_sample(torch.zeros(64, 64)), config)
+    return make_plan(open_job(Mlp(), config), Inputs.from_sample(torch.zeros(64, 64)))
 
 
 def test_an_executed_plan_trains_as_the_plain_model_does() -> None:

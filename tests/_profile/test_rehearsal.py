@@ -17,6 +17,7 @@ import memscale
 from benchmarks.real_step import RealRehearsal
 from memscale import Config, Hardware
 from memscale._planning import make_plan
+from memscale._planning.job import Job, open_job
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, fake_copy, loss_of
 from memscale._torch import private
@@ -72,7 +73,7 @@ def test_profiling_leaves_no_trace(training: bool) -> None:
     random.random(), numpy.random.randn(), torch.rand(1)
     before = world(model)
     hardware = Hardware.detect("cpu")
-    plan = make_plan(model, Inputs((torch.randn(4, 3, 8, 8, generator=torch.Generator()),)), FORCED, hardware=hardware)
+    plan = make_plan(Job(model, FORCED, hardware), Inputs((torch.randn(4, 3, 8, 8, generator=torch.Generator()),)))
     after = world(model)
     assert plan.profile_source == "static"
     assert before == after
@@ -83,21 +84,21 @@ def test_a_failed_profile_leaves_no_trace(static: bool) -> None:
     model = Marked()
     before = world(model)
     with pytest.raises(memscale.ProfileError):
-        make_plan(model, Inputs((torch.ones(4, 5, 8, 8),)), FORCED.replace(use_static_profiling=static))
+        make_plan(open_job(model, FORCED.replace(use_static_profiling=static)), Inputs((torch.ones(4, 5, 8, 8),)))
     assert before == world(model)
 
 
 def test_the_planned_inputs_are_not_changed() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     version = x._version
-    make_plan(odd("in-place on kept outputs").build(), Inputs((x,)), FORCED)
+    make_plan(open_job(odd("in-place on kept outputs").build(), FORCED), Inputs((x,)))
     assert x.grad is None
     assert x._version == version
 
 
 def test_profiling_under_no_grad() -> None:
     with torch.no_grad():
-        plan = make_plan(Mlp(depth=2), Inputs((torch.randn(4, 64),)), FORCED)
+        plan = make_plan(open_job(Mlp(depth=2), FORCED), Inputs((torch.randn(4, 64),)))
     assert plan.baseline_peak_bytes > 0
 
 
@@ -265,19 +266,19 @@ class Counter:
 
 def test_a_rehearsal_writes_to_nothing_beside_the_model() -> None:
     TABLE.zero_()
-    make_plan(Outside(), Inputs((torch.ones(2, 4),)), FORCED)
+    make_plan(open_job(Outside(), FORCED), Inputs((torch.ones(2, 4),)))
     assert torch.equal(TABLE, torch.zeros(4))
 
 
 @pytest.mark.parametrize("make", [Counter, lambda: numpy.zeros(3)], ids=["object", "array"])
 def test_a_rehearsal_changes_no_argument(make: Any) -> None:
     extra = make()
-    make_plan(Outside(), Inputs((torch.ones(2, 4),), {"extra": extra}), FORCED)
+    make_plan(open_job(Outside(), FORCED), Inputs((torch.ones(2, 4),), {"extra": extra}))
     assert (extra.count if isinstance(extra, Counter) else extra.sum()) == 0
 
 
 def test_an_argument_that_would_be_used_up_is_not_rehearsed_with() -> None:
     batches = iter([torch.ones(2, 4)] * 3)
     with pytest.raises(memscale.ProfileError, match="cannot be copied"):
-        make_plan(Outside(), Inputs((torch.ones(2, 4),), {"extra": (each for each in batches)}), FORCED)
+        make_plan(open_job(Outside(), FORCED), Inputs((torch.ones(2, 4),), {"extra": (each for each in batches)}))
     assert len(list(batches)) == 3

@@ -11,7 +11,8 @@ from memscale._decide.policy import choose_strategy
 from memscale._execute.executor import Executor
 from memscale._plan import Action, Checkpoint, OffloadActivations, TileMlp
 from memscale._planning import make_plan
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import Attach, FakeRehearsal
@@ -88,9 +89,7 @@ def test_names_of_the_whole_model() -> None:
 def test_a_model_that_counts_its_blocks_is_tried_whole() -> None:
     model = Deep(12, counts=12)
     assert open_shallow(model, INPUTS, "cuda", FakeRehearsal(model, INPUTS, "cuda").run()) is None
-    plan = make_plan(
-        model, INPUTS, Config(force_optimize=True, enable_logging=False), hardware=Hardware.from_name("T4")
-    )
+    plan = make_plan(Job(model, Config(force_optimize=True, enable_logging=False), Hardware.from_name("T4")), INPUTS)
     assert len(plan.actions) >= 12
 
 
@@ -112,8 +111,8 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_on in (True, False):
         if not is_on:
             monkeypatch.setattr("memscale._planning.planner.open_shallow", lambda *_: None)
-        study = Study(Deep(), INPUTS, config, "adamw", Hardware.from_name("T4"))
-        plans.append(study.plan(choose_strategy(config)))
+        planner = Planner(Job(Deep(), config, Hardware.from_name("T4")), INPUTS)
+        plans.append(planner.plan(choose_strategy(config)))
     assert plans[0] == plans[1]
     assert len(plans[0].actions) >= 14
 

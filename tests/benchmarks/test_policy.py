@@ -23,7 +23,8 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import learned
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._hardware import Hardware
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile import CHECKPOINT, OFFLOAD, SELECTIVE, STREAM, TraceKey
 from tests.profiles import full_profile
 
@@ -45,11 +46,11 @@ def quick_cases(seed: str = "a") -> list[Case]:
 
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.full)])
 def test_a_stretched_profile_is_that_of_the_deeper_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plain_at(num_blocks: int) -> Study:
+    def plain_at(num_blocks: int) -> Planner:
         with monkeypatch.context() as patch:
             patch.setattr(shapes, "NUM_BLOCKS", num_blocks)
             model, inputs = build(dataclasses.replace(TINY, family=family))
-        return Study(model, inputs, Config(enable_logging=False), "adamw", hardware_for("cuda"))
+        return Planner(Job(model, Config(enable_logging=False), hardware_for("cuda")), inputs)
 
     deep = plain_at(5).profile
     stretched = stretch(plain_at(3).profile, 5)

@@ -13,6 +13,7 @@ from torch import nn
 import memscale
 from memscale import Config
 from memscale._planning import make_plan
+from memscale._planning.job import open_job
 from memscale._profile.inputs import Inputs
 from tests.models import square_loss
 
@@ -30,7 +31,7 @@ def budget(share: float) -> Config:
     """So far from the lowest plan's peak to the plain one's."""
     forced = Config(force_optimize=True, enable_logging=False, enable_offloading=False)
     model = build()
-    plan = make_plan(model, Inputs.from_sample(torch.zeros(BATCH)), forced, sgd(model))
+    plan = make_plan(open_job(model, forced, sgd(model)), Inputs.from_sample(torch.zeros(BATCH)))
     wanted = plan.predicted_peak_bytes + share * (plan.baseline_peak_bytes - plan.predicted_peak_bytes)
     return forced.replace(force_optimize=False, memory_budget_gb=wanted / 1e9)
 

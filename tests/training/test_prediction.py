@@ -16,6 +16,7 @@ import memscale
 from benchmarks.prediction import settled_plan
 from memscale import Config
 from memscale._planning import make_plan
+from memscale._planning.job import open_job
 from memscale._profile.inputs import Inputs
 from tests.lanes import some
 from tests.models import SUITE, Case, Mlp, case, square_loss
@@ -126,7 +127,7 @@ def test_absolute_bytes_of_a_model_worked_out_by_hand() -> None:
     x = torch.randn(rows, 16)
     config = FORCED.replace(enable_checkpointing=False, enable_offloading=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = make_plan(model, Inputs((x,)), config, optimizer)
+    plan = make_plan(open_job(model, config, optimizer), Inputs((x,)))
     kept = 2 * (wide + narrow)
     high = weights + narrow + kept + narrow + 16 * 160 * F32 + wide + wide
     low = weights + narrow + kept + wide
@@ -189,9 +190,9 @@ def test_the_prediction_does_not_depend_on_how_far_training_is() -> None:
     model = entry.build()
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = Inputs.from_sample(entry.batch(0))
-    fresh = make_plan(model, inputs, FORCED, optimizer)
+    fresh = make_plan(open_job(model, FORCED, optimizer), inputs)
     _step(entry, model, optimizer, entry.batch(0))
-    assert make_plan(model, inputs, FORCED, optimizer).predicted_peak_bytes == fresh.predicted_peak_bytes
+    assert make_plan(open_job(model, FORCED, optimizer), inputs).predicted_peak_bytes == fresh.predicted_peak_bytes
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
@@ -248,7 +249,7 @@ def test_losses_that_keep_the_memory_of_their_terms(name: str) -> None:
         lambda loss: loss,
     )
     model = entry.build()
-    plan = make_plan(model, Inputs.from_sample(entry.batch(0)), FORCED)
+    plan = make_plan(open_job(model, FORCED), Inputs.from_sample(entry.batch(0)))
     assert plan.profile_source == "static"
     assert [spec.split(":")[0] for spec in plan.inputs] == ["batch.x", "batch.wanted.y"]
     assert plan.baseline_peak_bytes == pytest.approx(measured(entry, model).peak_bytes, rel=0.002)

@@ -1,16 +1,12 @@
 """The architecture in order: profile a step, choose a strategy, decide, rehearse. What follows is `execute`.
 
-A `Study` holds what is profiled, decided and rehearsed; only frozen data crosses between the stages.
+A `Planner` holds what is profiled, decided and rehearsed; only frozen data crosses between the stages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from memscale._config import Config
 from memscale._decide import decide, plan_as_it_is
@@ -21,44 +17,40 @@ from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._planning.advice import find_smaller
-from memscale._planning.planner import Study
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 
 
 def make_plan(
-    model: nn.Module,
+    job: Job,
     inputs: Inputs,
-    config: Config,
-    optimizer: str | Optimizer = "adamw",
-    hardware: Hardware | None = None,
+    *,
     on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
-    replacement: Optimizer | None = None,
-    holds_gradients: bool = False,
     on_profile: Callable[[Profile], None] | None = None,
 ) -> Plan:
     """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
 
     `StaticProfileError` when the step cannot be rehearsed on fake tensors; the model itself is never run. `on_front`
-    gets peak against time for everything that the mode allows, whether the plan needed it or not. `replacement` is what
-    steps in the optimizer's place, in 8 bits. `holds_gradients`: the loop adds up gradients over several batches.
-    `on_profile` gets what the plain step has shown.
+    gets peak against time for everything that the mode allows, whether the plan needed it or not. `on_profile` gets
+    what the plain step has shown.
     """
-    hardware = hardware or Hardware.detect(device_of(model, config), config.offload_dir)
-    study = Study(model, inputs, config, optimizer, hardware, replacement, holds_gradients)
+    config, hardware = job.config, job.hardware
+    planner = Planner(job, inputs)
     if on_profile is not None:
-        on_profile(study.profile)
-    strategy = choose_strategy(config, Situation(study.profile, hardware, full_budget(hardware, config)))
-    plan = study.plan(strategy)
+        on_profile(planner.profile)
+    strategy = choose_strategy(config, Situation(planner.profile, hardware, full_budget(hardware, config)))
+    plan = planner.plan(strategy)
     if not plan.fits and strategy.wider is not None:
         strategy = strategy.widened()
-        plan = study.plan(strategy)
+        plan = planner.plan(strategy)
     if not plan.fits:
-        advice = find_smaller(study, strategy.config, plan)
+        advice = find_smaller(planner, strategy.config, plan)
         smaller, tried = (None, "") if advice is None else (advice.remedy, advice.tried)
-        raise DoesNotFitError(explain_misfit(study.profile, plan, strategy.config, smaller, tried))
+        raise DoesNotFitError(explain_misfit(planner.profile, plan, strategy.config, smaller, tried))
     if on_front is not None:
-        on_front(study.full_front(strategy, plan))
+        on_front(planner.full_front(strategy, plan))
     return dataclasses.replace(plan, strategy=strategy.reason)
 
 
@@ -84,13 +76,3 @@ def keep_plan(profile: Profile, config: Config, hardware: Hardware, actions: tup
 
 def _decided(profile: Profile, strategy: Strategy, hardware: Hardware, margin_bytes: int) -> Plan:
     return decide(profile, hardware, strategy.config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False)
-
-
-def device_of(model: nn.Module, config: Config) -> torch.device:
-    """Where the model computes: as configured, else where its parameters are."""
-    if config.device is not None:
-        try:
-            return torch.device(config.device)
-        except RuntimeError as error:
-            raise ValueError(f"device={config.device!r} is not a device that PyTorch knows") from error
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -16,7 +16,7 @@ from memscale._decide.budget import budget_bytes
 from memscale._decide.policy import choose_strategy
 from memscale._errors import MemScaleError
 from memscale._plan import Plan
-from memscale._planning.planner import Study
+from memscale._planning.planner import Planner
 from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
@@ -42,20 +42,20 @@ class Advice:
     """"batch size 32, 12"; "" when nothing was."""
 
 
-def find_smaller(study: Study, config: Config, plan: Plan) -> Advice | None:
+def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
     """A size that fits; None when nothing can be tried, without real data or because a single step is too long.
 
-    The study is that of the size that does not fit, and the plan is the lowest there.
+    The planner is that of the size that does not fit, and the plan is the lowest there.
     """
-    num_operators = _RUNS_A_SIZE * sum(segment.num_launches for segment in study.profile.plain.segments)
+    num_operators = _RUNS_A_SIZE * sum(segment.num_launches for segment in planner.profile.plain.segments)
     num_sizes = MAX_OPERATORS // max(1, num_operators)
-    if not study.rehearsal.is_fake or not num_sizes:
+    if not planner.rehearsal.is_fake or not num_sizes:
         return None
     tried: list[str] = []
     for dimension, what in ((0, "batch size"), (1, "sequence length")):
-        size = study.inputs.size(dimension)
+        size = planner.inputs.size(dimension)
         if size is not None and size > 1 and num_sizes > 0:
-            descent = _Descent(study, config, plan, dimension, min(MAX_SIZES, num_sizes))
+            descent = _Descent(planner, config, plan, dimension, min(MAX_SIZES, num_sizes))
             found = descent.largest(size)
             num_sizes -= len(descent.peaks)
             tried += [f"{what} {', '.join(map(str, descent.peaks))}"] if descent.peaks else []
@@ -67,15 +67,15 @@ def find_smaller(study: Study, config: Config, plan: Plan) -> Advice | None:
 class _Descent:
     """One plan at ever better sizes of one dimension."""
 
-    def __init__(self, study: Study, config: Config, plan: Plan, dimension: int, num_sizes: int) -> None:
-        self.study, self.config, self.plan = study, config, plan
+    def __init__(self, planner: Planner, config: Config, plan: Plan, dimension: int, num_sizes: int) -> None:
+        self.planner, self.config, self.plan = planner, config, plan
         self.dimension, self.num_sizes = dimension, num_sizes
         self.peaks: dict[int, int] = {}
         self.started_s = time.monotonic()
 
     def largest(self, size: int) -> int:
         """The largest that was found to fit; 0 when none was."""
-        budget = budget_bytes(self.study.hardware, self.config)
+        budget = budget_bytes(self.planner.hardware, self.config)
         known = {size: self.plan.predicted_peak_bytes}
         found, probe = 0, size // 2
         for _ in range(self.num_sizes):
@@ -97,28 +97,28 @@ class _Descent:
 
     def _fits_anew(self, size: int) -> bool:
         """Whether another plan fits at this size: the lowest one at a larger size need not be the lowest here."""
-        known = self.study
+        known = self.planner
         try:
             inputs = known.inputs.resized(self.dimension, size)
-            study = Study(known.model, inputs, self.config, known.optimizer, known.hardware, costs=known.costs)
-            return study.plan(choose_strategy(self.config.replace(auto_policy=False))).fits
+            planner = Planner(known.job.under(self.config), inputs, costs=known.costs)
+            return planner.plan(choose_strategy(self.config.replace(auto_policy=False))).fits
         except MemScaleError as error:
             logger.debug("size %d was not planned for: %s", size, error)
             return False
 
     def _plan_at(self, size: int) -> Plan | None:
         """This very plan, rehearsed at this size; None where the model does not run so."""
-        known = self.study
+        known = self.planner
         elapsed_s = time.monotonic() - self.started_s
         if elapsed_s > _SILENT_S:
             shown = ", ".join(f"{size}: {show_bytes(peak)}" for size, peak in self.peaks.items())
             logger.info("Nothing fits. Looking for a smaller size that does: %s; now %d.", shown, size)
         try:
             inputs = known.inputs.resized(self.dimension, size)
-            study = Study(known.model, inputs, self.config, known.optimizer, known.hardware, costs=known.costs)
-            seen = study.profile
-            study.profile = dataclasses.replace(known.profile, plain=seen.plain, input_bytes=seen.input_bytes)
-            return study.confirm(self.plan, self.config)
+            planner = Planner(known.job.under(self.config), inputs, costs=known.costs)
+            seen = planner.profile
+            planner.profile = dataclasses.replace(known.profile, plain=seen.plain, input_bytes=seen.input_bytes)
+            return planner.confirm(self.plan, self.config)
         except MemScaleError as error:
             logger.debug("size %d was not rehearsed: %s", size, error)
             return None

@@ -17,9 +17,9 @@ from memscale._decide.policy import choose_strategy
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
-from memscale._planning import device_of
 from memscale._planning.advice import find_smaller
-from memscale._planning.planner import Study
+from memscale._planning.job import Job, device_of
+from memscale._planning.planner import Planner
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.optimizer_twin import OPTIMIZERS
@@ -75,16 +75,16 @@ def estimate(
     if inputs is None:
         raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
     hardware = hardware or Hardware.detect(_real_device(model, config), config.offload_dir)
-    study = Study(model, inputs, config, optimizer, hardware)
+    planner = Planner(Job(model, config, hardware, optimizer), inputs)
     by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
-        plan = study.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
+        plan = planner.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
-    profile = study.profile
+    profile = planner.profile
     baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())
     budget = budget_bytes(hardware, config)
     recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
-    advice = find_smaller(study, config.replace(mode=mode), plan) if recommended is None else None
+    advice = find_smaller(planner, config.replace(mode=mode), plan) if recommended is None else None
     return Estimate(
         baseline_peak_bytes=baseline,
         breakdown=breakdown_at_peak(profile, baseline),

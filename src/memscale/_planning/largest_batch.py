@@ -25,8 +25,9 @@ from memscale._decide.policy import choose_strategy
 from memscale._errors import ProfileError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
+from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
-from memscale._planning.planner import Study
+from memscale._planning.planner import Planner
 from memscale._planning.profile_scaling import at_size, can_scale
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
@@ -120,9 +121,10 @@ class _Search:
         self.hardware = hardware
         self.limit = limit or MAX_SIZE
         self.on_progress = on_progress
-        costs = OptimizerCosts(model, optimizer, hardware, config)  # the same at every size
-        self.study_at: Callable[[int], Study] = functools.cache(
-            lambda size: Study(model, inputs_at(size), config, optimizer, hardware, costs=costs)
+        job = Job(model, config, hardware, optimizer)
+        costs = OptimizerCosts(job)  # the same at every size
+        self.planner_at: Callable[[int], Planner] = functools.cache(
+            lambda size: Planner(job, inputs_at(size), costs=costs)
         )
         self.anchors = anchors
 
@@ -154,8 +156,8 @@ class _Search:
     def _look_into_everything(self, config: Config, name: str) -> None:
         self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
         for size in self.anchors:
-            self.study_at(size).look_into_everything(config)
-        small, large = (self.study_at(size).profile for size in self.anchors)
+            self.planner_at(size).look_into_everything(config)
+        small, large = (self.planner_at(size).profile for size in self.anchors)
         if not can_scale(small, large):
             raise ProfileError("a step of this model has other pieces at another size: it cannot be scaled")
 
@@ -179,7 +181,7 @@ class _Search:
         return low, plan
 
     def _profile_at(self, size: int) -> Profile:
-        small, large = (self.study_at(anchor).profile for anchor in self.anchors)
+        small, large = (self.planner_at(anchor).profile for anchor in self.anchors)
         return at_size(small, large, self.anchors, size)
 
     def _plan_at(self, size: int, config: Config) -> Plan:
@@ -189,15 +191,15 @@ class _Search:
 
     def _confirmed(self, size: int, plan: Plan, config: Config) -> Plan:
         """This very plan at this very size; its peak is the rehearsal's."""
-        study = self.study_at(size)
+        planner = self.planner_at(size)
         budget = budget_bytes(self.hardware, config)
         if plan.actions:
             if size not in self.anchors:  # what the techniques cost there was drawn, not tried
-                drawn, seen = self._profile_at(size), study.profile
-                study.profile = dataclasses.replace(drawn, plain=seen.plain, input_bytes=seen.input_bytes)
-            confirmed = study.confirm(plan, config)
+                drawn, seen = self._profile_at(size), planner.profile
+                planner.profile = dataclasses.replace(drawn, plain=seen.plain, input_bytes=seen.input_bytes)
+            confirmed = planner.confirm(plan, config)
         else:
-            peak_bytes = CostModel(study.profile, self.hardware).evaluate(Choice()).peak_bytes
+            peak_bytes = CostModel(planner.profile, self.hardware).evaluate(Choice()).peak_bytes
             confirmed = dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, rehearsed=True)
         fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
         return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)

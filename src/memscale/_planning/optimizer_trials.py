@@ -11,13 +11,11 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from memscale._config import Config
 from memscale._decide.eligible import has_next_tier
-from memscale._hardware import Hardware
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer
+from memscale._planning.job import Job
 from memscale._profile import OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, optimizer_cost
 from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, rounded, split_into_buckets
@@ -36,21 +34,14 @@ class OptimizerCosts:
     and its waiting state is packed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: str | Optimizer,
-        hardware: Hardware,
-        config: Config,
-        replacement: Optimizer | None = None,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._replacement = replacement
-        self._device_type = hardware.device_type
-        self._prefetches = config.async_offload
-        self._has_next_tier = has_next_tier(config, hardware)
-        self._can_pack = _is_separable(optimizer) and _has_moments(optimizer)
+    def __init__(self, job: Job) -> None:
+        self._model = job.model
+        self._optimizer = job.optimizer
+        self._replacement = job.replacement
+        self._device_type = job.hardware.device_type
+        self._prefetches = job.config.async_offload
+        self._has_next_tier = has_next_tier(job.config, job.hardware)
+        self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
 

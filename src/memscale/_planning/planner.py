@@ -1,8 +1,8 @@
-"""A study of one model's step: techniques are tried on a stage, plans are decided on what that shows, and rehearsed.
+"""A planner of one model's step: techniques are tried on a stage, plans are decided on what that shows, and rehearsed.
 
-    study = Study(model, inputs, config, optimizer, hardware)
-    plan = study.plan(strategy)         # `plan.fits` says whether there is one
-    study.profile                       # what was seen so far
+    planner = Planner(job, inputs)
+    plan = planner.plan(strategy)       # `plan.fits` says whether there is one
+    planner.profile                     # what was seen so far
 
 This is where the stages meet: profile, decide, execute on the stage; only frozen data crosses between them.
 """
@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from memscale._config import Config
 from memscale._decide import confirmed, decide, full_front, needs_optimizing
@@ -27,7 +26,6 @@ from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
-from memscale._hardware import Hardware
 from memscale._plan import (
     Action,
     FrontPoint,
@@ -37,6 +35,7 @@ from memscale._plan import (
     Reason,
     StreamParameters,
 )
+from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.tile_sizes import Tiles, find_tiles
 from memscale._profile import (
@@ -67,36 +66,29 @@ _MAX_REHEARSALS = 4
 MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
 
 
-class Study:
+class Planner:
     """One model's step on one hardware: the stage where it can be tried, and the profile of what was tried so far.
 
-    Techniques are tried only when a plan needs them, each once; several strategies can be planned on one study.
+    Techniques are tried only when a plan needs them, each once; several strategies can be planned on one planner.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        config: Config,
-        optimizer: str | Optimizer,
-        hardware: Hardware,
-        replacement: Optimizer | None = None,
-        holds_gradients: bool = False,
-        costs: OptimizerCosts | None = None,
-    ) -> None:
-        refuse_unprofilable(model)
-        self.model = model
+    def __init__(self, job: Job, inputs: Inputs, costs: OptimizerCosts | None = None) -> None:
+        """`costs`: those of the same optimizer over the same model, where they are known."""
+        refuse_unprofilable(job.model)
+        self.job = job
         self.inputs = inputs
-        self.optimizer = optimizer
-        self.hardware = hardware
-        self.costs = costs or OptimizerCosts(model, optimizer, hardware, config, replacement)
-        device = torch.device(hardware.device_type)
+        self.model, self.hardware = job.model, job.hardware
+        self.costs = costs or OptimizerCosts(job)
         self.rehearsal, plain = open_rehearsal(
-            model, inputs, device, static=config.use_static_profiling, holds_gradients=holds_gradients
+            job.model,
+            inputs,
+            torch.device(job.hardware.device_type),
+            static=job.config.use_static_profiling,
+            holds_gradients=job.holds_gradients,
         )
         untrained = self.rehearsal.untrained
-        self.costs.leave_idle(frozenset(id(p) for name, p in model.named_parameters() if name in untrained))
-        self.profile = profile_model(model, self.rehearsal, plain, self.costs.cost(), inputs)
+        self.costs.leave_idle(frozenset(id(p) for name, p in job.model.named_parameters() if name in untrained))
+        self.profile = profile_model(job.model, self.rehearsal, plain, self.costs.cost(), inputs)
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self._tiles: Tiles | None = None

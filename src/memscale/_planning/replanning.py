@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from memscale._config import Config
 from memscale._decide.budget import full_budget
 from memscale._errors import DoesNotFitError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._plan import Plan
-from memscale._planning import device_of, make_plan
+from memscale._planning import make_plan
 from memscale._planning.demand import Demand, read_demand
+from memscale._planning.job import Job, device_of
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.step_watch import Excess, StepWatch
@@ -62,29 +61,18 @@ class _Known:
     """The step without techniques, where it was rehearsed."""
 
 
-class Planner(OwnHook):
+class Replanner(OwnHook):
     """A forward pre-hook: plans at the first training forward, and again when a forward comes that no plan covers (a
     larger dimension, other trained parameters, another device), or one that is added to gradients which are there
     already and for which the plan leaves no room. A model that cannot be rehearsed is observed in its first steps, and
     so is one of which a step took more than its plan had promised."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        config: Config,
-        optimizer: str | Optimizer,
-        hardware: Hardware,
-        reporter: Report | None = None,
-        replacement: Optimizer | None = None,
-        holds_gradients: bool = False,
-    ) -> None:
+    def __init__(self, executor: Executor, job: Job, reporter: Report | None = None) -> None:
         self.executor = executor
-        self.config = config
-        self.hardware = hardware
+        # The model is not among them: it holds this hook, and must not be held by it.
+        self.config, self.hardware, self.optimizer = job.config, job.hardware, job.optimizer
+        self.replacement, self.holds_gradients = job.replacement, job.holds_gradients
         self.reporter = reporter
-        self.optimizer = optimizer
-        self.replacement = replacement
-        self.holds_gradients = holds_gradients
         self._known: list[_Known] = []
         """What was planned for; none of these demands covers another."""
         self._observed: ObservedSteps | None = None
@@ -158,7 +146,8 @@ class Planner(OwnHook):
         """`inside`: in the first moment of a forward, which is to follow the plan already. `is_guess`: the inputs were
         derived, not given, so an error about them is no error of the user's."""
         device = self._device(model)
-        self._turn_to(device)
+        if inside:  # else it is being wrapped, and its hardware was looked at a moment ago
+            self._turn_to(device)
         profiles: list[Profile] = []
         try:
             plan = self._rehearsed_plan(model, inputs, profiles.append)
@@ -176,6 +165,9 @@ class Planner(OwnHook):
         self._put_in_force(plan, inputs if inside else None)
         self._announce(plan)
 
+    def _job(self, model: nn.Module) -> Job:
+        return Job(model, self.config, self.hardware, self.optimizer, self.replacement, self.holds_gradients)
+
     def _rehearsed_plan(self, model: nn.Module, inputs: Inputs, on_profile: Callable[[Profile], None]) -> Plan:
         if self._needs_observation:
             refusal = StaticProfileError(f"{type(model).__name__} could not be rehearsed before")
@@ -184,16 +176,7 @@ class Planner(OwnHook):
         # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
         self._is_planning = True
         try:
-            return make_plan(
-                model,
-                inputs,
-                self.config,
-                self.optimizer,
-                self.hardware,
-                replacement=self.replacement,
-                holds_gradients=self.holds_gradients,
-                on_profile=on_profile,
-            )
+            return make_plan(self._job(model), inputs, on_profile=on_profile)
         finally:
             self._is_planning = False
 
@@ -380,7 +363,7 @@ class Planner(OwnHook):
             self._observed = None
 
     def _costs(self, model: nn.Module) -> OptimizerCosts:
-        return OptimizerCosts(model, self.optimizer, self.hardware, self.config, self.replacement)
+        return OptimizerCosts(self._job(model))
 
 
 def _held_bytes(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ from memscale._decide.choice import Outcome
 from memscale._errors import DoesNotFitError, PlanError
 from memscale._hardware import Hardware
 from memscale._plan import MixedPrecision, OffloadActivations, OffloadOptimizer, Plan
-from memscale._planning import device_of
+from memscale._planning.job import device_of
 from memscale._units import show_bytes
 
 _AGAIN = "Or plan on this machine: memscale.wrap(model)."

@@ -1,0 +1,48 @@
+"""`Job`: what is to be planned. One object goes through all of planning, instead of the same six values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._config import Config
+from memscale._hardware import Hardware
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One model's training on one hardware, under one config. The batch comes beside it: there are many of them."""
+
+    model: nn.Module
+    config: Config
+    hardware: Hardware
+    optimizer: str | Optimizer = "adamw"
+    """What trains the unmodified model: an optimizer, or the name of one that is still to come."""
+    replacement: Optimizer | None = None
+    """What steps in the optimizer's place, in 8 bits."""
+    holds_gradients: bool = False
+    """The loop adds up gradients over several batches."""
+
+    def under(self, config: Config) -> Job:
+        """The same work, with other wishes."""
+        return dataclasses.replace(self, config=config)
+
+
+def open_job(
+    model: nn.Module, config: Config, optimizer: str | Optimizer = "adamw", hardware: Hardware | None = None
+) -> Job:
+    """The job for this hardware; None: where the model computes, which is looked at once, here."""
+    return Job(model, config, hardware or Hardware.detect(device_of(model, config), config.offload_dir), optimizer)
+
+
+def device_of(model: nn.Module, config: Config) -> torch.device:
+    """Where the model computes: as configured, else where its parameters are."""
+    if config.device is not None:
+        try:
+            return torch.device(config.device)
+        except RuntimeError as error:
+            raise ValueError(f"device={config.device!r} is not a device that PyTorch knows") from error
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
