@@ -553,7 +553,7 @@ def test_divisions_are_given_for_all_sizes() -> None:
 
 # ---- what PyTorch's own allocator did
 
-RECORDED = json.loads((pathlib.Path(__file__).parent / "data" / "allocator_series.json").read_text())
+RECORDED = json.loads((pathlib.Path(__file__).parents[1] / "data" / "allocator_series.json").read_text())
 
 
 @pytest.mark.parametrize("recorded", RECORDED["series"], ids=lambda recorded: recorded["name"])

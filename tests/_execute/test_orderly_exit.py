@@ -43,7 +43,7 @@ extern "C" void start(const char* name, double seconds) { std::thread(run, name,
 
 SCRIPT = """
     import ctypes, sys
-    from memscale import _exit
+    from memscale._execute import orderly_exit
     if {orderly}:
         orderly_exit.be_orderly()
         orderly_exit.be_orderly()
@@ -96,7 +96,7 @@ def test_the_names_are_pytorchs() -> None:
     """gloo's thread of this release, which holds Python objects of the last all-reduce."""
     code = """
         import torch, torch.distributed as dist
-        from memscale import _exit
+        from memscale._execute import orderly_exit
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(1))
         names = [orderly_exit._read(task)[0] for task in orderly_exit.TASKS.iterdir()]

@@ -18,7 +18,7 @@ import torch
 
 import simgpu
 from memscale import Hardware
-from memscale._hardware import _measured, benchmark
+from memscale._hardware import benchmark
 from memscale._hardware.benchmark import (
     FILE_NAME,
     Figures,
@@ -27,6 +27,7 @@ from memscale._hardware.benchmark import (
     device_figures,
     disk_bytes_per_s,
 )
+from memscale._hardware.detect import _measured
 
 FOUND = Figures(1e11, 2e10, 3e10, 4e-6)
 

@@ -12,7 +12,7 @@ import pytest
 import simgpu  # noqa: F401  (registers the device)
 from memscale import ConfigError, Hardware
 from memscale._errors import shown
-from memscale._hardware import _architecture, _cpu_hardware
+from memscale._hardware.detect import _architecture, _cpu_hardware
 
 pytestmark = pytest.mark.unit
 GIB = 1024**3

@@ -695,7 +695,7 @@ def test_read_logits_are_counted():
 DDP = """
     import os, torch, torch.distributed as dist
     from torch import nn
-    from memscale import _exit
+    from memscale._execute import orderly_exit
     from memscale._plan import TileHead
     from tests.techniques.tiling.models import *
     _exit.be_orderly()  # as `wrap` does; actions are attached by hand here
