@@ -298,6 +298,7 @@ import torch
 from torch import nn
 from memscale import Config, Hardware
 from memscale._planning import make_plan
+from memscale._planning.job import Job
 from memscale._profile.inputs import Inputs
 from tests.profiles import hardware_of
 torch.set_num_threads(1)
@@ -305,7 +306,7 @@ with torch.device("meta"):
     model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(4)))
     inputs = Inputs((torch.zeros(8, 32, 64),))
 config = Config(mode=sys.argv[1], force_optimize=True)
-sys.stdout.write(make_plan(model, inputs, config, hardware=hardware_of()).to_json())
+sys.stdout.write(make_plan(Job(model, config, hardware_of()), inputs).to_json())
 """
 
 
