@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pathlib
 import warnings
@@ -258,3 +259,17 @@ def test_what_has_no_weights_and_what_takes_no_hooks_is_refused_with_the_reason(
     for model, name in ((scripted, "RecursiveScriptModule"), (nn.Sequential(scripted), r"Sequential\.0")):
         with pytest.raises(memscale.MemScaleError, match=rf"^{name} is TorchScript"):
             memscale.wrap(model, QUIET, torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["wrap", "optimize", "execute", "detach", "apply_all_optimizations", "estimate", "measure"]
+)
+def test_public_docstrings_teach(name: str) -> None:
+    """An example, every argument, what is returned and what is raised."""
+    function = getattr(memscale, name)
+    text = inspect.getdoc(function) or ""
+    assert f"memscale.{name}(" in text
+    for argument in inspect.signature(function).parameters:
+        assert f"    {argument}: " in text
+    assert "Raises:" in text
+    assert "Returns:" in text or inspect.signature(function).return_annotation in (None, "None")

@@ -51,11 +51,28 @@ def wrap(
     """Make a model train in less memory; the training loop stays as it was.
 
         model = memscale.wrap(model)
+        model = memscale.wrap(model, memscale.Config(memory_budget_gb=8), sample_input=batch)
 
-    `sample_input` (a tensor, a tuple or a dict; read for shapes and dtypes) lets the plan be made now. Without one,
-    inputs are derived from a `transformers` config, or the plan is made at the first training forward. A later forward
-    that may need more (a longer batch, layers that begin to train, another device) is planned again. Returns the same
-    object; `memscale.detach(model)` undoes everything.
+    A forward that may need more than was planned for (a longer batch, layers that begin to train, another device) is
+    planned again. `memscale.detach(model)` undoes everything.
+
+    Args:
+        target: An `nn.Module`, or a `transformers.Trainer` that has one.
+        config: What may be done, and the budget; None: the mode BALANCED.
+        sample_input: A training batch: a tensor, a tuple of positional or a dict of keyword inputs. It is read for
+            shapes, dtypes and the values of integers, and lets the plan be made now. Without one, inputs are derived
+            from a `transformers` config, or the plan is made at the first training forward.
+        async_offload: Overlap transfers with compute; None: as `MEMSCALE_ASYNC_OFFLOAD` or the config says.
+        async_config: How transfers overlap; None: as the config says.
+
+    Returns:
+        The same object. A model's executor is `model._memscale_executor`, and `model._memscale_executor.plan.explain()`
+        says what was planned and why.
+
+    Raises:
+        TypeError: `target` is neither of the two, or another argument has the wrong type.
+        DoesNotFitError: No plan that the config allows fits the budget. The message names the nearest thing that does.
+        ProfileError: The model does not run on the sample.
     """
     config = _with_async(_checked_config(config), async_offload, async_config)
     if _is_trainer(target):
@@ -74,7 +91,26 @@ def optimize(
     config: Config | None = None,
     sample_input: Any = None,
 ) -> Iterator[Executor]:
-    """`wrap` for the length of a `with` block; knows the optimizer, so the plan counts its state exactly."""
+    """`wrap` for the length of a `with` block; knows the optimizer, so the plan counts its state exactly.
+
+        with memscale.optimize(model, optimizer) as executor:
+            train(model, optimizer)
+            print(executor.stats())
+
+    Args:
+        model: The model, or a `transformers.Trainer` that has one.
+        optimizer: The optimizer that trains it; None: one that is not known yet, taken for AdamW.
+        config: What may be done, and the budget; None: the mode BALANCED.
+        sample_input: A training batch, as for `wrap`.
+
+    Returns:
+        A context manager that gives the `Executor`, and detaches it in the end.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        DoesNotFitError: No plan that the config allows fits the budget.
+        ProfileError: The model does not run on the sample.
+    """
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
     known = _checked_optimizer(optimizer)
     _warn_of_stranger(_model_of(model), known)
@@ -91,10 +127,22 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
 
         memscale.execute(model, memscale.Plan.load("plan.json"))
 
-    What is done, and how tensors travel, is the plan's. The config says where: `device` (None: where the plan
-    computes), `max_cpu_offload_gb`, `offload_dir`, the budget that this device has; and `verify_correctness`.
-    `PlanError` when the plan was made for another model or kind of device, `DoesNotFitError` when it peaks above what
-    there is here.
+    What is done, and how tensors travel, is the plan's.
+
+    Args:
+        model: A model of the class and structure that the plan was made for.
+        plan: What `memscale.Plan.load` or an executor's `plan` gives.
+        config: Where it is done: `device` (None: where the plan computes), `max_cpu_offload_gb`, `offload_dir`, the
+            budget that this device has; and `verify_correctness`.
+        optimizer: The optimizer that trains the model, if it is there already.
+
+    Returns:
+        The executor; `executor.detach()` takes everything off again.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        PlanError: The plan was made for another model, kind of device or tier.
+        DoesNotFitError: The plan peaks above what there is here.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"execute takes a memscale.Plan (Plan.load reads a file), not {type(plan).__name__}")
@@ -109,7 +157,17 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
 
 
 def detach(model: nn.Module) -> None:
-    """Leave the model as it was before `wrap`. Detaching what is not wrapped warns and does nothing."""
+    """Leave the model as it was before `wrap`: class, forward, hooks, parameters, devices, optimizer state.
+
+        memscale.detach(model)
+
+    Args:
+        model: A wrapped model, or a `transformers.Trainer` that has one. One that is not wrapped is left alone, with a
+            warning.
+
+    Raises:
+        TypeError: `model` is neither of the two.
+    """
     executor = executor_of(_model_of(model))
     if executor is None:
         warnings.warn(f"this {type(model).__name__} is not wrapped; nothing to detach", stacklevel=2)
@@ -120,7 +178,22 @@ def detach(model: nn.Module) -> None:
 def apply_all_optimizations(
     model: nn.Module, optimizer: Optimizer, config: Config | None = None, sample_input: Any = None
 ) -> tuple[nn.Module, Optimizer]:
-    """The full stack in one call, as low as the mode AGGRESSIVE goes. Returns the pair to train with.
+    """The full stack in one call, as low as the mode AGGRESSIVE goes.
+
+        model, optimizer = memscale.apply_all_optimizations(model, optimizer)
+
+    Args:
+        model: The model to train.
+        optimizer: The optimizer that trains it.
+        config: Another config than `Config(mode="aggressive", force_optimize=True)`.
+        sample_input: A training batch, as for `wrap`.
+
+    Returns:
+        The pair to train with: the same model, and the optimizer.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        DoesNotFitError: No plan that the config allows fits the budget.
 
     The optimizer that is returned is bitsandbytes' own 8-bit class where it has one for this optimizer and device: with
     the same groups, options and (converted) state, and schedulers that were bound before go on. Elsewhere it is the one

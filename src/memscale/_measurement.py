@@ -55,10 +55,18 @@ def measure(device: str | torch.device | None = None) -> Iterator[Measurement]:
             train_one_step()
         print(measured.peak_bytes, measured.breakdown)
 
-    `device=None` is the accelerator if there is one, else the CPU. Tensors that live already are found through the
-    garbage collector. What an operator computes with gradients enabled counts as activation, everything else that is
-    no parameter, gradient or optimizer state as temporary; tensors from before the context that are none of these
-    are "other".
+    Args:
+        device: Which device's bytes; None: the accelerator's if there is one, else the CPU's.
+
+    Returns:
+        A context manager that gives a `Measurement`, which grows while the context is open.
+
+    Raises:
+        ConfigError: This machine has no such device.
+
+    Tensors that live already are found through the garbage collector. What an operator computes with gradients enabled
+    counts as activation, everything else that is no parameter, gradient or optimizer state as temporary; tensors from
+    before the context that are none of these are "other".
 
     Overhead: about 10 µs an operator and, at entry, a walk over all Python objects (about 0.1 s a million). On the
     CPU that is a few per cent of a training step of a real model; leave it out of timings.

@@ -67,7 +67,24 @@ def estimate(
 ) -> Estimate:
     """Predict the peak and the slowdown of each mode, on this machine or for a card that is elsewhere.
 
-    The model may be on the meta device: no weights are needed. `optimizer` is a name or an optimizer object.
+        found = memscale.estimate(model, batch, hardware=memscale.Hardware.from_name("RTX 3090"))
+        print(found.recommended_mode, found.baseline_peak_bytes)
+
+    Args:
+        model: The model as it is. It may be on the meta device: no weights are needed. It is not touched.
+        sample_input: A training batch, as for `wrap`; None: derived from a `transformers` config.
+        optimizer: An optimizer, or the name of one.
+        config: The budget, and what may be done in every mode.
+        hardware: Where it would train; None: this machine.
+
+    Returns:
+        An `Estimate`: the plain peak and what it consists of, and for each mode the planned peak, the slowdown and
+        whether it fits.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ProfileError: The model does not run on the sample, or decides by values that only training can show.
+        MemScaleError: No inputs were given and none can be derived.
     """
     _check_arguments(model, optimizer, config, hardware)
     config = config or Config()
