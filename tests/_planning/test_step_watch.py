@@ -161,6 +161,22 @@ def test_statistics_are_the_users_and_no_hook_stays() -> None:
     assert len(optimizer_internals._global_optimizer_post_hooks) == num_hooks
 
 
+@pytest.mark.parametrize("num_steps", [0, 2], ids=["before a plan", "under a plan"])
+def test_functional_transforms_go_by(num_steps: int) -> None:
+    model = Crops().to("simgpu")
+    x = torch.full((ROWS, 32), 0.1).to("simgpu")
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x * 2,)).square().mean()
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = torch.func.grad(loss)(parameters)
+    memscale.wrap(model, QUIET)
+    run(model, ROWS // 8, num_steps, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = torch.func.grad(loss)(parameters)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_cpu_is_not_watched() -> None:
     num_hooks = len(optimizer_internals._global_optimizer_post_hooks)
     model = memscale.wrap(Crops(), QUIET)
