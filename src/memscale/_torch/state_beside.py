@@ -259,8 +259,9 @@ class _Slots:
 
 
 def _slots_of(cls: type) -> list[Any]:
-    """The descriptors themselves: those of a frozen dataclass or a shadowed name can be set, too."""
-    own = [base for base in cls.__mro__ if _is_own_class(base)]
+    """The descriptors themselves: those of a frozen dataclass or a shadowed name can be set, too. Members of classes of
+    extension modules, which declare no slots, may be read-only."""
+    own = [base for base in cls.__mro__ if _is_own_class(base) and "__slots__" in vars(base)]
     return [slot for base in own for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
