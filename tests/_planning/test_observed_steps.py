@@ -352,6 +352,20 @@ def fail(*_: Any) -> None:
     raise Boom
 
 
+def test_a_backward_that_broke_off_does_not_tell_what_a_step_takes() -> None:
+    model = memscale.wrap(ByValue(), CAREFUL)
+    handle = model.blocks[2].up.weight.register_hook(fail)
+    with pytest.raises(Boom):
+        square_loss(model(SAMPLE)).backward()
+    handle.remove()
+    model.zero_grad()
+    loss = square_loss(model(SAMPLE))
+    assert attached_plan(model).provisional, "half a step was seen"
+    loss.backward()
+    model(SAMPLE)
+    assert not attached_plan(model).provisional
+
+
 def test_a_forward_that_raises_leaves_no_mode() -> None:
     model = memscale.wrap(ByValue(), CAREFUL)
     handle = model.blocks[1].register_forward_hook(fail)

@@ -161,6 +161,54 @@ def test_statistics_are_the_users_and_no_hook_stays() -> None:
     assert len(optimizer_internals._global_optimizer_post_hooks) == num_hooks
 
 
+class Halves(torch.optim.Optimizer):
+    """Stands for both: the loop steps one after the other."""
+
+    def __init__(self, *both: torch.optim.Optimizer) -> None:
+        self.both = both
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for each in self.both:
+            each.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.both:
+            each.zero_grad(set_to_none)
+
+
+def test_state_of_a_second_optimizer_hides_no_excess(caplog: pytest.LogCaptureFixture) -> None:
+    model = memscale.wrap(Crops().to("simgpu"), QUIET)
+    halves = Halves(*(torch.optim.AdamW(half.parameters()) for half in (model.blocks[:2], model.blocks[2:])))
+    run(model, ROWS // 8, 3, halves)
+    assert "peaked" not in caplog.text
+    run(model, ROWS // 8 + 16, 2, halves)  # more than is tolerated, and less than the state of one half
+    assert "a training step peaked at" in caplog.text
+
+
+def test_state_that_a_replaced_optimizer_still_holds_is_not_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    model = memscale.wrap(Crops().to("simgpu"), QUIET)
+    first, second = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    for optimizer in (first, second, first):
+        run(model, ROWS // 8, 3, optimizer)
+    assert "peaked" not in caplog.text
+
+
+@pytest.mark.parametrize("num_steps", [0, 2], ids=["before a plan", "under a plan"])
+def test_functional_transforms_go_by(num_steps: int) -> None:
+    model = Crops().to("simgpu")
+    x = torch.full((ROWS, 32), 0.1).to("simgpu")
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x * 2,)).square().mean()
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = torch.func.grad(loss)(parameters)
+    memscale.wrap(model, QUIET)
+    run(model, ROWS // 8, num_steps, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = torch.func.grad(loss)(parameters)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_cpu_is_not_watched() -> None:
     num_hooks = len(optimizer_internals._global_optimizer_post_hooks)
     model = memscale.wrap(Crops(), QUIET)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
+import dataclasses
 import functools
 import random
 import types
@@ -52,6 +54,37 @@ class Tally:
 TALLY = Tally()
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+    late: int = dataclasses.field(init=False)
+
+
+class Derived(dict[str, int]):
+    """Its own methods are not for us."""
+
+    label = ""
+
+    def items(self) -> Any:
+        raise NotImplementedError
+
+    values = clear = __len__ = items
+
+
+class DerivedList(list[int]):
+    pass
+
+
+SLOTTED = Slotted()
+DERIVED = Derived(calls=0)
+ORDERED = type("Ordered", (collections.OrderedDict,), {})(calls=0)
+DERIVED_LIST = DerivedList()
+USERS: collections.UserDict[str, int] = collections.UserDict(calls=0)
+CHAINED = collections.ChainMap({"calls": 0})
+BYTES = bytearray(1)
+ARRAY = array.array("d", [0.0])
+
+
 def in_global() -> float:
     global count, late
     count += 1
@@ -71,6 +104,33 @@ def in_containers() -> float:
     NESTED["calls"].append(len(NESTED["calls"]))
     SEEN.add(len(SEEN))
     return COUNTS["calls"] + len(NESTED["calls"]) + len(SEEN)
+
+
+def in_slots() -> float:
+    SLOTTED.calls += 1
+    SLOTTED.late = SLOTTED.calls + getattr(SLOTTED, "late", 0)
+    return SLOTTED.late
+
+
+def in_derived_containers() -> float:
+    DERIVED["calls"] += 1
+    DERIVED.label += "x"
+    ORDERED["calls"] += 1
+    ORDERED.move_to_end("calls")
+    DERIVED_LIST.append(0)
+    return DERIVED["calls"] + len(DERIVED.label) + ORDERED["calls"] + len(DERIVED_LIST)
+
+
+def in_library_containers() -> float:
+    USERS["calls"] += 1
+    CHAINED["calls"] += 1
+    return USERS["calls"] + CHAINED["calls"]
+
+
+def in_buffers() -> float:
+    BYTES[0] += 1
+    ARRAY[0] += 1
+    return BYTES[0] + ARRAY[0]
 
 
 def in_array() -> float:
@@ -123,6 +183,10 @@ WAYS: dict[str, Callable[[], float]] = {
         in_global,
         in_class,
         in_containers,
+        in_slots,
+        in_derived_containers,
+        in_library_containers,
+        in_buffers,
         in_array,
         in_objects,
         in_another_module,

@@ -62,7 +62,8 @@ def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_by
         strategy = strategy.widened()
         plan = _decided(profile, strategy, hardware, margin_bytes)
     if not plan.fits:
-        raise DoesNotFitError(explain_misfit(profile, plan, strategy.config))
+        spared = dataclasses.replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + margin_bytes)
+        raise DoesNotFitError(explain_misfit(profile, spared, strategy.config))
     return dataclasses.replace(plan, strategy=strategy.reason)
 
 

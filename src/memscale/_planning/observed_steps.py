@@ -189,8 +189,7 @@ class ObservedSteps(StepWatcher):
     def end_step(self) -> None:
         """Take down what was seen. Hooks of the process stay until `abandon`: one of them may be what calls this."""
         observation, self._observation = self._observation, None
-        is_whole = observation is not None and observation.saw_backward and not observation.has_failed
-        step = observation.close() if observation is not None and is_whole else None
+        step = observation.close() if observation is not None and _is_whole(observation) else None
         if step is None:
             return
         self._num_failed = 0
@@ -270,6 +269,10 @@ class ObservedSteps(StepWatcher):
         in_8_bits = choice.run.quantizes_optimizer and profile.eight_bit_optimizer is not None
         optimizer = costs.cost(eight_bit=in_8_bits, without=streamed)
         return CostModel(profile, self.hardware).peak_of(trace, choice, optimizer)
+
+
+def _is_whole(observation: Observation) -> bool:
+    return observation.saw_backward and not observation.has_failed and not observation.broke_off
 
 
 def _streamed(model: nn.Module, module_fqns: tuple[str, ...]) -> frozenset[int]:

@@ -97,8 +97,8 @@ class Replanner(OwnHook):
         excess = self._watch.end()
         if excess is not None:
             self._answer_excess(excess)
-        if not (model.training and torch.is_grad_enabled()):
-            return
+        if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
+            return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
         inputs = Inputs(args, kwargs)

@@ -28,7 +28,7 @@ from memscale._plan import Plan
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
-from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
+from memscale._torch.optimizer_steps import StepWatcher, owns_any, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale._units import round_up
 
@@ -71,8 +71,8 @@ class StepWatch(StepWatcher):
         self._model = weakref.ref(model)
         self._window: _Window | None = None
         self._excess: Excess | None = None
-        self._optimizer: weakref.ref[Optimizer] | None = None
-        """That has stepped in an earlier step, and has had its state since."""
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        """That have stepped, and have had their state since, the latest last."""
         self._undo = contextlib.ExitStack()
         self._is_hooked = False
 
@@ -115,7 +115,7 @@ class StepWatch(StepWatcher):
 
     def concerns(self, optimizer: Optimizer) -> bool:
         model = self._model()
-        return self._window is not None and model is not None and owns_any(optimizer, model.parameters())
+        return model is not None and owns_any(optimizer, model.parameters())
 
     def after_step(self, optimizer: Optimizer) -> None:
         if private.graph_task_id() < 0:  # otherwise it steps in the middle of backward, which goes on
@@ -127,11 +127,27 @@ class StepWatch(StepWatcher):
             counted = private.allocator_bytes(window.device.index)
             is_new = counted is not None and counted[1] != window.peak_bytes
             if counted is not None and is_new and _is_above(counted[1], window.plan):
-                self._judge(window, counted[1])
+                self._judge(window, counted[1], optimizer)
         if optimizer is not None:
-            self._optimizer = weakref.ref(optimizer)
+            self._optimizers = [*self._known_but(optimizer), weakref.ref(optimizer)]
 
-    def _judge(self, window: _Window, peak_bytes: int) -> None:
+    def _known_but(self, optimizer: Optimizer | None) -> list[weakref.ref[Optimizer]]:
+        return [known for known in self._optimizers if known() is not None and known() is not optimizer]
+
+    def _state_before(self, optimizer: Optimizer | None) -> list[Any]:
+        """What optimizers held when the step began that this one has ended. Of several that step one parameter, the
+        latest counts: what those that it has replaced still hold is not the step's."""
+        others = self._known_but(optimizer)
+        latest: dict[int, Any] = {}
+        for known in filter(None, (reference() for reference in others)):
+            latest.update((id(parameter), known.state.get(parameter)) for parameter in parameters_of(known))
+        if optimizer is not None:
+            had_stepped = any(known() is optimizer for known in self._optimizers)
+            state = optimizer.state if had_stepped else {}
+            latest.update((id(parameter), state.get(parameter)) for parameter in parameters_of(optimizer))
+        return tree_leaves(list(latest.values()))
+
+    def _judge(self, window: _Window, peak_bytes: int, optimizer: Optimizer | None) -> None:
         """Only now, and rarely, it is worth finding out what of the peak was others'."""
         model = self._model()
         if model is None:
@@ -139,8 +155,7 @@ class StepWatch(StepWatcher):
         trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
         device_type = window.device.type
         held = _bytes_on(trained, device_type) if window.holds_gradients else 0
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+        state = self._state_before(optimizer)
         ours = _bytes_on([*model.parameters(), *model.buffers(), *state], device_type) + window.input_bytes + held
         others_bytes = max(0, window.allocated_bytes - ours)
         shown_bytes = peak_bytes - others_bytes - held

@@ -124,6 +124,11 @@ class Observation:
     def saw_backward(self) -> bool:
         return self._recorder.saw_backward
 
+    @property
+    def broke_off(self) -> bool:
+        """Whether a backward pass was seen that raised: what it would have needed further on is not known."""
+        return self._recorder.broke_off
+
     def close(self) -> ObservedStep | None:
         """What was seen; nothing of the observation is left on the model or on this thread. None: backward ran where
         it could not be seen, in another thread than the forward."""

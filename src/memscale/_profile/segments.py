@@ -62,8 +62,8 @@ class SegmentRecorder(LiveBytes):
         self.saw_backward = False
         self.ends_with_backward = False
         """The step is the user's, whose code goes on when backward is over."""
-        self._finishing = -1
-        """The backward pass at whose end we shall be called."""
+        self._open_passes: set[int] = set()
+        """Backward passes at whose end we shall be called. One that raises has none."""
         self._finished: StepTrace | None = None
         """Up to the end of the last backward pass, where that is told."""
         self._ends_recompute = False
@@ -115,8 +115,9 @@ class SegmentRecorder(LiveBytes):
             self._cut()
             self._place = (phase, module_fqn, call)
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, number: int) -> None:
         """A backward pass is over. What comes after the last one, up to `close`, is not part of the step."""
+        self._open_passes.discard(number)
         self._cut()
         self._finished = self._so_far()
 
@@ -158,9 +159,15 @@ class SegmentRecorder(LiveBytes):
 
     def _note_backward(self) -> None:
         self.saw_backward = True
-        if self.ends_with_backward and self._finishing != private.graph_task_id():
-            self._finishing = private.graph_task_id()
-            private.at_end_of_backward(self.finish_backward)
+        number = private.graph_task_id()
+        if self.ends_with_backward and number >= 0 and number not in self._open_passes:
+            self._open_passes.add(number)
+            private.at_end_of_backward(functools.partial(self.finish_backward, number))
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether a backward pass has begun and not come to its end."""
+        return bool(self._open_passes)
 
     def watch(self, module_fqn: str, module: nn.Module, undo: contextlib.ExitStack) -> None:
         enter = _Hook(self._enter_forward, module_fqn)

@@ -9,20 +9,21 @@ a default argument or an object; hooks do so all the time. It is found by readin
 of the modules and from functions on them (hooks are such) through closures, defaults, globals and attributes of Python
 modules, transitively. What belongs to torch, NumPy, the standard library or us is not looked into, nor are tensors.
 
-Remembered are bindings of names, contents of builtin containers, states of random generators, small NumPy arrays and
-attributes of plain objects.
+Remembered are bindings of names, contents of builtin containers and of classes derived from them, states of random
+generators, small arrays and attributes of plain objects, slots included.
 
 NOTE [what was loaded stays]: a name that is bound to a function, a class or a module by then is left so: code that was
 loaded is loaded, and whoever loaded it may remember that where we do not see it. For the same reason an `lru_cache`
 that was filled is emptied if anything else had to be put back: what its function has set up is gone.
 
-Known limits: iterators and Python generators cannot be set back; names that code makes up (`globals()[name]`,
-`setattr`), memory of extension modules, thread-locals, containers of over 100,000 elements and what is further away
-than a few steps are not seen.
+Known limits: iterators, Python generators and context variables cannot be set back; names that code makes up
+(`globals()[name]`, `setattr`), memory of extension modules, thread-locals, weak dictionaries, containers of over
+100,000 elements and what is further away than a few steps are not seen.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import functools
@@ -50,6 +51,7 @@ _MAX_ARRAY_BYTES = 1 << 16
 _CONTAINERS = (
     list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter,
 )  # fmt: skip
+_BUILTIN_KINDS = (collections.OrderedDict, dict, list, set, collections.deque)
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memscale", "simgpu"})
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module()))
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
@@ -89,28 +91,40 @@ def _same_state(first: Any, second: Any) -> bool:
 
 
 class _Contents:
-    """Of a builtin container, by identity."""
+    """Of a container, by identity. Methods are those of the builtin class: one derived from it may do more in its own,
+    such as load what it lists."""
 
     def __init__(self, container: Any) -> None:
         self._container = container
+        self._kind: Any = next(kind for kind in _BUILTIN_KINDS if isinstance(container, kind))
 
-    def take(self) -> Any:
-        return list(self._container.items() if isinstance(self._container, dict) else self._container)
+    def __len__(self) -> int:
+        return int(self._kind.__len__(self._container))
+
+    def elements(self) -> list[Any]:
+        """Without keys."""
+        return list(self._kind.values(self._container)) if self._is_dict() else self.take()
+
+    def take(self) -> list[Any]:
+        return list(self._kind.items(self._container) if self._is_dict() else self._kind.__iter__(self._container))
 
     def put(self, before: Any) -> None:
-        container = self._container
-        container.clear()
-        if isinstance(container, dict):
+        container, kind = self._container, self._kind
+        kind.clear(container)
+        if self._is_dict():
             for key, value in before:
-                container[key] = value
-        elif isinstance(container, set):
-            container.update(before)
+                kind.__setitem__(container, key, value)
+        elif kind is set:
+            kind.update(container, before)
         else:
-            container.extend(before)
+            kind.extend(container, before)
+
+    def _is_dict(self) -> bool:
+        return issubclass(self._kind, dict)
 
     def is_as(self, before: Any) -> bool:
         now = self.take()
-        if isinstance(self._container, dict):
+        if self._is_dict():
             now, before = ([part for item in items for part in item] for items in (now, before))
         return len(now) == len(before) and all(map(operator.is_, now, before))
 
@@ -127,6 +141,22 @@ class _Array:
 
     def is_as(self, before: Any) -> bool:
         return bool(self._array.tobytes() == before.tobytes())
+
+
+class _Buffer:
+    """A `bytearray` or an `array.array`."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    def take(self) -> Any:
+        return self._buffer[:]
+
+    def put(self, before: Any) -> None:
+        self._buffer[:] = before
+
+    def is_as(self, before: Any) -> bool:
+        return bytes(self._buffer) == bytes(before)
 
 
 class _Cell:
@@ -196,6 +226,43 @@ class _Attributes:
     def is_as(self, before: Any) -> bool:
         now = self.take()
         return now.keys() == before.keys() and all(map(operator.is_, now.values(), map(before.__getitem__, now)))
+
+
+class _Slots:
+    """Attributes of an object that its class has slots for."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._slots = _slots_of(type(owner))
+
+    def take(self) -> list[Any]:
+        return [self._get(slot) for slot in self._slots]
+
+    def put(self, before: Any) -> None:
+        for slot, value in zip(self._slots, before, strict=True):
+            now = self._get(slot)
+            if now is value or isinstance(now, _CODE):
+                continue
+            if value is ABSENT:
+                slot.__delete__(self._owner)
+            else:
+                slot.__set__(self._owner, value)
+
+    def is_as(self, before: Any) -> bool:
+        return all(map(operator.is_, self.take(), before))
+
+    def _get(self, slot: Any) -> Any:
+        try:
+            return slot.__get__(self._owner)
+        except AttributeError:
+            return ABSENT
+
+
+def _slots_of(cls: type) -> list[Any]:
+    """The descriptors themselves: those of a frozen dataclass or a shadowed name can be set, too. Members of classes of
+    extension modules, which declare no slots, may be read-only."""
+    own = [base for base in cls.__mro__ if _is_own_class(base) and "__slots__" in vars(base)]
+    return [slot for base in own for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
 def _is_special(name: str) -> bool:
@@ -277,11 +344,13 @@ class Beside:
         if is_generator(value):
             self.entries.append(_Generator(value))
         elif type(value) in _CONTAINERS:
-            self._visit_container(value, depth)
+            self._visit_container(_Contents(value), depth)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
         elif _is_small_array(value):
             self.entries.append(_Array(value))
+        elif isinstance(value, bytearray | array.array):
+            self.entries += [_Buffer(value)] if len(value) <= _MAX_ELEMENTS else []
         elif isinstance(value, tuple | frozenset):
             self._wait(value if len(value) <= _MAX_LOOKED_INTO else (), depth + 1)
         elif (inside := _definitions_in(value)) is not None:
@@ -291,15 +360,24 @@ class Beside:
         elif _is_own_class(value):
             self._visit_class(value, depth)
         elif _is_plain_object(value):
+            self._visit_object(value, depth)
+
+    def _visit_object(self, value: Any, depth: int) -> None:
+        if isinstance(value, _BUILTIN_KINDS):
+            self._visit_container(_Contents(value), depth)
+        if isinstance(getattr(value, "__dict__", None), dict):
             self.entries.append(_Attributes(value))
             self._wait([each for name, each in vars(value).items() if _is_state(name, each)], depth + 1)
-            self._wait(type(value).__mro__, depth + 1)
+        slots = _Slots(value)
+        self.entries.append(slots)
+        self._wait([each for each in slots.take() if not isinstance(each, _CODE)], depth + 1)
+        self._wait(type(value).__mro__, depth + 1)
 
-    def _visit_container(self, container: Any, depth: int) -> None:
-        if len(container) <= _MAX_ELEMENTS:
-            self.entries.append(_Contents(container))
-        if len(container) <= _MAX_LOOKED_INTO:
-            self._wait(container.values() if isinstance(container, dict) else container, depth + 1)
+    def _visit_container(self, contents: _Contents, depth: int) -> None:
+        if len(contents) <= _MAX_ELEMENTS:
+            self.entries.append(contents)
+        if len(contents) <= _MAX_LOOKED_INTO:
+            self._wait(contents.elements(), depth + 1)
 
     def _visit_class(self, cls: type, depth: int) -> None:
         self.entries.append(_Attributes(cls))
@@ -365,6 +443,10 @@ def _definitions_in(value: Any) -> list[Any] | None:
         return [value.func]
     if isinstance(value, _LruCache):
         return [value.__wrapped__]
+    if type(value) in (collections.UserDict, collections.UserList):
+        return [value.data]
+    if type(value) is collections.ChainMap:
+        return [*value.maps]
     return None
 
 
@@ -386,8 +468,7 @@ def _is_own_class(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    is_known = type(value) is types.SimpleNamespace or _is_own_class(type(value))
-    return is_known and isinstance(getattr(value, "__dict__", None), dict)
+    return type(value) is types.SimpleNamespace or _is_own_class(type(value))
 
 
 def _is_small_array(value: Any) -> bool:
