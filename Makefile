@@ -16,8 +16,8 @@ CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
-	@echo "make check     the quick loop, under a minute: format, lint, types, pure and small tests"
-	@echo "make test      what CI runs, under a quarter of an hour: format, lint, types, every technique and model"
+	@echo "make check     the quick loop, about a minute: format, lint, types, pure and small tests"
+	@echo "make test      what CI runs, about a quarter of an hour: format, lint, types, every technique and model"
 	@echo "make test-all  every combination, long curves, the simulator's own suite: before a release"
 	@echo "make durations       what the last run of tests cost, by file"
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"

@@ -91,20 +91,30 @@ def test_recurrent_networks_keep_their_weights_in_one_buffer(kind, options):
 def test_a_packed_sequence_and_a_projection():
     lengths = torch.tensor([5, 4, 2])
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 16, device="cuda"), lengths)
-    out, _ = nn.LSTM(16, 24, proj_size=8).cuda()(packed)
+    model = nn.LSTM(16, 24, proj_size=8).cuda()
+    out, (hidden, cell) = model(packed)
+    assert out.data.grad_fn.name() == "CudnnRnnBackward0"
+    assert (out.data.shape, hidden.shape, cell.shape) == ((11, 8), (1, 3, 8), (1, 3, 24))
     out.data.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def test_factorisations_report_success():
     for shape in ((8, 8), (4, 8, 8)):
         a = torch.randn(shape, device="cuda")
-        torch.linalg.svd(a)
-        torch.linalg.qr(a)
-        torch.linalg.cholesky(a)
-        torch.linalg.eigh(a)
-        torch.linalg.solve(a, a)
-        torch.linalg.inv(a)
-        torch.linalg.lu_factor(a)
+        results = (
+            *torch.linalg.svd(a),
+            *torch.linalg.qr(a),
+            torch.linalg.cholesky(a),  # these raise where the library reports that it has not succeeded
+            *torch.linalg.eigh(a),
+            torch.linalg.solve(a, a),
+            torch.linalg.inv(a),
+            *torch.linalg.lu_factor(a),
+        )
+        # Singular values, eigenvalues and pivots are vectors, everything else is a matrix.
+        assert sum(result.shape == shape[:-1] for result in results) == 3
+        assert sum(result.shape == shape for result in results) == len(results) - 3
+        assert all(result.is_cuda for result in results)
 
 
 def test_fourier_transforms():
