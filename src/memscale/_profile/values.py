@@ -397,7 +397,7 @@ def _assume_false(result: torch.Tensor, *_: Any, **__: Any) -> None:
 
 def _assume_finite(result: torch.Tensor, number: torch.Tensor, other: Any, *_: Any, **__: Any) -> None:
     """`x == x` and `x != inf`: this is how it is asked whether a number is finite."""
-    if number is other or other == math.inf:
+    if number is other or (isinstance(other, float) and other == math.inf):
         with private.real_tensors():
             _set_value(result, torch.ones((), dtype=result.dtype).expand(tuple(result.shape)), Cell())
 

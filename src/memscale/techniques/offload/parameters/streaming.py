@@ -29,7 +29,7 @@ from memscale._plan import StreamParameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
-from memscale.techniques.offload.parameters import inner_checkpoints, state_placement
+from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, state_placement
 from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
 from memscale.techniques.offload.parameters.parameter_homes import (
     LARGEST_SEGMENT_BYTES,
@@ -330,6 +330,7 @@ def _attach_model(streamer: Streamer, model: nn.Module, undo: contextlib.ExitSta
     undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
     keep_copies_clean(model, undo)
     inner_checkpoints.attach(model, undo)
+    computing_device.attach(model, streamer.device, undo)
 
 
 def _announce(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:
