@@ -9,9 +9,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from hypothesis import settings
 
-from tests.conftest import pytest_collectstart, pytest_ignore_collect, with_files_shuffled
+import memscale
+from tests.conftest import freeze_what_is_left, pytest_collectstart, pytest_ignore_collect, with_files_shuffled
 
 pytestmark = pytest.mark.unit
 
@@ -58,6 +60,18 @@ def test_files_are_shuffled_and_their_tests_are_not(request: pytest.FixtureReque
     state = random.getstate()
     assert with_files_shuffled(items, 1) == with_files_shuffled(items[::1], 1)
     assert random.getstate() == state
+
+
+def test_what_is_left_is_out_of_sight_and_little() -> None:
+    kept = torch.ones(1000)
+    freeze_what_is_left()
+    with memscale.measure("cpu") as seen:
+        pass
+    assert seen.peak_bytes == 0
+    large = torch.ones(1_000_000)
+    with pytest.raises(AssertionError, match=r"4,000,\d+ bytes of tensors outlive their tests"):
+        freeze_what_is_left()
+    del kept, large
 
 
 INNER = """
