@@ -13,7 +13,8 @@ from memscale._decide import decide, full_front
 from memscale._decide.choice import Choice, RunOptions, actions_of, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._plan import Checkpoint, OffloadActivations, StreamParameters, TileAttention, TileHead, TileMlp
-from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, STREAM, STREAM_OFFLOAD, TREATMENTS, Profile, TraceKey
+from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, STREAM, STREAM_OFFLOAD, Profile, TraceKey
+from memscale.techniques import TREATMENTS
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))

@@ -11,10 +11,11 @@ from typing import Any
 from memscale._decide.choice import RunOptions
 from memscale._decide.step_time import Moved, Pace, optimizer_calls_ms
 from memscale._profile import OptimizerCost, Profile
+from memscale.techniques.technique import StepManner
 
 
 class OptimizerModel:
-    """Of one profile, at one pace."""
+    """Of one profile, at one pace. What a technique does to it, that says itself: `StateRule`."""
 
     def __init__(self, profile: Profile, pace: Pace) -> None:
         self.profile = profile
@@ -24,61 +25,45 @@ class OptimizerModel:
 
     def cost(self, run: RunOptions) -> OptimizerCost:
         """With nothing streamed."""
-        eight_bit = self.profile.eight_bit_optimizer
-        # An optimizer that cannot be quantised keeps its state as it is.
-        return eight_bit if run.quantizes_optimizer and eight_bit is not None else self.profile.optimizer
+        return self._other_cost(run) or self.profile.optimizer
+
+    def is_itself(self, run: RunOptions) -> bool:
+        """Whether it costs what it does by itself."""
+        return not any(t.state is not None and t.state.cost is not None for t in run.techniques)
+
+    def _other_cost(self, run: RunOptions) -> OptimizerCost | None:
+        """None also where a technique has no effect: an optimizer that cannot be quantised keeps its state as it is."""
+        costs = [t.state.cost for t in run.techniques if t.state is not None and t.state.cost is not None]
+        return next((found for cost in costs if (found := cost(self.profile)) is not None), None)
+
+    def manner(self, run: RunOptions) -> StepManner:
+        """How it steps."""
+        manners = (t.state.manner for t in run.techniques if t.state is not None and t.state.manner is not None)
+        return next(manners, AT_ONCE)
+
+    def can_step(self, run: RunOptions) -> bool:
+        return self.manner(run).can_step(self.cost(run))
 
     # ---- bytes
 
     def resident_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """State that is on the device all the time."""
-        if not run.offloads_optimizer:
-            return self._unstreamed_bytes(run, streamed_bytes)
-        whole, rest = self.cost(run).offloaded_state_bytes, self.profile.rest_optimizer
-        return self._left(run, whole, whole if rest is None else min(whole, rest.offloaded_state_bytes), streamed_bytes)
+        return self.manner(run).resident_bytes(self, run, streamed_bytes)
 
     def bytes_away(self, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         """State that is on the host because its parameters are; and state that may wait anywhere."""
-        whole = self.cost(run).state_bytes
-        nothing = 0 * streamed_bytes
-        if run.offloads_optimizer:
-            return nothing, whole + nothing
-        return whole - self._unstreamed_bytes(run, streamed_bytes), nothing
+        return self.manner(run).bytes_away(self, run, streamed_bytes)
 
     def step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """What the step needs on top."""
-        if run.offloads_optimizer:
-            return self._offloaded_step_bytes(run, streamed_bytes)
-        cost, rest = self.cost(run), self.profile.rest_optimizer
-        if rest is None:
-            return cost.step_bytes + 0 * streamed_bytes
-        if run.quantizes_optimizer or cost.split_step_bytes is None:
-            return self._left(run, cost.step_bytes, min(cost.step_bytes, rest.step_bytes), streamed_bytes)
-        # One part needs less than all at once, or more: state is made part by part. See NOTE [two devices].
-        is_split = self._share_left(run, streamed_bytes) < 1
-        split_bytes = self._largest_left(run, cost.split_step_bytes, rest.step_bytes, streamed_bytes)
-        return cost.step_bytes + (split_bytes - cost.step_bytes) * is_split
+        return self.manner(run).step_bytes(self, run, streamed_bytes)
 
-    def _largest_left(self, run: RunOptions, whole: int, rest: int, streamed_bytes: Any) -> Any:
+    def largest_left(self, run: RunOptions, whole: int, rest: int, streamed_bytes: Any) -> Any:
         """Of a cost of the largest part, which is there until the last block is streamed."""
         least = min(whole, rest) * (self._rest_left(run) > 0)
         return least + (whole - least) * (streamed_bytes < self._block_bytes)
 
-    def _offloaded_step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """The largest bucket's."""
-        whole, rest = self.cost(run).offloaded_step_bytes, self.profile.rest_optimizer
-        assert whole is not None
-        return self._largest_left(run, whole, whole if rest is None else rest.offloaded_step_bytes or 0, streamed_bytes)
-
-    def _unstreamed_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """State of what is not streamed."""
-        whole, rest = self.cost(run).state_bytes, self.profile.rest_optimizer
-        if rest is None:
-            return whole + 0 * streamed_bytes
-        # State of embeddings is not quantised.
-        return self._left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
-
-    def _left(self, run: RunOptions, whole: Any, rest: int, streamed_bytes: Any) -> Any:
+    def left(self, run: RunOptions, whole: Any, rest: int, streamed_bytes: Any) -> Any:
         """Of a cost that falls from `whole` to `rest` as blocks are streamed, and on as the rest is."""
         return self._falling(whole, rest, streamed_bytes) - rest * (1 - self._rest_left(run))
 
@@ -97,47 +82,33 @@ class OptimizerModel:
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """On the device, and on the host for what is streamed."""
         hardware = self.pace.hardware
-        if run.offloads_optimizer:
-            on_device_ms = self._share_left(run, streamed_bytes) * self._in_buckets_ms(self.cost(run))
-        else:
-            on_device_ms = self._at_once_ms(run, streamed_bytes)
+        on_device_ms = self.manner(run).step_ms(self, run, streamed_bytes)
         if hardware.host_bytes_per_s is None:
             return on_device_ms
         host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
-        share_away = 1 - self._share_left(run, streamed_bytes)
+        share_away = 1 - self.share_left(run, streamed_bytes)
         return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
 
-    def _share_left(self, run: RunOptions, streamed_bytes: Any) -> Any:
+    def share_left(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The share of trainable bytes that is not streamed."""
         streamed_bytes = streamed_bytes + self.profile.rest_trainable_bytes * run.streams_rest
         return 1 - streamed_bytes / max(1, self._block_bytes + self._other_bytes)
 
-    def _at_once_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """All that is on the device.
-
-        See NOTE [two devices] in _profile/optimizers.py: as soon as something is streamed, there are more launches.
-        """
-        cost, rest, share = self.cost(run), self.profile.rest_optimizer, self._share_left(run, streamed_bytes)
-        num_launches, compute_ms = share * cost.num_launches, self._compute_ms(cost, share)
-        if cost.split_launches and not run.quantizes_optimizer and rest is not None:
-            split = self._left(run, cost.split_launches, rest.split_launches, streamed_bytes)
-            num_launches = num_launches + (split - num_launches) * (share < 1)
-        return self.pace.slowest_ms(compute_ms, num_launches, Moved())
-
-    def _compute_ms(self, cost: OptimizerCost, share: Any) -> Any:
+    def compute_ms(self, cost: OptimizerCost, share: Any) -> Any:
+        """Of a step of this share of the parameters, without launches and transfers."""
         if self.pace.counts_calls:
             moved_bytes, calls_ms = cost.moved_bytes, optimizer_calls_ms(cost.num_tensors)
         else:
             moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
         return share * moved_bytes / self.pace.hardware.memory_bytes_per_s * 1e3 + calls_ms
 
-    def _in_buckets_ms(self, cost: OptimizerCost) -> float:
+    def in_buckets_ms(self, cost: OptimizerCost) -> float:
         """Bucket by bucket. Side by side, one is stepped and leaves while the next arrives, and both are waited for.
 
-        See NOTE [what a bucket costs] in techniques/offload/buckets.py.
+        See NOTE [what a bucket costs] in techniques/offload/optimizer/buckets.py.
         """
         pace, sizes = self.pace, cost.bucket_bytes or (cost.state_bytes,)
-        compute_ms, num_launches, num_bytes = self._compute_ms(cost, 1.0), cost.bucket_launches, sum(sizes)
+        compute_ms, num_launches, num_bytes = self.compute_ms(cost, 1.0), cost.bucket_launches, sum(sizes)
         if not pace.overlaps:
             return float(pace.slowest_ms(compute_ms, num_launches, Moved(2 * len(sizes), num_bytes, num_bytes)))
         total_ms = last_ms = 0.0
@@ -147,3 +118,51 @@ class OptimizerModel:
             stepped_ms = pace.slowest_ms(share * compute_ms, num_launches / len(sizes), Moved(2))
             last_ms = stepped_ms + pace.link_ms(size)
         return float(total_ms + last_ms)
+
+
+class _AtOnce:
+    """The step that an optimizer takes by itself. Its state is where its parameters are."""
+
+    def can_step(self, cost: OptimizerCost) -> bool:
+        return True
+
+    def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        """State of what is not streamed."""
+        whole, rest = model.cost(run).state_bytes, model.profile.rest_optimizer
+        if rest is None:
+            return whole + 0 * streamed_bytes
+        # State of embeddings is not quantised.
+        return model.left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
+
+    def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
+        whole = model.cost(run).state_bytes
+        return whole - self.resident_bytes(model, run, streamed_bytes), 0 * streamed_bytes
+
+    def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        cost, rest = model.cost(run), model.profile.rest_optimizer
+        if rest is None:
+            return cost.step_bytes + 0 * streamed_bytes
+        if not model.is_itself(run) or cost.split_step_bytes is None:
+            return model.left(run, cost.step_bytes, min(cost.step_bytes, rest.step_bytes), streamed_bytes)
+        # One part needs less than all at once, or more: state is made part by part. See NOTE [two devices].
+        is_split = model.share_left(run, streamed_bytes) < 1
+        split_bytes = model.largest_left(run, cost.split_step_bytes, rest.step_bytes, streamed_bytes)
+        return cost.step_bytes + (split_bytes - cost.step_bytes) * is_split
+
+    def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        """All that is on the device.
+
+        See NOTE [two devices] in _profile/optimizer_twin.py: as soon as something is streamed, there are more launches.
+        """
+        cost, rest, share = model.cost(run), model.profile.rest_optimizer, model.share_left(run, streamed_bytes)
+        num_launches, compute_ms = share * cost.num_launches, model.compute_ms(cost, share)
+        if cost.split_launches and model.is_itself(run) and rest is not None:
+            split = model.left(run, cost.split_launches, rest.split_launches, streamed_bytes)
+            num_launches = num_launches + (split - num_launches) * (share < 1)
+        return model.pace.slowest_ms(compute_ms, num_launches, Moved())
+
+    def exact_bytes(self, cost: OptimizerCost) -> tuple[int, int]:
+        return cost.state_bytes, cost.step_bytes
+
+
+AT_ONCE = _AtOnce()

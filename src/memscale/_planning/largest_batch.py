@@ -17,7 +17,7 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._config import Config, OptimizationMode
+from memscale._config import SWITCHES, Config, OptimizationMode
 from memscale._decide import decide
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
@@ -40,13 +40,7 @@ _MAX_ROUNDS = 4
 """Rehearsals of one guess."""
 _WORTH_LOOKING = 0.95
 """Where a drawn peak is less than this share of the rehearsed one, steps of about that size are profiled."""
-_PLAIN = {
-    "enable_checkpointing": False,
-    "enable_offloading": False,
-    "enable_tiling": False,
-    "use_mixed_precision": False,
-    "use_8bit_optimizer": False,
-}
+_PLAIN = dict.fromkeys(SWITCHES, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

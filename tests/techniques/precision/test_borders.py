@@ -16,8 +16,8 @@ from torch.nn.utils import parametrize
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memscale._plan import MixedPrecision
-from memscale.techniques import precision
-from memscale.techniques.precision import LossScale
+from memscale.techniques.precision import autocast as precision
+from memscale.techniques.precision.loss_scale import LossScale
 
 pytestmark = pytest.mark.unit
 WIDTH = 16

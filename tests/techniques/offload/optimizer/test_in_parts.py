@@ -20,7 +20,8 @@ from memscale._errors import OffloadError
 from memscale._execute.executor import execute
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
-from memscale.techniques.offload.optimizer import adopt_optimizer, in_parts
+from memscale.techniques.offload.optimizer import in_parts
+from memscale.techniques.offload.optimizer.adoption import adopt_optimizer
 from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
 from memscale.techniques.offload.parameters import streaming
 from tests.parity import plan_of
