@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._profile import StepTrace
 from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, sequences_unpacked
+from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
@@ -30,7 +31,6 @@ from memscale._profile.values import (
     SEED,
     Values,
     assume_value,
-    drawn_by_host,
     keep_value,
     private_values,
     readable,
