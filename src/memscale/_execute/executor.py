@@ -188,6 +188,7 @@ class Executor:
         return self.settings.device_of(self.model).type
 
     def on_detach(self, callback: Any, *args: Any) -> None:
+        """Call this when everything is taken off, after what was attached later."""
         self._undo.callback(callback, *args)
 
     def detach(self) -> None:
