@@ -156,6 +156,14 @@ def _live_bytes() -> int:
     return living.peak_bytes
 
 
+@pytest.fixture(scope="module")
+def plain_runs() -> Iterator[dict[Any, Any]]:
+    """Runs of plain models, by case, for the tests of one file: each is trained once."""
+    runs: dict[Any, Any] = {}
+    yield runs
+    runs.clear()  # the last test still holds them
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)

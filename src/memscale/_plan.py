@@ -218,7 +218,15 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be done, what it will peak at, what it will cost, and why."""
+    """What will be done, what it will peak at, what it will cost, and why.
+
+        with memscale.optimize(model, sample_input=batch) as executor:
+            print(executor.plan.explain())
+            executor.plan.save("plan.json")
+        executor = memscale.execute(other_model, memscale.Plan.load("plan.json"))
+
+    A plan is data: it can be saved, read, compared and edited, and does nothing until it is executed.
+    """
 
     actions: tuple[Action, ...]
     baseline_peak_bytes: int
@@ -291,11 +299,24 @@ class Plan:
         return next((index for index, point in enumerate(self.front) if point.is_chosen), len(self.front))
 
     def to_json(self) -> str:
+        """The plan as JSON: the same bytes for the same plan, on every machine."""
         return _json.dumps(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; `PlanError` says what is wrong with anything else."""
+        """The plan that `to_json` wrote.
+
+            assert memscale.Plan.from_json(plan.to_json()) == plan
+
+        Args:
+            text: What `to_json` has returned.
+
+        Returns:
+            An equal plan.
+
+        Raises:
+            PlanError: The text is no plan; the message says what is wrong with it.
+        """
         try:
             plan: Plan = _json.decode(cls, _json.loads(text))
         except (ValueError, AttributeError) as error:
@@ -305,10 +326,34 @@ class Plan:
         return plan
 
     def save(self, path: str | pathlib.Path) -> None:
+        """Write the plan to a file, as JSON.
+
+            executor.plan.save("plan.json")
+
+        Args:
+            path: The file; what is there is overwritten.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
+        """Read a plan that was saved.
+
+            executor = memscale.execute(model, memscale.Plan.load("plan.json"))
+
+        Args:
+            path: The file that `save` wrote.
+
+        Returns:
+            An equal plan.
+
+        Raises:
+            PlanError: The file holds no plan; the message says what is wrong with it.
+            OSError: The file cannot be read.
+        """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

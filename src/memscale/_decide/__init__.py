@@ -33,10 +33,10 @@ DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does no
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
 
 
-def needs_optimizing(profile: Profile, hardware: Hardware, config: Config) -> bool:
+def needs_optimizing(model: CostModel, config: Config) -> bool:
     """The smart skip: a model that fits as it is is left alone, unless the user insists."""
-    baseline = CostModel(profile, hardware).evaluate(Choice())
-    return config.force_optimize or baseline.peak_bytes > budget_bytes(hardware, config)
+    baseline = model.evaluate(Choice())
+    return config.force_optimize or baseline.peak_bytes > budget_bytes(model.hardware, config)
 
 
 def decide(
@@ -49,16 +49,31 @@ def decide(
     rehearsed: Mapping[Choice, int] | None = None,
     raise_if_unfit: bool = True,
 ) -> Plan:
-    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none.
+    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none."""
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    plan = decide_on(model, config, decision_source, margin_bytes=margin_bytes, rehearsed=rehearsed)
+    if raise_if_unfit and not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, config))
+    return plan
+
+
+def decide_on(
+    model: CostModel,
+    config: Config,
+    decision_source: DecisionSource = "user_config",
+    *,
+    margin_bytes: int = 0,
+    rehearsed: Mapping[Choice, int] | None = None,
+) -> Plan:
+    """The same for somebody who decides on one profile several times; `plan.fits` is False when nothing fits.
 
     `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added. Those
     that were `rehearsed` count with the peaks that this showed.
     """
-    eligible = resolve(config, hardware)
-    budget = eligible.budget
-    model = CostModel(profile, hardware, overlaps=eligible.overlaps)
+    eligible = resolve(config, model.hardware)
+    budget, profile = eligible.budget, model.profile
     baseline = model.evaluate(Choice())
-    if not needs_optimizing(profile, hardware, config):
+    if not needs_optimizing(model, config):
         numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
         chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
         candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(baseline)
@@ -71,8 +86,6 @@ def decide(
     plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
     if not chosen.choice.num_actions:
         plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, eligible)))
-    if raise_if_unfit and not plan.fits:
-        raise DoesNotFitError(explain_misfit(profile, plan, config))
     return plan
 
 
@@ -166,10 +179,9 @@ def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
     return [c for c in candidates if anywhere.admits(c.outcome)]
 
 
-def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
+def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
     """The front of everything that was profiled, where a plan may carry less; the plan's own point is marked."""
-    eligible = resolve(config, hardware)
-    model = CostModel(profile, hardware, overlaps=eligible.overlaps)
+    eligible, profile = resolve(config, model.hardware), model.profile
     baseline = model.evaluate(Choice())
     candidates = _placeable(find_candidates(model, baseline, eligible), eligible.budget)
     wanted = choice_of(plan.actions, profile)
@@ -178,7 +190,15 @@ def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan)
 
 
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
-    """What is eligible and no other candidate beats. It does not depend on the device's budget."""
+    """What is eligible and no other candidate beats. It does not depend on the device's budget, so it is found once."""
+    key = dataclasses.replace(eligible, budget=dataclasses.replace(eligible.budget, device_bytes=0))
+    found: list[Candidate] | None = model.candidates.get(key)
+    if found is None:
+        found = model.candidates[key] = _find_candidates(model, baseline, eligible)
+    return found
+
+
+def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
     runs, budget = list(_runs(model, eligible)), eligible.budget
     found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
     for treatment in model.whole_treatments:

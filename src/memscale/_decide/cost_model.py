@@ -62,6 +62,8 @@ class CostModel:
                 self._whole[key] = trace
         self._sizes = _sizes_of(self._stretches)
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
+        self.candidates: dict[object, Any] = {}
+        """What searches on this model have found, by what was eligible. See `find_candidates`."""
 
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""

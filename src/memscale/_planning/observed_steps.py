@@ -242,7 +242,8 @@ class ObservedSteps(StepWatcher):
         if self.config.use_8bit_optimizer:
             profile = dataclasses.replace(profile, eight_bit_optimizer=costs.eight_bit())
         if TraceKey(STREAM) in profile.variants:
-            rest = costs.cost(without=_streamed(model, tuple(find_blocks(model))))
+            blocks = tuple(layer.module_fqn for layer in profile.layers if layer.is_block)
+            rest = costs.cost(without=_streamed(model, blocks))
             profile = dataclasses.replace(profile, rest_optimizer=rest)
         return profile
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -174,6 +174,22 @@ class _BucketCost:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    """What two steps of an optimizer over some parameters have shown, however its state is to wait afterwards."""
+
+    optimizer: Optimizer
+    states: tuple[Mapping[Any, Any], ...]
+    """Of the parameters with gradients, in their order."""
+    state_bytes: int
+    making_bytes: int
+    """The most that there was in the first step, in which the state is made."""
+    step_bytes: int
+    """The temporaries of the second."""
+    num_launches: int
+    launched_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _StepCost:
     """What a step of all parameters takes."""
 
@@ -224,6 +240,7 @@ class _Twin:
             members = [group["params"] for group in optimizer.param_groups]
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = _same_class(optimizer, groups)
+        self._trials: dict[Hashable, _Trial] = {}
         self._runs = self._neighbours(members)
         self._picked = self._pick_foreach()
         self._split = [i for i in self._picked if any(self._is_trained(p) and id(p) in left_out for p in members[i])]
@@ -313,25 +330,49 @@ class _Twin:
 
     def _whole(self, optimizer: Optimizer) -> _StepCost:
         """Of all parameters at once."""
-        parameters = parameters_of(optimizer)
+        trial = self._tried(optimizer, self._fakes)
+        state_bytes = trial.state_bytes - self._counter_bytes(trial.optimizer)
+        return _StepCost(state_bytes, trial.step_bytes, trial.num_launches, trial.launched_bytes)
+
+    def _tried(self, optimizer: Optimizer, trained: dict[int, nn.Parameter], packs: tuple[bool, ...] = ()) -> _Trial:
+        """Two steps with gradients for these; what is alike is tried once, whole or in buckets of any kind.
+
+        What is prepared before its steps may be prepared by what it packs.
+        """
+        inside = {id(fake) for fake in trained.values()}
+        members = tuple(
+            (index, group.get("foreach"), id(fake) in inside, _kind(fake))
+            for index, group in enumerate(optimizer.param_groups)
+            for fake in group["params"]
+        )
+        key = members, packs if self._prepare is not None else ()
+        if key not in self._trials:
+            self._trials[key] = self._try(optimizer, trained)
+        return self._trials[key]
+
+    def _try(self, optimizer: Optimizer, trained: dict[int, nn.Parameter]) -> _Trial:
         books = self._books()
         with self.mode:
-            for parameter in self._fakes.values():
+            for parameter in trained.values():
                 parameter.grad = torch.empty_like(parameter)
+            parameters = parameters_of(optimizer)
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
+            books.reset_peak()
             with books, AnyValue():
                 if self._prepare is not None:
-                    self._prepare(optimizer, self._fakes)
+                    self._prepare(optimizer, trained)
                 optimizer.step()
-                state_bytes = books.total_bytes - before
+                making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
                 books.reset_peak()
                 books.work = Work()
                 optimizer.step()
-            step_bytes = books.peak_bytes - before - state_bytes
-        work = books.work
-        state_bytes -= self._counter_bytes(optimizer)
-        return _StepCost(state_bytes, max(0, step_bytes), work.num_launches, work.matmul_bytes + work.other_bytes)
+            step_bytes = max(0, books.peak_bytes - before - state_bytes)
+        for parameter in trained.values():
+            parameter.grad = None
+        work, states = books.work, tuple(optimizer.state[parameter] for parameter in trained.values())
+        moved_bytes = work.matmul_bytes + work.other_bytes
+        return _Trial(optimizer, states, state_bytes, making_bytes, step_bytes, work.num_launches, moved_bytes)
 
     def _books(self) -> Books:
         books = Books(self.device.type, self.rounding_bytes)
@@ -354,15 +395,7 @@ class _Twin:
         return stays_bytes, peak_bytes - stays_bytes
 
     def _try_buckets(self, how: Stepping) -> list[_BucketCost]:
-        alike: dict[Any, _BucketCost] = {}
-        costs = []
-        for bucket in self._filled_buckets(how):
-            optimizer = self._over({id(fake) for fake in bucket.values()})
-            key = tuple((how.packs(number), _kind(fake)) for number, fake in bucket.items())
-            if key not in alike:
-                alike[key] = self._try_bucket(how, optimizer, bucket)
-            costs.append(alike[key])
-        return costs
+        return [self._try_bucket(how, bucket) for bucket in self._filled_buckets(how)]
 
     def _filled_buckets(self, how: Stepping) -> Iterator[dict[int, nn.Parameter]]:
         """Those with parameters that are trained. The others take their room in a bucket, too."""
@@ -377,45 +410,28 @@ class _Twin:
         groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
         return _same_class(self.optimizer, groups)
 
-    def _try_bucket(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
-        books = self._books()
-        with self.mode:
-            for parameter in bucket.values():
-                parameter.grad = torch.empty_like(parameter)
-            books.see_all([list(bucket.values()), [parameter.grad for parameter in bucket.values()]])
-            before = books.total_bytes
-            books.reset_peak()
-            with books, AnyValue():
-                if self._prepare is not None:
-                    self._prepare(optimizer, bucket)
-                optimizer.step()
-                making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
-                books.reset_peak()
-                books.work = Work()
-                optimizer.step()
-            step_bytes = books.peak_bytes - before - state_bytes
-        for parameter in bucket.values():
-            parameter.grad = None
-        counters = self._counter_bytes(optimizer)
-        cost = self._share(how, optimizer, bucket, max(0, step_bytes), state_bytes - counters)
-        together = cost.waiting_bytes + state_bytes - counters + cost.scratch_bytes
+    def _try_bucket(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> _BucketCost:
+        optimizer = self._over({id(fake) for fake in bucket.values()})
+        trial = self._tried(optimizer, bucket, tuple(map(how.packs, bucket)))
+        counters = self._counter_bytes(trial.optimizer)
+        state_bytes = trial.state_bytes - counters
+        cost = self._share(how, trial, list(bucket), state_bytes)
+        together = cost.waiting_bytes + state_bytes + cost.scratch_bytes
         return dataclasses.replace(
             cost,
-            making_bytes=max(making_bytes - counters, together),
-            num_launches=books.work.num_launches,
-            launched_bytes=books.work.matmul_bytes + books.work.other_bytes,
+            making_bytes=max(trial.making_bytes - counters, together),
+            num_launches=trial.num_launches,
+            launched_bytes=trial.launched_bytes,
         )
 
-    def _share(
-        self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter], step_bytes: int, state_bytes: int
-    ) -> _BucketCost:
+    def _share(self, how: Stepping, trial: _Trial, numbers: list[int], state_bytes: int) -> _BucketCost:
         """What of a bucket's state waits, and what does not."""
         waiting_bytes = unpacked_bytes = scratch_bytes = moved_bytes = 0
-        for number, parameter in bucket.items():
-            for name, value in optimizer.state[parameter].items():
+        for number, state in zip(numbers, trial.states, strict=True):
+            for name, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                slot_bytes = how.waiting_bytes(optimizer, number, name, value)
+                slot_bytes = how.waiting_bytes(trial.optimizer, number, name, value)
                 if slot_bytes is None:
                     continue
                 waiting_bytes += slot_bytes
@@ -424,7 +440,8 @@ class _Twin:
                     unpacked_bytes += round_up(value.nbytes, self.rounding_bytes)
                     scratch_bytes = max(scratch_bytes, how.scratch_bytes(value))
         waiting_bytes += how.padding_bytes if waiting_bytes else 0
-        return _BucketCost(waiting_bytes, state_bytes - moved_bytes, unpacked_bytes, step_bytes, scratch_bytes)
+        kept_bytes = state_bytes - moved_bytes
+        return _BucketCost(waiting_bytes, kept_bytes, unpacked_bytes, trial.step_bytes, scratch_bytes)
 
     def _counter_bytes(self, optimizer: Optimizer) -> int:
         """Of tensors that are on the host in truth, and were counted here."""
