@@ -95,9 +95,9 @@ def nothing_refused(actions: Sequence[Any], config: Config, hardware: Hardware) 
     return ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Technique:
-    """One thing that a plan can do to a model."""
+    """One thing that a plan can do to a model. There is one record of each: a record equals itself alone."""
 
     name: str
     family: str
