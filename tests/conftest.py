@@ -127,7 +127,7 @@ def _registering_new(kind: type, *args: Any, **kwargs: Any) -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collections() -> None:
     """Leak checks collect garbage in every test; what was imported need not be walked through each time."""
-    gc.collect()  # garbage that is frozen would outlive every test
+    gc.collect()  # see `freeze_what_is_left`
     gc.freeze()
 
 
@@ -148,6 +148,8 @@ def freeze_what_is_left() -> None:
         pass
     kept = living.peak_bytes
     assert kept < MOST_KEPT_BYTES, f"{kept:,} bytes of tensors outlive their tests"
+    del living
+    gc.collect()  # garbage that is frozen, also that of counting, would outlive every test
     gc.freeze()
 
 

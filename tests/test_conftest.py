@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import torch
 from hypothesis import settings
 
 import memscale
-from tests.conftest import freeze_what_is_left, pytest_collectstart, pytest_ignore_collect, with_files_shuffled
+from memscale._torch.live_bytes import LiveBytes
+from tests.conftest import _BORN, freeze_what_is_left, pytest_collectstart, pytest_ignore_collect, with_files_shuffled
 
 pytestmark = pytest.mark.unit
 
@@ -68,6 +70,9 @@ def test_what_is_left_is_out_of_sight_and_little() -> None:
     with memscale.measure("cpu") as seen:
         pass
     assert seen.peak_bytes == 0
+    del seen
+    gc.collect()
+    assert not any(isinstance(each, LiveBytes) for each in _BORN), "counting leaves nothing in the frozen part"
     large = torch.ones(1_000_000)
     with pytest.raises(AssertionError, match=r"4,000,\d+ bytes of tensors outlive their tests"):
         freeze_what_is_left()
