@@ -9,9 +9,9 @@ gives ordinary tensors on the host, which a plain optimizer loads; one from a pl
 whole state is back on its device and the hooks are gone.
 
 NOTE [how a step is taken over]: an optimizer that owns parameters of the model is adopted before its first step (see
-`_torch/optimizer_steps.py`). The work sits in an instance pre-hook that is kept last, so that the user's own hooks,
-which may change gradients, come first. It steps the buckets (adopted_optimizer.py) and hands the outer step a shadow
-without parameters.
+`_torch/optimizer_steps.py`), and at once if it has stepped before. The work sits in an instance pre-hook that is kept
+last, so that the user's own hooks, which may change gradients, come first. It steps the buckets (adopted_optimizer.py)
+and hands the outer step a shadow without parameters.
 
 Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. The dict that
 `state_dict()` gives is a snapshot; a plain optimizer's goes on changing with the state.
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, watch_steps
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, living_optimizers, owns_any, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer
 from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
@@ -52,13 +52,17 @@ def adopt(
     packer: Packer | None = None,
     host_has_room: bool = False,
 ) -> Adoption:
-    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
+    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state; one
+    that has some already at once, since the coming step has no room for it on the device.
 
     Without a store the state stays on its device, and with a `packer` it waits there packed. With `host_has_room`
     state of parameters in host memory stays there, too, whatever lies below.
     """
     adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room)
     undo.callback(adoption.detach)
+    for optimizer in living_optimizers():
+        if optimizer.state and adoption.concerns(optimizer):
+            adoption.take(optimizer)
     adoption.watch(model)
     return adoption
 
