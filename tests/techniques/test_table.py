@@ -72,7 +72,8 @@ def test_every_option_of_a_run_is_one_techniques_and_has_a_rule() -> None:
 def test_every_treatment_is_one_techniques_and_comes_back_from_its_actions() -> None:
     treatments = [treated.treatment for technique in TECHNIQUES for treated in technique.treatments]
     assert not repeated(treatments)
-    assert (KEEP, *(treatment for treatment in TREATMENTS if treatment in treatments)) == TREATMENTS
+    assert set(TREATMENTS) == {KEEP, *treatments}
+    assert TREATMENTS[0] == KEEP
     for treatment, treated in TREATED.items():
         traits: dict = {}
         for action in treated.actions:

@@ -16,7 +16,8 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     for it; None: nobody looked, and the batch that the activations' share suggests is named.
     """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
-    exact = dict.fromkeys(technique.switch for technique in TECHNIQUES if technique.is_exact)
+    # What no mode turns on is not for everybody.
+    exact = dict.fromkeys(technique.switch for technique in TECHNIQUES if technique.is_exact and technique.modes)
     untried = " and ".join(switch for switch in exact if not getattr(config, switch))
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     if smaller is None:

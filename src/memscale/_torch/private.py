@@ -106,6 +106,13 @@ def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares its version counter and no memory, also when made inside a dispatch mode."""
+    witness = detach_with_version(tensor)
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
 def share_version_counter(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether a change in place of one shows at the other. Views and detached tensors do; chunks made by
     `unsafe_chunk` and `.data` do not, though they share memory."""

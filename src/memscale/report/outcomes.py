@@ -33,7 +33,8 @@ def outcomes(plan: Plan, config: Config, hardware: Hardware, optimizer_detail: s
     """Every family of techniques. `optimizer_detail` says what 8 bits came to where that is known already."""
     families: dict[str, list[Technique]] = {}
     for technique in sorted(TECHNIQUES, key=lambda technique: technique.outcome_rank):
-        families.setdefault(technique.family, []).append(technique)
+        if technique.modes or getattr(config, technique.switch):  # what no mode turns on is said when the user does
+            families.setdefault(technique.family, []).append(technique)
     found = {name: _of_family(family, plan, config, hardware) for name, family in families.items()}
     if optimizer_detail is not None:
         found[EIGHT_BIT.family] = Outcome(EIGHT_BIT.family, True, optimizer_detail)

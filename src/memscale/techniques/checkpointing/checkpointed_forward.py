@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,13 +45,15 @@ class CheckpointedForward(RecomputedForward):
     def __init__(self, module: nn.Module, action: Checkpoint, *, verify: bool = False) -> None:
         super().__init__(module, action.module_fqn, verify=verify)
         if action.keep:
-            self.context_fn = functools.partial(_selective_contexts, action.module_fqn, frozenset(action.keep))
+            self.context_fn = functools.partial(self._selective_contexts, frozenset(action.keep))
 
+    make_contexts: Callable[[Policy], tuple[Any, Any]] = staticmethod(create_selective_checkpoint_contexts)
+    """Makes what keeps the outputs that a policy chooses, and what reads them: PyTorch's, or another technique's."""
 
-def _selective_contexts(module_fqn: str, keep: frozenset[str]) -> tuple[Any, Any]:
-    policy = _Policy(module_fqn, keep)
-    keeping, reading = create_selective_checkpoint_contexts(policy)
-    return keeping, _FirstRecompute(reading, policy)
+    def _selective_contexts(self, keep: frozenset[str]) -> tuple[Any, Any]:
+        policy = Policy(self.module_fqn, keep)
+        keeping, reading = self.make_contexts(policy)
+        return keeping, _FirstRecompute(reading, policy)
 
 
 class _FirstRecompute:
@@ -59,7 +63,7 @@ class _FirstRecompute:
     Kept operators draw no random numbers, so that is the same; see NOTE [kept randomness].
     """
 
-    def __init__(self, reading: contextlib.AbstractContextManager[Any], policy: _Policy) -> None:
+    def __init__(self, reading: contextlib.AbstractContextManager[Any], policy: Policy) -> None:
         self._policy = policy
         self._reading: contextlib.AbstractContextManager[Any] | None = reading
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
@@ -84,7 +88,7 @@ def attach(
     return forward
 
 
-class _Policy:
+class Policy:
     """What one call of a block keeps: what is dear to compute, but never what draws random numbers.
 
     NOTE [kept randomness]: a kept operator is not run again, so it would not advance the RNG in the recompute, and
@@ -98,31 +102,37 @@ class _Policy:
     def __init__(self, module_fqn: str, keep: frozenset[str]) -> None:
         self.module_fqn = module_fqn
         self.keep = keep
-        self._kept: set[int] = set()
-        """Storages; alive as long as they are kept."""
+        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages, while they live: a later one may get the same key."""
         self._aliases: list[tuple[torch.Tensor, int]] = []
-        """Of kept outputs, with counters of their own: who uses the block may write to them when it is over."""
+        """Witnesses of views of kept outputs, which have counters of their own: who uses the block may write to them
+        when it is over."""
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not context.is_recompute and op._schema.is_mutable:
             self._refuse_writes(op, args, kwargs)
-        if not context.is_recompute and op in _ALIASES and not self._kept.isdisjoint(_storages(args)):
-            aliases = [private.detach_with_version(tensor) for tensor in tree_leaves(context.op_output)]
+        if not context.is_recompute and op in _ALIASES and self._is_any_kept(args):
+            aliases = [private.version_witness(tensor) for tensor in tree_leaves(context.op_output)]
             self._aliases += [(alias, alias._version) for alias in aliases]
         if not self._is_kept(op) or _draws_random_numbers(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not context.is_recompute:
-            self._kept.update(_storages(getattr(context, "op_output", None)))
+            found = _storages(getattr(context, "op_output", None))
+            self._kept.update((private.storage_key(storage), weakref.ref(storage)) for storage in found)
         return CheckpointPolicy.MUST_SAVE
 
     def _is_kept(self, op: Any) -> bool:
         return ("matmul" in self.keep and op in _MATMULS) or ("attention" in self.keep and _ATTENTION_MARK in op.name())
 
+    def _is_any_kept(self, tree: Any) -> bool:
+        known = ((storage, self._kept.get(private.storage_key(storage))) for storage in _storages(tree))
+        return any(kept is not None and kept() is storage for storage, kept in known)
+
     def _refuse_writes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See NOTE [kept and written to]."""
         for index, argument in enumerate(op._schema.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if argument.is_write and not self._kept.isdisjoint(_storages(value)):
+            if argument.is_write and self._is_any_kept(value):
                 raise self._refusal(f"{op} in {self.module_fqn}")
 
     def refuse_later_writes(self) -> None:
@@ -138,9 +148,9 @@ class _Policy:
         )
 
 
-def _storages(tree: Any) -> list[int]:
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
-    return [private.storage_key(tensor.untyped_storage()) for tensor in tensors]
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def _draws_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -100,7 +100,7 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()  # an output holds the node that would hold us
+        self.tensor = private.detach_with_version(tensor)  # an output holds the node that would hold us
         self.version = tensor._version
 
     def unpack(self) -> torch.Tensor:
@@ -115,13 +115,6 @@ def _refuse_changed(witness: torch.Tensor, version: int, dtype: torch.dtype, sha
             f"a {dtype} tensor of shape {list(shape)} is at version {witness._version}; "
             f"expected version {version} instead"
         )
-
-
-def _witness(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares its version counter and no memory."""
-    witness = tensor.detach()
-    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return witness
 
 
 class Pass:
@@ -237,7 +230,7 @@ class Offloader:
         if not self.transfers.asynchronous:
             self.transfers.wait_sent(ticket)
         self._count += 1
-        stretch = Stretch(self._count, storage, start, ticket, _witness(tensor))
+        stretch = Stretch(self._count, storage, start, ticket, private.version_witness(tensor))
         self._known[key] = weakref.ref(stretch)
         self._sent.append((stretch.number, weakref.ref(stretch)))
         self.stats.num_sent += 1

@@ -27,11 +27,12 @@ HOST_KERNELS = ("cpu", "simgpu")
 
 
 def _hindrance(config: Config, hardware: Hardware) -> str:
-    if hardware.device_type == "cpu":
+    missing = no_next_tier(config, hardware)
+    if not missing and hardware.device_type == "cpu":
         return "the parameters of a CPU's model are in its memory anyway"
-    if not config.enable_checkpointing:
+    if not missing and not config.enable_checkpointing:
         return "a streamed block is recomputed, and enable_checkpointing=False"
-    return no_next_tier(config, hardware)
+    return missing
 
 
 def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
