@@ -91,6 +91,23 @@ OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
 """Planned buckets: state is brought to the device in pieces that belong to parameters of this many bytes."""
 
 
+STEP_BUCKET_BYTES = 64 * 1024 * 1024
+"""Planned buckets of a step whose state stays where it is. Larger than those that travel: few of them keep the host's
+share of the step small, and temporaries of so many bytes are little beside a state that is all on the device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInBuckets:
+    """The optimizer steps a few parameters at a time, and needs temporaries for these; its state stays where it is."""
+
+    bucket_bytes: int
+    """Bytes of parameters that are stepped at once; a larger parameter is stepped alone."""
+    reason: Reason = Reason("asked for")
+
+    def __post_init__(self) -> None:
+        _check_count(self, "bucket_bytes", minimum=1)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadOptimizer:
     """Optimizer state waits on the next tier; the step runs bucket by bucket."""
@@ -153,6 +170,7 @@ Action: TypeAlias = (
     | TileAttention
     | TileMlp
     | OffloadActivations
+    | StepInBuckets
     | OffloadOptimizer
     | StreamParameters
     | MixedPrecision

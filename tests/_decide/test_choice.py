@@ -47,6 +47,7 @@ runs = st.builds(
     streams_rest=st.booleans(),
     precision=st.sampled_from(("", "bfloat16", "float16")),
     quantizes_optimizer=st.booleans(),
+    steps_in_buckets=st.booleans(),
 )
 
 

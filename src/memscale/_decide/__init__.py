@@ -187,6 +187,7 @@ def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> 
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
     room = Room(budget.host_bytes, budget.disk_bytes)
     found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
+    found = [candidate for candidate in found if _gains_by_buckets(model, candidate)]
     return found or [Candidate(Choice(), baseline)]
 
 
@@ -206,6 +207,21 @@ def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
         # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
         if not offloads_optimizer or model.optimizer.cost(run).offloaded_step_bytes is not None:
             yield run
+        in_buckets = dataclasses.replace(run, steps_in_buckets=True)
+        if eligible.steps_in_buckets and model.optimizer.can_step_in_buckets(in_buckets):
+            yield in_buckets
+
+
+def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
+    """Whether the peak would be higher if the step did not run in buckets; True where it does not.
+
+    What gains nothing by it is no candidate, so plans whose peak is elsewhere are what they were without it.
+    """
+    choice = candidate.choice
+    if not choice.run.steps_in_buckets:
+        return True
+    at_once = dataclasses.replace(choice, run=dataclasses.replace(choice.run, steps_in_buckets=False))
+    return candidate.outcome.peak_bytes < model.evaluate(at_once).peak_bytes
 
 
 def _choices(is_eligible: bool, *, always: bool = False) -> tuple[bool, ...]:

@@ -13,12 +13,14 @@ from typing import Any
 from memscale._errors import assert_never
 from memscale._plan import (
     OPTIMIZER_BUCKET_BYTES,
+    STEP_BUCKET_BYTES,
     Action,
     Checkpoint,
     MixedPrecision,
     OffloadActivations,
     OffloadOptimizer,
     QuantizeOptimizer,
+    StepInBuckets,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -40,6 +42,8 @@ class RunOptions:
     """Embeddings, norms and heads are streamed, too."""
     precision: Precision = ""
     quantizes_optimizer: bool = False
+    steps_in_buckets: bool = False
+    """The optimizer is stepped a few parameters at a time, its state where it is."""
 
     @property
     def is_exact(self) -> bool:
@@ -99,6 +103,8 @@ def actions_of(choice: Choice, profile: Profile) -> Iterator[Action]:
     if run.head_rows:
         assert profile.head is not None
         yield dataclasses.replace(profile.head, rows=run.head_rows)
+    if run.steps_in_buckets:
+        yield StepInBuckets(STEP_BUCKET_BYTES)
     if run.offloads_optimizer:
         yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES)
     if run.precision:
@@ -161,6 +167,8 @@ def choice_of(actions: Iterable[Action], profile: Profile) -> Choice:
                 run["head_rows"] = action.rows
             case TileMlp() | TileAttention():
                 tiled.append(action)
+            case StepInBuckets():
+                run["steps_in_buckets"] = True
             case OffloadOptimizer():
                 run["offloads_optimizer"] = True
             case MixedPrecision():

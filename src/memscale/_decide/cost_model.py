@@ -235,7 +235,7 @@ class CostModel:
         step: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
         if optimizer is not None:
             state = optimizer.offloaded_state_bytes if run.offloads_optimizer else optimizer.state_bytes
-            step = (optimizer.offloaded_step_bytes or 0) if run.offloads_optimizer else optimizer.step_bytes
+            step = _step_bytes(run, optimizer)
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
     def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
@@ -340,6 +340,14 @@ class CostModel:
             for segment in self._traces[TraceKey(treatment)].segments:
                 by_owner.setdefault(segment.module_fqn, []).append(segment)
         return [s for s in by_owner.get(module_fqn, ()) if phase in (None, s.phase)]
+
+
+def _step_bytes(run: RunOptions, optimizer: OptimizerCost) -> int:
+    """What the step of this very optimizer needs on top of its state."""
+    if run.offloads_optimizer:
+        return optimizer.offloaded_step_bytes or 0
+    in_buckets = optimizer.bucketed_step_bytes if run.steps_in_buckets else None
+    return optimizer.step_bytes if in_buckets is None else in_buckets
 
 
 def _net_bytes(segments: Iterable[Segment]) -> int:

@@ -29,6 +29,8 @@ class Eligible:
     """Tensors may wait on the next tier, and there is one."""
     streams: bool
     """Parameters may live on the next tier. A streamed block is recomputed, so this needs checkpointing, too."""
+    steps_in_buckets: bool
+    """The optimizer may be stepped a few parameters at a time, its state where it is."""
     tiles: bool
     half_type: HalfType | None
     """The 16-bit type that may be computed in: the user's wish, or the mode's where 16 bits are faster."""
@@ -58,6 +60,7 @@ def resolve(config: Config, hardware: Hardware) -> Eligible:
         checkpoints=checkpoints,
         offloads=offloads,
         streams=offloads and checkpoints and hardware.device_type != "cpu",
+        steps_in_buckets=bool(config.enable_bucketed_step),
         tiles=bool(config.enable_tiling),
         half_type=_half_type(config, hardware),
         must_halve=config.asks_for("use_mixed_precision"),

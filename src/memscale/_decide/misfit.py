@@ -15,7 +15,7 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     for it; None: nobody looked, and the batch that the activations' share suggests is named.
     """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
-    switches = ("enable_checkpointing", "enable_offloading", "enable_tiling")
+    switches = ("enable_checkpointing", "enable_bucketed_step", "enable_offloading", "enable_tiling")
     untried = " and ".join(name for name in switches if not getattr(config, name))
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     if smaller is None:

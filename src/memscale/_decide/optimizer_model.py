@@ -28,6 +28,13 @@ class OptimizerModel:
         # An optimizer that cannot be quantised keeps its state as it is.
         return eight_bit if run.quantizes_optimizer and eight_bit is not None else self.profile.optimizer
 
+    def can_step_in_buckets(self, run: RunOptions) -> bool:
+        """Whether stepping in buckets is another way than this run's own: state that travels, is unpacked, or belongs
+        to parameters some of which are streamed is stepped a few parameters at a time anyhow."""
+        cost = self.cost(run)
+        is_whole = not (run.offloads_optimizer or run.quantizes_optimizer or run.streams_rest)
+        return is_whole and cost.bucketed_step_bytes is not None and cost.bucketed_step_bytes < cost.step_bytes
+
     # ---- bytes
 
     def resident_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
@@ -50,6 +57,9 @@ class OptimizerModel:
         if run.offloads_optimizer:
             return self._offloaded_step_bytes(run, streamed_bytes)
         cost, rest = self.cost(run), self.profile.rest_optimizer
+        if run.steps_in_buckets and cost.bucketed_step_bytes is not None:
+            of_rest = cost if rest is None or rest.bucketed_step_bytes is None else rest
+            return self._largest_left(run, cost.bucketed_step_bytes, of_rest.bucketed_step_bytes or 0, streamed_bytes)
         if rest is None:
             return cost.step_bytes + 0 * streamed_bytes
         if run.quantizes_optimizer or cost.split_step_bytes is None:
@@ -119,6 +129,9 @@ class OptimizerModel:
         """
         cost, rest, share = self.cost(run), self.profile.rest_optimizer, self._share_left(run, streamed_bytes)
         num_launches, compute_ms = share * cost.num_launches, self._compute_ms(cost, share)
+        if run.steps_in_buckets:
+            num_launches, host_ms = share * cost.bucketed_launches, share * self.pace.buckets_ms(cost.num_step_buckets)
+            return self.pace.slowest_ms(compute_ms, num_launches, Moved(), host_ms)
         if cost.split_launches and not run.quantizes_optimizer and rest is not None:
             split = self._left(run, cost.split_launches, rest.split_launches, streamed_bytes)
             num_launches = num_launches + (split - num_launches) * (share < 1)

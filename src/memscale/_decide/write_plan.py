@@ -28,6 +28,7 @@ from memscale._plan import (
     Plan,
     QuantizeOptimizer,
     Reason,
+    StepInBuckets,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -122,6 +123,8 @@ def _action_reason(model: CostModel, config: Config, choice: Choice, action: Act
             return _inside_reason(model, choice)
         case TileHead():
             return _head_reason(model, choice)
+        case StepInBuckets():
+            return _step_reason(model, choice)
         case OffloadOptimizer():
             numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer.cost(choice.run).state_bytes}
             numbers |= _part_of_the_run(model, choice, offloads_optimizer=False)
@@ -179,6 +182,16 @@ def _words(treatment: Treatment) -> str:
 
 def _rest_reason(model: CostModel) -> Reason:
     return Reason("stream parameters", {"parameter_bytes": model.profile.rest_param_bytes})
+
+
+def _step_reason(model: CostModel, choice: Choice) -> Reason:
+    cost = model.optimizer.cost(choice.run)
+    numbers: dict[str, int | float | str] = {
+        "at_once_bytes": cost.step_bytes,
+        "in_buckets_bytes": cost.bucketed_step_bytes or 0,
+        **_part_of_the_run(model, choice, steps_in_buckets=False),
+    }
+    return Reason("step in buckets: the temporaries are those of one bucket, the state stays where it is", numbers)
 
 
 def _head_reason(model: CostModel, choice: Choice) -> Reason:

@@ -26,6 +26,7 @@ from memscale._plan import (
     OffloadOptimizer,
     Plan,
     QuantizeOptimizer,
+    StepInBuckets,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -171,7 +172,9 @@ class Executor:
                 tiling.attach_mlp(action, self.model, undo)
             case MixedPrecision():
                 self._attach_precision(action, undo)
-            case OffloadActivations() | OffloadOptimizer() | StreamParameters() | QuantizeOptimizer():
+            case OffloadActivations() | StreamParameters():
+                pass  # together, in offloading.py: they share tiers and prefetch one another's neighbours
+            case StepInBuckets() | OffloadOptimizer() | QuantizeOptimizer():
                 pass  # together, in offloading.py: they share tiers and prefetch one another's neighbours
             case _:
                 assert_never(action)

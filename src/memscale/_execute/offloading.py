@@ -20,7 +20,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._plan import Action, OffloadActivations, OffloadOptimizer, QuantizeOptimizer, Reason, StreamParameters
+from memscale._plan import (
+    Action,
+    OffloadActivations,
+    OffloadOptimizer,
+    QuantizeOptimizer,
+    Reason,
+    StepInBuckets,
+    StreamParameters,
+)
 from memscale._torch.overrides import find_module
 from memscale.techniques import optimizer8bit
 from memscale.techniques.offload import activations, optimizer
@@ -29,8 +37,8 @@ from memscale.techniques.offload.parameters.streamer import Streamer
 from memscale.techniques.offload.store import tiers
 from memscale.techniques.offload.transfer.transfers import Transfers
 
-_StateAction: TypeAlias = OffloadOptimizer | QuantizeOptimizer
-"""What is done about optimizer state."""
+_StateAction: TypeAlias = StepInBuckets | OffloadOptimizer | QuantizeOptimizer
+"""What is done about the optimizer: each of them lets it step bucket by bucket."""
 AnyAction = TypeVar("AnyAction", bound=Action)
 
 
@@ -101,8 +109,7 @@ class Offloading:
         if streamed:
             self._attach_streaming(streamed, undo)
         # A rehearsal runs no optimizer step.
-        kinds = OffloadOptimizer | QuantizeOptimizer
-        optimizers = [] if self._is_fake else [action for action in actions if isinstance(action, kinds)]
+        optimizers = [] if self._is_fake else [action for action in actions if isinstance(action, _StateAction)]
         if self.parked is not None and not self.parked.goes_on_with(optimizers):
             self.give_back()  # now that parameters are where this plan wants them
         budget = self._tier_budget(streamed)
@@ -191,7 +198,7 @@ class Offloading:
         host_has_room: bool,
         undo: contextlib.ExitStack,
     ) -> optimizer.Adoption:
-        """One adoption for both: what waits in 8 bits is what travels."""
+        """One adoption for all: what waits in 8 bits is what travels, a bucket at a time."""
         quantized = [action for action in actions if isinstance(action, QuantizeOptimizer)]
         packer = optimizer8bit.EightBit(quantized[0], self._model, undo, self._device) if quantized else None
         bucket_bytes = min(action.bucket_bytes for action in actions)

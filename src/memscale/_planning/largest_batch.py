@@ -45,6 +45,7 @@ _WORTH_LOOKING = 0.95
 _PLAIN = {
     "enable_checkpointing": False,
     "enable_offloading": False,
+    "enable_bucketed_step": False,
     "enable_tiling": False,
     "use_mixed_precision": False,
     "use_8bit_optimizer": False,

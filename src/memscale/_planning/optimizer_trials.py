@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from memscale._decide.eligible import has_next_tier
-from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer
+from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.job import Job
 from memscale._profile import OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, optimizer_cost
@@ -79,6 +79,7 @@ class OptimizerCosts:
             resident=self._stepping(moves=False) if packs else None,
             offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
             parts=self._stepping(moves=False, eight_bit=False) if is_separable else None,
+            in_buckets=self._in_step_buckets() if is_separable and not packs else None,
             without=without,
             idle=self._idle,
             prepare=self._preparation(optimizer),
@@ -93,6 +94,11 @@ class OptimizerCosts:
     def eight_bit(self) -> OptimizerCost | None:
         """None where there is no state."""
         return self.cost(eight_bit=True) if self.cost().state_bytes else None
+
+    def _in_step_buckets(self) -> _InBuckets:
+        """The state stays where it is."""
+        in_parts = self._stepping(moves=False, eight_bit=False)
+        return dataclasses.replace(in_parts, bucket_bytes=STEP_BUCKET_BYTES)
 
     def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)

@@ -200,6 +200,12 @@ class OptimizerCost:
     even then. The largest part decides."""
     split_launches: int = 0
     """Operators of such a step."""
+    bucketed_step_bytes: int | None = None
+    """Temporaries of a step in buckets whose state stays where it is, the step that makes the state included; None: it
+    would take no less than all at once, or is not separable."""
+    bucketed_launches: int = 0
+    """Operators of such a step."""
+    num_step_buckets: int = 0
     bucket_bytes: tuple[int, ...] = ()
     """In which its state moves, one after the other, when that waits elsewhere."""
     bucket_launches: int = 0

@@ -82,6 +82,7 @@ def optimizer_cost(
     resident: Stepping | None = None,
     offloaded: Stepping | None = None,
     parts: Stepping | None = None,
+    in_buckets: Stepping | None = None,
     without: Collection[int] = (),
     idle: Collection[int] = (),
     prepare: Prepare | None = None,
@@ -89,14 +90,17 @@ def optimizer_cost(
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
     `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
-    it cannot; `parts` how when something is streamed, None: it cannot be split. `without` leaves out parameters that
+    it cannot; `parts` how when something is streamed, None: it cannot be split; `in_buckets` how where that is chosen,
+    its state where it is. `without` leaves out parameters that
     are streamed, `idle` those that get no gradient, both by id; `prepare` is called before any step.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
         with quiet_steps():
-            return _Twin(model, optimizer, device_type, without, idle, prepare).cost(resident, offloaded, parts)
+            twin = _Twin(model, optimizer, device_type, without, idle, prepare)
+            cost = twin.cost(resident, offloaded, parts)
+            return cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -293,6 +297,18 @@ class _Twin:
             offloaded_state_bytes=stays_bytes,
             bucket_bytes=tuple(bucket.waiting_bytes for bucket in buckets),
             bucket_launches=_launched(buckets)[0],
+        )
+
+    def with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
+        """With what a step in buckets takes whose state stays, where all at once needs a copy of everything."""
+        if not self._fakes or not any(group.get("foreach") for group in self.optimizer.param_groups):
+            return cost  # one parameter after the other takes no less in buckets
+        buckets = self._try_buckets(how)
+        return dataclasses.replace(
+            cost,
+            bucketed_step_bytes=self._in_buckets(how, buckets)[1],
+            bucketed_launches=_launched(buckets)[0],
+            num_step_buckets=len(buckets),
         )
 
     def _stepped(self, how: Stepping) -> _StepCost:

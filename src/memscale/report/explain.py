@@ -25,6 +25,7 @@ from memscale._plan import (
     OffloadOptimizer,
     QuantizeOptimizer,
     Reason,
+    StepInBuckets,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -64,6 +65,8 @@ def words_of_run(action: Action) -> str:
             return f"tile inside layers: {action.num_tiles} tiles"
         case TileAttention():
             return f"tile attention: {action.rows} queries"
+        case StepInBuckets():
+            return "step in buckets"
         case OffloadOptimizer():
             return "offload optimizer"
         case MixedPrecision():
@@ -170,7 +173,7 @@ def _bits_lines(plan: Plan) -> list[str]:
 
 def _run_lines(plan: Plan) -> list[str]:
     """What is not about one layer; and the head, whose rows a layer's line does not say."""
-    of_the_run = (TileHead, OffloadOptimizer, MixedPrecision, QuantizeOptimizer)
+    of_the_run = (TileHead, StepInBuckets, OffloadOptimizer, MixedPrecision, QuantizeOptimizer)
     rows = [(words_of_run(a), reason_text(a.reason)) for a in plan.actions if isinstance(a, of_the_run)]
     return table([("for the run", "rule"), *rows], underlined=True) if rows else []
 

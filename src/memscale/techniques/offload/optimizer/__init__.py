@@ -54,7 +54,8 @@ def adopt(
 ) -> Adoption:
     """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
 
-    Without a store the state stays on its device, and with a `packer` it waits there packed. With `host_has_room`
+    Without a store the state stays on its device: with a `packer` it waits there packed, without one it stays as it is,
+    and only the step's temporaries are fewer. With `host_has_room`
     state of parameters in host memory stays there, too, whatever lies below.
     """
     adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room)
@@ -137,8 +138,8 @@ class Adoption(StepWatcher):
             )
             return
         choose = self.packer.choose(optimizer) if self.packer is not None else None
-        if choose is None and self.store is None:
-            return
+        if choose is None and self.store is None and self.packer is not None:
+            return  # 8 bits were asked for, and nothing of it can be kept in them
         visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
         adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose)
         adopted.attach(optimizer)
@@ -164,11 +165,17 @@ class Adoption(StepWatcher):
         model = self._model() if self._model is not None else None
         if not self._has_seen_any and model is not None and _was_trained(model, self._versions):
             warnings.warn(
-                f"no optimizer of this {type(model).__name__} was ever seen to step, so no optimizer state was "
-                "offloaded; only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",
+                f"no optimizer of this {type(model).__name__} was ever seen to step, so {self._what_was_not_done}; "
+                "only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",
                 stacklevel=2,
             )
         self._known.clear()
+
+    @property
+    def _what_was_not_done(self) -> str:
+        if self.store is not None:
+            return "no optimizer state was offloaded"
+        return "none stepped in buckets" if self.packer is None else "no optimizer state was kept in 8 bits"
 
 
 def _versions(model: nn.Module | None) -> dict[int, int]:

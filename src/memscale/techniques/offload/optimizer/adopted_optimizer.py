@@ -42,7 +42,11 @@ from memscale.techniques.offload.transfer.transfers import Arrival
 
 
 class AdoptedOptimizer:
-    """One optimizer whose state waits elsewhere. The optimizer holds it through its hooks; it holds no optimizer."""
+    """One optimizer that steps in buckets, most often because its state waits elsewhere.
+
+    The optimizer holds it through its hooks; it holds no optimizer. Where no state waits, saving and loading are left
+    alone: a `state_dict()` is the optimizer's own, and names the tensors that go on changing, as ever.
+    """
 
     def __init__(self, visits: Visits, bucket_bytes: int, choose: Choose | None = None) -> None:
         self.visits = visits
@@ -63,16 +67,22 @@ class AdoptedOptimizer:
             take_over(optimizer, undo)
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
             undo.callback(self._step_hook.remove)
-            undo.callback(optimizer.register_state_dict_post_hook(self._after_save).remove)
-            self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
-            undo.callback(self._load_hook.remove)
             undo.callback(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True).remove)
-            undo.callback(self._restore, weakref.ref(optimizer))
-            self._send_away(optimizer)
+            if self._lets_state_wait:
+                undo.callback(optimizer.register_state_dict_post_hook(self._after_save).remove)
+                self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+                undo.callback(self._load_hook.remove)
+                undo.callback(self._restore, weakref.ref(optimizer))
+                self._send_away(optimizer)
             self._hooks = undo.pop_all()
 
     def detach(self) -> None:
         self._hooks.close()
+
+    @property
+    def _lets_state_wait(self) -> bool:
+        """On another tier, or packed. Else it is the step alone that runs in buckets."""
+        return self.visits.store is not None or self.choose is not None
 
     def stay_last(self, optimizer: Optimizer) -> None:
         """The user's own step pre-hooks come first: they may change gradients."""
@@ -97,6 +107,8 @@ class AdoptedOptimizer:
         `is_astray`: some of it need not be on the device of its parameter.
         """
         self._update_buckets(optimizer)
+        if not self._lets_state_wait:
+            return
         for bucket in self.buckets:
             known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
             if bucket.ticket is None and bucket.memory is None and known:
