@@ -114,10 +114,19 @@ class OffloadOptimizer:
 
     bucket_bytes: int
     """Bytes of parameters whose state is brought to the device at once."""
+    resident_share: float = 0.0
+    """The share of the state, by bytes of parameters, that stays on the device. Whole buckets stay, never more than the
+    share, spread evenly, so that a bucket travels while those that stay are stepped."""
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
         _check_count(self, "bucket_bytes", minimum=1)
+        share = self.resident_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise PlanError(
+                f"OffloadOptimizer with resident_share={shown(share)} is not allowed; it must be a number from 0 up "
+                "to, but not including, 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

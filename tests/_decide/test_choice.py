@@ -56,7 +56,10 @@ def choices(draw: st.DrawFn) -> Choice:
     """Any treatment of any block, in the model's order."""
     treatments = draw(st.tuples(*(st.sampled_from(TREATMENTS) for _ in BLOCKS)))
     treated = zip(BLOCKS, treatments, strict=True)
-    return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), draw(runs))
+    run = draw(runs)
+    if run.offloads_optimizer:
+        run = dataclasses.replace(run, resident_share=draw(st.sampled_from((0.0, 0.25, 0.96875))))
+    return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), run)
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)

@@ -125,6 +125,21 @@ def test_a_step_in_buckets_peaks_as_predicted(mode: str, small_buckets: int, sim
     assert [type(action) for action in chosen.actions] == [StepInBuckets]
 
 
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_share_of_the_state_peaks_as_predicted(share: float, way: str, simgpu_device: Any) -> None:
+    """To the byte, the step that makes the state included; the less there is to save, the more of it stays."""
+    config = config_of(async_offload=way == "async")
+    lowest, _ = train(LARGE, config)
+    budget = lowest.predicted_peak_bytes + share * (lowest.baseline_peak_bytes - lowest.predicted_peak_bytes)
+    plan, peaks = train(LARGE, config.replace(force_optimize=False, memory_budget_gb=budget / 1e9))
+    (action,) = plan.actions
+    assert isinstance(action, OffloadOptimizer)
+    assert 0 < action.resident_share < 1
+    assert plan.predicted_peak_bytes == max(peaks) <= budget
+    assert "of its state" in plan.explain()
+
+
 @pytest.mark.parametrize(("options", "can"), [({}, True), ({"foreach": True}, True), ({"foreach": False}, False)])
 def test_the_cost_of_a_step_in_buckets(
     options: dict[str, Any], can: bool, small_buckets: int, simgpu_device: Any

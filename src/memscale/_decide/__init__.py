@@ -17,7 +17,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
-from memscale._decide.pareto import by_peak, by_time, pareto_front
+from memscale._decide.pareto import by_peak, by_time, pareto_front, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
@@ -188,6 +188,9 @@ def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> 
     room = Room(budget.host_bytes, budget.disk_bytes)
     found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
     found = [candidate for candidate in found if _gains_by_buckets(model, candidate)]
+    for is_exact in (True, False):
+        alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
+        found += _with_shares(model, alike, counts_waiting=counts_waiting)
     return found or [Candidate(Choice(), baseline)]
 
 
@@ -210,6 +213,27 @@ def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
         in_buckets = dataclasses.replace(run, steps_in_buckets=True)
         if eligible.steps_in_buckets and model.optimizer.can_step_in_buckets(in_buckets):
             yield in_buckets
+
+
+def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bool) -> list[Candidate]:
+    """Plans that send the optimizer's state away, with a share of it left on the device; those that nothing beats.
+
+    Where host or disk may be what a plan fails on, those that are beaten in peak and time may be what is left.
+
+    State is on the device all the time, so leaving more of it there moves a whole front up by as many bytes: the blocks
+    of plans that send all of it away are those of plans that send some.
+    """
+    away = [c for c in found if c.choice.run.offloads_optimizer and model.optimizer.cost(c.choice.run).shares]
+    shared = []
+    for candidate in away if counts_waiting else undominated(away):
+        choice, shares = candidate.choice, model.optimizer.cost(candidate.choice.run).shares
+        runs = [dataclasses.replace(choice.run, resident_share=share.resident_share) for share in shares]
+        outcomes = model.evaluate_runs(choice, runs)
+        shared += [Candidate(Choice(choice.blocks, run), one) for run, one in zip(runs, outcomes, strict=True)]
+    if counts_waiting:
+        return shared
+    kept = {id(candidate) for candidate in undominated([*found, *shared])}
+    return [candidate for candidate in shared if id(candidate) in kept]
 
 
 def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:

@@ -44,6 +44,8 @@ class RunOptions:
     quantizes_optimizer: bool = False
     steps_in_buckets: bool = False
     """The optimizer is stepped a few parameters at a time, its state where it is."""
+    resident_share: float = 0.0
+    """With `offloads_optimizer`: the share of the state that stays on the device."""
 
     @property
     def is_exact(self) -> bool:
@@ -51,7 +53,8 @@ class RunOptions:
 
     @property
     def num_actions(self) -> int:
-        return sum(bool(getattr(self, field.name)) for field in dataclasses.fields(self))
+        of_another = {"resident_share"}
+        return sum(bool(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in of_another)
 
     @property
     def rest_key(self) -> TraceKey:
@@ -106,7 +109,7 @@ def actions_of(choice: Choice, profile: Profile) -> Iterator[Action]:
     if run.steps_in_buckets:
         yield StepInBuckets(STEP_BUCKET_BYTES)
     if run.offloads_optimizer:
-        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES)
+        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, run.resident_share)
     if run.precision:
         yield MixedPrecision(run.precision)
     if run.quantizes_optimizer:
@@ -170,7 +173,7 @@ def choice_of(actions: Iterable[Action], profile: Profile) -> Choice:
             case StepInBuckets():
                 run["steps_in_buckets"] = True
             case OffloadOptimizer():
-                run["offloads_optimizer"] = True
+                run["offloads_optimizer"], run["resident_share"] = True, action.resident_share
             case MixedPrecision():
                 run["precision"] = action.dtype
             case QuantizeOptimizer():

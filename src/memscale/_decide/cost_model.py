@@ -196,6 +196,20 @@ class CostModel:
 
     def evaluate(self, choice: Choice) -> Outcome:
         """The peak, the time and the waiting bytes of a step under this choice."""
+        return self.evaluate_runs(choice, [choice.run])[0]
+
+    def evaluate_runs(self, choice: Choice, runs: Sequence[RunOptions]) -> list[Outcome]:
+        """A choice's blocks with each of these runs, which differ from its own by what the optimizer does alone."""
+        run, extras, live, peak, total_ms = self._walked(choice)
+        outcomes = []
+        for other in runs:
+            more = self._static_bytes(other, extras) - self._static_bytes(run, extras)
+            in_step = live + round(self.optimizer.step_bytes(other, extras.streamed_bytes))
+            outcomes.append(self._outcome(other, extras, max(peak, in_step) + more, total_ms))
+        return outcomes
+
+    def _walked(self, choice: Choice) -> tuple[RunOptions, Extras, int, int, float]:
+        """What is live after backward, the peak up to there, and how long that takes."""
         treated, run = dict(choice.blocks), choice.run
         owners = [treated.get(owner, KEEP) if owner else None for owner in self.owners]
         stretches = {how: self.rest(run) if how is None else self.treated(run, how) for how in {None, *owners}}
@@ -207,8 +221,7 @@ class CostModel:
             peak = max(peak, live + stretch.peak_bytes)
             live += stretch.net_bytes
             total_ms += stretch.ms
-        peak = max(peak, live + round(self.optimizer.step_bytes(run, extras.streamed_bytes)))
-        return self._outcome(run, extras, peak, total_ms)
+        return run, extras, live, peak, total_ms
 
     def evaluate_whole(self, treatment: Treatment) -> Outcome:
         """Every block treated so, by a trace that cannot be mixed with others."""
@@ -234,8 +247,7 @@ class CostModel:
         state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
         step: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
         if optimizer is not None:
-            state = optimizer.offloaded_state_bytes if run.offloads_optimizer else optimizer.state_bytes
-            step = _step_bytes(run, optimizer)
+            state, step = _bytes_of(run, optimizer)
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
     def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
@@ -342,12 +354,15 @@ class CostModel:
         return [s for s in by_owner.get(module_fqn, ()) if phase in (None, s.phase)]
 
 
-def _step_bytes(run: RunOptions, optimizer: OptimizerCost) -> int:
-    """What the step of this very optimizer needs on top of its state."""
+def _bytes_of(run: RunOptions, optimizer: OptimizerCost) -> tuple[int, int]:
+    """The state of this very optimizer that is on the device all the time, and what its step needs on top of it."""
+    share = optimizer.share(run.resident_share)
+    if run.offloads_optimizer and share is not None:
+        return share.state_bytes, share.step_bytes
     if run.offloads_optimizer:
-        return optimizer.offloaded_step_bytes or 0
+        return optimizer.offloaded_state_bytes, optimizer.offloaded_step_bytes or 0
     in_buckets = optimizer.bucketed_step_bytes if run.steps_in_buckets else None
-    return optimizer.step_bytes if in_buckets is None else in_buckets
+    return optimizer.state_bytes, optimizer.step_bytes if in_buckets is None else in_buckets
 
 
 def _net_bytes(segments: Iterable[Segment]) -> int:

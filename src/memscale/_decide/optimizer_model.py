@@ -10,7 +10,7 @@ from typing import Any
 
 from memscale._decide.choice import RunOptions
 from memscale._decide.step_time import Moved, Pace, optimizer_calls_ms
-from memscale._profile import OptimizerCost, Profile
+from memscale._profile import OptimizerCost, Profile, StateShare
 
 
 class OptimizerModel:
@@ -20,6 +20,7 @@ class OptimizerModel:
         self.profile = profile
         self.pace = pace
         self._block_bytes = sum(layer.trainable_bytes for layer in profile.layers if layer.is_block)
+        self._bucketed_ms: dict[RunOptions, float] = {}
         self._other_bytes = sum(layer.trainable_bytes for layer in profile.layers if not layer.is_block)
 
     def cost(self, run: RunOptions) -> OptimizerCost:
@@ -42,14 +43,23 @@ class OptimizerModel:
         if not run.offloads_optimizer:
             return self._unstreamed_bytes(run, streamed_bytes)
         whole, rest = self.cost(run).offloaded_state_bytes, self.profile.rest_optimizer
-        return self._left(run, whole, whole if rest is None else min(whole, rest.offloaded_state_bytes), streamed_bytes)
+        of_rest = whole if rest is None else min(whole, rest.offloaded_state_bytes)
+        least = self._left(run, whole, of_rest, streamed_bytes)
+        share = self._resident_share(run)
+        return least if not share else least + share * (self._unstreamed_bytes(run, streamed_bytes) - least)
+
+    def _resident_share(self, run: RunOptions) -> float:
+        """Of the state that could wait elsewhere, what stays here: whole buckets, so not just what was asked for."""
+        cost = self.cost(run)
+        share, away = cost.share(run.resident_share), cost.state_bytes - cost.offloaded_state_bytes
+        return 0.0 if share is None or not away else (share.state_bytes - cost.offloaded_state_bytes) / away
 
     def bytes_away(self, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         """State that is on the host because its parameters are; and state that may wait anywhere."""
         whole = self.cost(run).state_bytes
         nothing = 0 * streamed_bytes
         if run.offloads_optimizer:
-            return nothing, whole + nothing
+            return nothing, whole * (1 - self._resident_share(run)) + nothing
         return whole - self._unstreamed_bytes(run, streamed_bytes), nothing
 
     def step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
@@ -75,8 +85,13 @@ class OptimizerModel:
         return least + (whole - least) * (streamed_bytes < self._block_bytes)
 
     def _offloaded_step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """The largest bucket's."""
-        whole, rest = self.cost(run).offloaded_step_bytes, self.profile.rest_optimizer
+        """The largest bucket's, and what travels beside it."""
+        cost, rest = self.cost(run), self.profile.rest_optimizer
+        share = cost.share(run.resident_share)
+        if share is not None:
+            of_rest = share if rest is None else rest.share(run.resident_share)
+            return self._largest_left(run, share.step_bytes, of_rest.step_bytes if of_rest else 0, streamed_bytes)
+        whole = cost.offloaded_step_bytes
         assert whole is not None
         return self._largest_left(run, whole, whole if rest is None else rest.offloaded_step_bytes or 0, streamed_bytes)
 
@@ -108,7 +123,7 @@ class OptimizerModel:
         """On the device, and on the host for what is streamed."""
         hardware = self.pace.hardware
         if run.offloads_optimizer:
-            on_device_ms = self._share_left(run, streamed_bytes) * self._in_buckets_ms(self.cost(run))
+            on_device_ms = self._share_left(run, streamed_bytes) * self._in_buckets_ms(run)
         else:
             on_device_ms = self._at_once_ms(run, streamed_bytes)
         if hardware.host_bytes_per_s is None:
@@ -144,19 +159,31 @@ class OptimizerModel:
             moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
         return share * moved_bytes / self.pace.hardware.memory_bytes_per_s * 1e3 + calls_ms
 
-    def _in_buckets_ms(self, cost: OptimizerCost) -> float:
-        """Bucket by bucket. Side by side, one is stepped and leaves while the next arrives, and both are waited for.
+    def _in_buckets_ms(self, run: RunOptions) -> float:
+        """Bucket by bucket. Side by side, one that travels leaves while the next arrives, and both are waited for by
+        the next that travels; those that stay are stepped in between.
 
         See NOTE [what a bucket costs] in techniques/offload/buckets.py.
         """
+        if run not in self._bucketed_ms:
+            self._bucketed_ms[run] = self._travelling_ms(self.cost(run), self.cost(run).share(run.resident_share))
+        return self._bucketed_ms[run]
+
+    def _travelling_ms(self, cost: OptimizerCost, share: StateShare | None) -> float:
         pace, sizes = self.pace, cost.bucket_bytes or (cost.state_bytes,)
-        compute_ms, num_launches, num_bytes = self._compute_ms(cost, 1.0), cost.bucket_launches, sum(sizes)
+        stays = (False,) * len(sizes) if share is None else share.stays
+        compute_ms, num_launches = self._compute_ms(cost, 1.0), cost.bucket_launches
         if not pace.overlaps:
-            return float(pace.slowest_ms(compute_ms, num_launches, Moved(2 * len(sizes), num_bytes, num_bytes)))
-        total_ms = last_ms = 0.0
-        for size in sizes:
-            share, arrives_ms = size / max(1, num_bytes), pace.link_ms(size)
-            total_ms += max(arrives_ms, last_ms) if pace.hardware.link_directions > 1 else arrives_ms + last_ms
-            stepped_ms = pace.slowest_ms(share * compute_ms, num_launches / len(sizes), Moved(2))
-            last_ms = stepped_ms + pace.link_ms(size)
-        return float(total_ms + last_ms)
+            away = [size for size, does_stay in zip(sizes, stays, strict=True) if not does_stay]
+            return float(pace.slowest_ms(compute_ms, num_launches, Moved(2 * len(away), sum(away), sum(away))))
+        now_ms = sent_ms = asked_ms = 0.0
+        for size, does_stay in zip(sizes, stays, strict=True):
+            if not does_stay and pace.hardware.link_directions > 1:
+                now_ms = asked_ms = max(now_ms, sent_ms, asked_ms + pace.link_ms(size))
+            elif not does_stay:
+                now_ms = asked_ms = max(now_ms, sent_ms) + pace.link_ms(size)
+            copies = Moved(0 if does_stay else 2)
+            part = size / max(1, sum(sizes))
+            now_ms += float(pace.slowest_ms(part * compute_ms, num_launches / len(sizes), copies))
+            sent_ms = sent_ms if does_stay else now_ms + pace.link_ms(size)
+        return max(now_ms, sent_ms)

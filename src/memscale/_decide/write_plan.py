@@ -127,8 +127,11 @@ def _action_reason(model: CostModel, config: Config, choice: Choice, action: Act
             return _step_reason(model, choice)
         case OffloadOptimizer():
             numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer.cost(choice.run).state_bytes}
-            numbers |= _part_of_the_run(model, choice, offloads_optimizer=False)
-            return Reason("offload optimizer state: the device holds one bucket of it", numbers)
+            numbers |= _part_of_the_run(model, choice, offloads_optimizer=False, resident_share=0.0)
+            if not action.resident_share:
+                return Reason("offload optimizer state: the device holds one bucket of it", numbers)
+            numbers["resident_bytes"] = round(model.optimizer.resident_bytes(choice.run, 0))
+            return Reason("offload a share of the optimizer state: the least that is considered and fits", numbers)
         case MixedPrecision():
             return _lossy_reason(config, "use_mixed_precision", _part_of_the_run(model, choice, precision=""))
         case QuantizeOptimizer():

@@ -203,10 +203,11 @@ class Offloading:
         packer = optimizer8bit.EightBit(quantized[0], self._model, undo, self._device) if quantized else None
         bucket_bytes = min(action.bucket_bytes for action in actions)
         store = transfers.store if transfers is not None else None
+        share = max((action.resident_share for action in actions if isinstance(action, OffloadOptimizer)), default=0.0)
         known = self._optimizer() if self._optimizer is not None else None
         if known is None:
-            return optimizer.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room)
-        return optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room)
+            return optimizer.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
+        return optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
 
     def _host_has_room(self, budget: int | None, waiting_bytes: int | None) -> bool:
         """Whether all that waits is known to fit in host memory, so that nothing in it needs to leave for the disk."""

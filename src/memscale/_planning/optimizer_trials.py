@@ -13,18 +13,27 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memscale._config import AsyncOffloadConfig
 from memscale._decide.eligible import has_next_tier
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.job import Job
 from memscale._profile import OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, optimizer_cost
-from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, rounded, split_into_buckets
+from memscale.techniques.offload.optimizer.buckets import (
+    SMALL_BYTES,
+    choose_resident,
+    rounded,
+    split_into_buckets,
+)
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
 from memscale.techniques.offload.store.stores import PART_BYTES
 from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, embeddings_of, is_8bit, moments_of
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from memscale.techniques.optimizer8bit.twins import is_of_bitsandbytes, prepare_twin
+
+RESIDENT_SHARES = tuple(number / 32 for number in range(1, 32))
+"""Shares of the state that plans may leave on the device."""
 
 
 class OptimizerCosts:
@@ -40,6 +49,7 @@ class OptimizerCosts:
         self._replacement = job.replacement
         self._device_type = job.hardware.device_type
         self._prefetches = job.config.async_offload
+        self._window_bytes = (job.config.async_config or AsyncOffloadConfig()).window_bytes
         self._has_next_tier = has_next_tier(job.config, job.hardware)
         self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
@@ -110,6 +120,8 @@ class OptimizerCosts:
             block_size=action.block_size,
             device_type=self._device_type,
             bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else BYTES_AT_ONCE,
+            window_bytes=self._window_bytes,
+            resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
         )
 
 
@@ -138,6 +150,11 @@ class _InBuckets:
     block_size: int
     device_type: str
     bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
+    window_bytes: int = 0
+    resident_shares: tuple[float, ...] = ()
+
+    def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
+        return choose_resident(sizes, resident_share, self.bucket_bytes)
 
     def split(self, sizes: list[int]) -> list[list[int]]:
         return split_into_buckets(sizes, self.bucket_bytes)

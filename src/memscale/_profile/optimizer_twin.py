@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
-from memscale._profile import OptimizerCost
+from memscale._profile import OptimizerCost, StateShare
 from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
 from memscale._torch import private
@@ -57,6 +57,17 @@ class Stepping(Protocol):
     @property
     def padding_bytes(self) -> int:
         """Of a bucket's memory."""
+
+    @property
+    def window_bytes(self) -> int:
+        """What is on its way out holds no more than this."""
+
+    @property
+    def resident_shares(self) -> Sequence[float]:
+        """Shares of the state that may stay on the device while the rest moves."""
+
+    def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
+        """Which buckets of these bytes of parameters stay then."""
 
     def split(self, sizes: list[int]) -> list[list[int]]:
         """From the sizes of parameters to the indices of those that are stepped together."""
@@ -167,6 +178,24 @@ class _BucketCost:
     launched_bytes: int = 0
     making_bytes: int = 0
     """The most that there is while the state is made and laid out."""
+    state_bytes: int = 0
+    """As the optimizer makes it."""
+    made_bytes: int = 0
+    """The most that there is while it is made."""
+    moves: bool = True
+    """Its state waits elsewhere, where buckets do."""
+
+    def staying(self) -> _BucketCost:
+        """The same bucket where its state is left as the optimizer makes it."""
+        return dataclasses.replace(
+            self,
+            waiting_bytes=0,
+            kept_bytes=self.state_bytes,
+            unpacked_bytes=0,
+            scratch_bytes=0,
+            making_bytes=self.made_bytes,
+            moves=False,
+        )
 
     def stays_bytes(self, how: Stepping) -> int:
         return self.kept_bytes + (0 if how.moves else self.waiting_bytes)
@@ -291,13 +320,23 @@ class _Twin:
             return cost
         buckets = self._try_buckets(offloaded)
         stays_bytes, step_bytes = self._in_buckets(offloaded, buckets)
+        shares = (self._with_share(offloaded, buckets, share) for share in offloaded.resident_shares)
         return dataclasses.replace(
             cost,
             offloaded_step_bytes=step_bytes,
             offloaded_state_bytes=stays_bytes,
             bucket_bytes=tuple(bucket.waiting_bytes for bucket in buckets),
             bucket_launches=_launched(buckets)[0],
+            shares=tuple(shares),
         )
+
+    def _with_share(self, how: Stepping, buckets: list[_BucketCost], resident_share: float) -> StateShare:
+        """What it takes while so much of the state stays on the device."""
+        every = list(self._every_bucket(how))
+        stays = how.stays([num_bytes for num_bytes, _ in every], resident_share)
+        staying = tuple(does_stay for does_stay, (_, filled) in zip(stays, every, strict=True) if filled)
+        mixed = [bucket.staying() if does_stay else bucket for bucket, does_stay in zip(buckets, staying, strict=True)]
+        return StateShare(resident_share, *self._in_buckets(how, mixed), staying)
 
     def with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
         """With what a step in buckets takes whose state stays, where all at once needs a copy of everything."""
@@ -361,11 +400,12 @@ class _Twin:
         made_bytes = how.tables_bytes(self.optimizer, self.device_type) if buckets else 0
         stays_bytes = made_bytes + sum(bucket.stays_bytes(how) for bucket in buckets)
         peak_bytes = 0
-        for index, bucket in enumerate(buckets):
-            peak_bytes = max(peak_bytes, made_bytes + bucket.making_bytes)
+        for bucket, (before, after) in zip(buckets, _travelling_beside(how, buckets), strict=True):
+            # What left before one that stays may still be on its way, up to the window; one that travels waits for it.
+            leaving = before if not bucket.moves and before <= how.window_bytes else 0
+            peak_bytes = max(peak_bytes, made_bytes + leaving + bucket.making_bytes)
             made_bytes += bucket.stays_bytes(how)
-            neighbours = (buckets[i].waiting_bytes for i in (index - 1, index + 1) if 0 <= i < len(buckets))
-            beside_bytes = max(neighbours, default=0) if how.moves and how.prefetches else 0
+            beside_bytes = max(before, after) if bucket.moves else leaving + after
             peak_bytes = max(peak_bytes, stays_bytes + beside_bytes + bucket.stepping_bytes(how))
         return stays_bytes, peak_bytes - stays_bytes
 
@@ -382,12 +422,15 @@ class _Twin:
 
     def _filled_buckets(self, how: Stepping) -> Iterator[dict[int, nn.Parameter]]:
         """Those with parameters that are trained. The others take their room in a bucket, too."""
+        yield from (bucket for _, bucket in self._every_bucket(how) if bucket)
+
+    def _every_bucket(self, how: Stepping) -> Iterator[tuple[int, dict[int, nn.Parameter]]]:
+        """The bytes of its parameters, and those that are trained."""
         for run in self._runs:
             for indices in how.split([parameter.nbytes for parameter in run]):
-                numbers = [id(run[index]) for index in indices]
-                bucket = {number: self._fakes[number] for number in numbers if number in self._fakes}
-                if bucket:
-                    yield bucket
+                members = [run[index] for index in indices]
+                trained = {id(p): self._fakes[id(p)] for p in members if id(p) in self._fakes}
+                yield sum(parameter.nbytes for parameter in members), trained
 
     def _over(self, inside: set[int]) -> Optimizer:
         groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
@@ -420,6 +463,8 @@ class _Twin:
             making_bytes=max(making_bytes - counters, together),
             num_launches=books.work.num_launches,
             launched_bytes=books.work.matmul_bytes + books.work.other_bytes,
+            state_bytes=state_bytes - counters,
+            made_bytes=making_bytes - counters,
         )
 
     def _share(
@@ -445,6 +490,20 @@ class _Twin:
     def _counter_bytes(self, optimizer: Optimizer) -> int:
         """Of tensors that are on the host in truth, and were counted here."""
         return self.rounding_bytes * len(host_counters(optimizer)) if self.is_emulated else 0
+
+
+def _travelling_beside(how: Stepping, buckets: list[_BucketCost]) -> Iterator[tuple[int, int]]:
+    """By bucket: what waits of the nearest before it and behind it that travel, where one is fetched beside another."""
+    sizes = [bucket.waiting_bytes if bucket.moves else None for bucket in buckets]
+    if not (how.moves and how.prefetches):
+        sizes = [None] * len(buckets)
+    before = [0]
+    for size in sizes:
+        before.append(before[-1] if size is None else size)
+    after = [0]
+    for size in reversed(sizes):
+        after.append(after[-1] if size is None else size)
+    return zip(before[:-1], after[-2::-1], strict=True)
 
 
 def _launched(buckets: list[_BucketCost]) -> tuple[int, int]:

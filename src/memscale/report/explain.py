@@ -68,7 +68,8 @@ def words_of_run(action: Action) -> str:
         case StepInBuckets():
             return "step in buckets"
         case OffloadOptimizer():
-            return "offload optimizer"
+            share = 1 - action.resident_share
+            return "offload optimizer" if share == 1 else f"offload optimizer: {share:.1%} of its state"
         case MixedPrecision():
             return f"compute in {action.dtype}"
         case QuantizeOptimizer():

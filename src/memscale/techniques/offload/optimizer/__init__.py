@@ -51,14 +51,16 @@ def adopt(
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
     host_has_room: bool = False,
+    resident_share: float = 0.0,
 ) -> Adoption:
     """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
 
     Without a store the state stays on its device: with a `packer` it waits there packed, without one it stays as it is,
     and only the step's temporaries are fewer. With `host_has_room`
-    state of parameters in host memory stays there, too, whatever lies below.
+    state of parameters in host memory stays there, too, whatever lies below. `resident_share` of the state stays on its
+    device though there is a store.
     """
-    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room)
+    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room, resident_share)
     undo.callback(adoption.detach)
     adoption.watch(model)
     return adoption
@@ -72,9 +74,12 @@ def adopt_optimizer(
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
     host_has_room: bool = False,
+    resident_share: float = 0.0,
 ) -> Adoption:
     """Adopt this optimizer now; state that it has already moves now."""
-    adoption = Adoption(store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room)
+    adoption = Adoption(
+        store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room, resident_share=resident_share
+    )
     undo.callback(adoption.detach)
     adoption.take(optimizer)
     adoption.watch(optimizer)
@@ -94,8 +99,10 @@ class Adoption(StepWatcher):
         model: nn.Module | None = None,
         packer: Packer | None = None,
         host_has_room: bool = False,
+        resident_share: float = 0.0,
     ) -> None:
         self.store = store
+        self.resident_share = resident_share
         self.packer = packer
         self.host_has_room = host_has_room
         self.transfers = transfers
@@ -141,7 +148,7 @@ class Adoption(StepWatcher):
         if choose is None and self.store is None and self.packer is not None:
             return  # 8 bits were asked for, and nothing of it can be kept in them
         visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
-        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose)
+        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose, self.resident_share)
         adopted.attach(optimizer)
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1
