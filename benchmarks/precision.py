@@ -31,7 +31,7 @@ from benchmarks.text import Characters, Learned, build, learn
 from memscale._plan import MixedPrecision
 from memscale._torch.live_bytes import LiveBytes
 from memscale.report.tables import table
-from memscale.techniques import precision
+from memscale.techniques.precision import autocast
 
 MAX_DISTANCE = 0.01
 WIDTH = 96
@@ -55,7 +55,7 @@ def train(kind: Literal["float32", "bfloat16", "float16"], text: Characters, ste
     model = build(len(text.alphabet), WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     with contextlib.ExitStack() as undo:
-        attached = None if kind == "float32" else precision.attach(MixedPrecision(kind), model, "cpu", undo)
+        attached = None if kind == "float32" else autocast.attach(MixedPrecision(kind), model, "cpu", undo)
         held_bytes = held_by_a_forward(model, text.batch(0))
         losses, seconds = learn(model, optimizer, text, steps)
         scale = attached.scale if attached is not None else None
@@ -116,7 +116,7 @@ def _curve(name: str, kind: Any) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with contextlib.ExitStack() as undo:
         if kind != "float32":
-            precision.attach(MixedPrecision(kind), model, "cpu", undo)
+            autocast.attach(MixedPrecision(kind), model, "cpu", undo)
         for step in range(NUM_BOUNDED_STEPS):
             loss = entry.loss(model(**entry.batch(step % 8)))
             loss.backward()

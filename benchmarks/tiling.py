@@ -34,7 +34,9 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.techniques import checkpointing, tiling
+from memscale.techniques.checkpointing import checkpointed_forward
+from memscale.techniques.tiling.head import attach_head
+from memscale.techniques.tiling.mlp import attach_mlp
 
 MIN_REDUCTION, MAX_TIME_RATIO, MAX_DISTANCE = 10.0, 1.05, 1e-4
 BATCH, LENGTH, VOCABULARY, HIDDEN = 4, 512, 50_257, 768
@@ -107,7 +109,7 @@ class Head:
     def tiled(self, rows: int | None) -> contextlib.ExitStack:
         undo = contextlib.ExitStack()
         if rows is not None:
-            tiling.attach_head(TileHead("head", rows), self.box, undo)
+            attach_head(TileHead("head", rows), self.box, undo)
         return undo
 
 
@@ -178,12 +180,12 @@ class Treated:
     def __init__(self, model: nn.Module, treatment: str) -> None:
         self.undo = contextlib.ExitStack()
         if "tiled" in treatment:
-            tiling.attach_head(TileHead("lm_head", 256), model, self.undo)
+            attach_head(TileHead("lm_head", 256), model, self.undo)
             for layer in range(len(find_blocks(model))):
-                tiling.attach_mlp(TileMlp(f"transformer.h.{layer}.mlp", 8), model, self.undo)
+                attach_mlp(TileMlp(f"transformer.h.{layer}.mlp", 8), model, self.undo)
         if "checkpointed" in treatment:
             for module_fqn, module in find_blocks(model).items():
-                checkpointing.attach(Checkpoint(module_fqn), module, self.undo)
+                checkpointed_forward.attach(Checkpoint(module_fqn), module, self.undo)
 
     def detach(self) -> None:
         self.undo.close()

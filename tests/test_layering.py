@@ -19,14 +19,14 @@ ALLOWED = {
     "_errors": set(),
     "_units": set(),
     "_json": {"_errors"},
-    "_plan": WORDS | {"report"},  # `Plan.explain()` asks the describer, when it is called
+    "_plan": WORDS | {"report", "techniques"},  # asked when they are called: `Plan.explain()`, `Plan.from_json()`
     "_config": WORDS,
     "_hardware": WORDS,
     "_torch": WORDS,
     "_profile": WORDS | {"_plan", "_torch"},
-    "_decide": DATA | {"_hardware", "_profile", "report"},
-    "report": DATA | {"_hardware", "__init__"},
-    "techniques": DATA | {"_torch"},
+    "_decide": DATA | {"_hardware", "_profile", "report", "techniques"},
+    "report": DATA | {"_hardware", "__init__", "techniques"},
+    "techniques": DATA | {"_hardware", "_profile", "_torch"},
     "_execute": DATA | {"_hardware", "_torch", "techniques"},
     "_planning": DATA | {"_decide", "_execute", "_hardware", "_profile", "_torch", "report", "techniques"},
     "zoo": WORDS,
@@ -107,9 +107,9 @@ def test_every_room_imports_only_what_is_below_it() -> None:
             assert used <= allowed, f"{name} imports {sorted(used - allowed)}"
 
 
-def test_deciding_reads_the_data_of_profiles_and_not_their_making() -> None:
+def test_deciding_and_techniques_read_the_data_of_profiles_and_not_their_making() -> None:
     for name in MODULES:
-        if room_of(name) == "_decide":
+        if room_of(name) in ("_decide", "techniques"):
             making = {used for used in internal(name) if used.startswith("_profile.")}
             assert not making, f"{name} imports {sorted(making)}"
 
@@ -117,6 +117,16 @@ def test_deciding_reads_the_data_of_profiles_and_not_their_making() -> None:
 def test_deciding_never_imports_torch() -> None:
     assert not [name for name in MODULES if room_of(name) == "_decide" and loads_torch(name, top_level_only=False)]
     assert not loads_torch("_profile", top_level_only=True), "profiles are data"
+
+
+def test_what_deciding_and_reporting_load_loads_without_torch() -> None:
+    """The records of techniques among it: what attaches a technique is imported when that is done."""
+    loaded = {name for name in MODULES if room_of(name) in ("_decide", "_plan", "_config")} | {"report.explain"}
+    loaded |= {"report.outcomes", "techniques"}
+    while more := {used for name in loaded for used in internal(name, top_level_only=True)} - loaded:
+        loaded |= more
+    assert {"techniques.checkpointing", "techniques.tiling"} <= loaded
+    assert not {name for name in loaded if loads_torch(name, top_level_only=True)}
 
 
 def test_these_rooms_load_without_torch() -> None:
@@ -129,8 +139,8 @@ def test_techniques_never_import_one_another() -> None:
         if room_of(name) == "techniques" and "." in name:
             others = {used for used in internal(name) if room_of(used) == "techniques"} - {"techniques"}
             own = name.split(".")[1]
-            # Computing a block again is what checkpointing and streaming have in common.
-            strangers = {used for used in others if used.split(".")[1] not in (own, "recompute")}
+            # Computing a block again is what checkpointing and streaming have in common, and a record what all have.
+            strangers = {used for used in others if used.split(".")[1] not in (own, "recompute", "technique")}
             assert not strangers, f"{name} imports {sorted(strangers)}"
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from benchmarks.full_stack.setups import MIN_STATE_REDUCTION, fresh_model, prepared, state_bytes
 from memscale._execute.executor import executor_of
 from memscale.report.tables import table
-from memscale.techniques.optimizer8bit import embeddings_of
+from memscale.techniques.optimizer8bit.eight_bit import embeddings_of
 
 WAYS = ("AdamW8bit", "AdamW, 8-bit state")
 """bitsandbytes' own class, and the user's optimizer with its state packed in place."""

@@ -33,8 +33,8 @@ from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._torch.optimizer_steps import owns_any
 from memscale.report import console, outcomes
-from memscale.techniques.optimizer8bit import is_8bit, moments_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
+from memscale.techniques.optimizer8bit.eight_bit import is_8bit, moments_of
 
 logger = logging.getLogger("memscale")
 

@@ -55,6 +55,11 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
 }
 
 
+def modes_of(technique: str) -> frozenset[OptimizationMode]:
+    """The modes that turn this switch on."""
+    return frozenset(mode for mode, techniques in _TECHNIQUES_OF_MODE.items() if techniques[technique])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AsyncOffloadConfig:
     """How transfers between the device and the host overlap with compute."""
@@ -183,14 +188,15 @@ class Config:
         kept = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.init and (field.name not in _TECHNIQUES or field.name in self._explicit)
+            if field.init and (field.name not in SWITCHES or field.name in self._explicit)
         }
         return Config(**{**kept, **changes})
 
 
-_TECHNIQUES = tuple(_TECHNIQUES_OF_MODE[OptimizationMode.BALANCED])
+SWITCHES = tuple(_TECHNIQUES_OF_MODE[OptimizationMode.BALANCED])
+"""The fields that turn techniques on."""
 _BOOLEAN_FIELDS = (
-    *_TECHNIQUES,
+    *SWITCHES,
     "force_optimize",
     "use_static_profiling",
     "use_empirical_fallback",
@@ -210,7 +216,7 @@ def _parse_mode(value: object) -> OptimizationMode:
 
 
 def _resolve_techniques(config: Config) -> None:
-    _set(config, "_explicit", frozenset(name for name in _TECHNIQUES if getattr(config, name) is not None))
+    _set(config, "_explicit", frozenset(name for name in SWITCHES if getattr(config, name) is not None))
     for name, default in _TECHNIQUES_OF_MODE[config.mode].items():
         if getattr(config, name) is None:
             _set(config, name, default)

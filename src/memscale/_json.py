@@ -56,12 +56,17 @@ def _encode_pairs(value: Mapping[Any, Any]) -> list[list[Any]]:
 
 
 def decode(kind: Any, data: Any) -> Any:
-    """`data` as `kind`: a dataclass, a union, a tuple, a mapping, an enum or a plain value; else `ValueError`."""
+    """`data` as `kind`: a dataclass, a union, a tuple, a mapping, an enum or a plain value; else `ValueError`.
+
+    A class that says its `kinds()` stands for the union of them.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(typing.cast("type[Any]", kind), data)
     if origin in (typing.Union, types.UnionType):
         return _decode_union(args, data)
+    if hasattr(kind, "kinds"):
+        return _decode_union(kind.kinds(), data)
     if origin is tuple:
         return _decode_tuple(args, data)
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):

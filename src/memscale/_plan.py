@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from memscale import _json
 from memscale._errors import PlanError, shortened, shown
@@ -29,8 +29,33 @@ class Reason:
     numbers: dict[str, int | float | str] = dataclasses.field(default_factory=dict)
 
 
+class Action:
+    """One thing that a plan does. Each type of action belongs to one technique of `memscale.techniques.TECHNIQUES`.
+
+    Those of the first techniques are below; that of a later one may be declared in the technique's own file.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    reason: Reason
+
+    @classmethod
+    def kinds(cls) -> tuple[type[Action], ...]:
+        """All types of actions: what a saved plan may hold."""
+        from memscale.techniques import TECHNIQUES  # the table knows them, so it lies above them
+
+        return tuple(kind for technique in TECHNIQUES for kind in technique.actions)
+
+
+class LayerAction(Action):
+    """An action on one layer."""
+
+    __slots__ = ()
+    module_fqn: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(LayerAction):
     """Recompute this layer's activations in backward instead of keeping them."""
 
     module_fqn: str
@@ -40,7 +65,7 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TileHead:
+class TileHead(LayerAction):
     """Compute this language-model head and its cross-entropy a few rows at a time; the logits never exist whole."""
 
     module_fqn: str
@@ -55,7 +80,7 @@ class TileHead:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TileMlp:
+class TileMlp(LayerAction):
     """Compute this MLP a stretch of the sequence at a time, recomputed in backward."""
 
     module_fqn: str
@@ -67,7 +92,7 @@ class TileMlp:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TileAttention:
+class TileAttention(LayerAction):
     """Compute this attention without materialising its scores: fused where possible, else by tiles of queries."""
 
     module_fqn: str
@@ -80,7 +105,7 @@ class TileAttention:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OffloadActivations:
+class OffloadActivations(LayerAction):
     """This layer's saved tensors wait on the next tier until backward needs them."""
 
     module_fqn: str
@@ -97,7 +122,7 @@ share of the step small, and temporaries of so many bytes are little beside a st
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepInBuckets:
+class StepInBuckets(Action):
     """The optimizer steps a few parameters at a time, and needs temporaries for these; its state stays where it is."""
 
     bucket_bytes: int
@@ -109,7 +134,7 @@ class StepInBuckets:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OffloadOptimizer:
+class OffloadOptimizer(Action):
     """Optimizer state waits on the next tier; the step runs bucket by bucket."""
 
     bucket_bytes: int
@@ -130,7 +155,7 @@ class OffloadOptimizer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StreamParameters:
+class StreamParameters(LayerAction):
     """This layer's parameters live on the host and visit the device for its forward and backward."""
 
     module_fqn: str
@@ -138,7 +163,7 @@ class StreamParameters:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MixedPrecision:
+class MixedPrecision(Action):
     """The model computes in 16 bits; its parameters, gradients and outputs stay in 32."""
 
     dtype: Literal["bfloat16", "float16"]
@@ -156,7 +181,7 @@ class MixedPrecision:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class QuantizeOptimizer:
+class QuantizeOptimizer(Action):
     """Optimizer state waits in 8 bits, quantised block by block; every step unpacks a bucket of it at a time."""
 
     bucket_bytes: int
@@ -171,20 +196,6 @@ class QuantizeOptimizer:
         _check_count(self, "bucket_bytes", minimum=1)
         _check_count(self, "block_size", minimum=1)
         _check_count(self, "min_elements", minimum=0)
-
-
-Action: TypeAlias = (
-    Checkpoint
-    | TileHead
-    | TileAttention
-    | TileMlp
-    | OffloadActivations
-    | StepInBuckets
-    | OffloadOptimizer
-    | StreamParameters
-    | MixedPrecision
-    | QuantizeOptimizer
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from memscale import Config
 from memscale._decide import decide, full_front
 from memscale._decide.choice import Choice, RunOptions, actions_of, block_actions, choice_of
 from memscale._plan import Checkpoint, OffloadActivations, StreamParameters, TileAttention, TileHead, TileMlp
-from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, STREAM, STREAM_OFFLOAD, TREATMENTS, Profile, TraceKey
+from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, STREAM, STREAM_OFFLOAD, Profile, TraceKey
+from memscale.techniques import TREATMENTS
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))
@@ -58,7 +59,7 @@ def choices(draw: st.DrawFn) -> Choice:
     treated = zip(BLOCKS, treatments, strict=True)
     run = draw(runs)
     if run.offloads_optimizer:
-        run = dataclasses.replace(run, resident_share=draw(st.sampled_from((0.0, 0.25, 0.96875))))
+        run = dataclasses.replace(run, offloads_optimizer=draw(st.sampled_from((1.0, 0.25, 0.03125))))
     return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), run)
 
 

@@ -16,7 +16,6 @@ from torch import nn
 import memscale
 import simgpu
 from memscale import Config
-from memscale._decide import choice
 from memscale._decide.policy import Strategy
 from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
@@ -27,7 +26,8 @@ from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
-from memscale.techniques.offload.optimizer import adopt
+from memscale.techniques.offload.optimizer import in_buckets
+from memscale.techniques.offload.optimizer.adoption import adopt
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from tests.lanes import in_turns
@@ -105,7 +105,7 @@ def test_offloading_the_state_of_a_small_model_would_gain_nothing(simgpu_device:
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> int:
     """Steps in buckets of 1 MiB of parameters: a block or less."""
-    for module in (choice, optimizer_trials):
+    for module in (in_buckets, optimizer_trials):
         monkeypatch.setattr(module, "STEP_BUCKET_BYTES", 1 << 20)
     return 1 << 20
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from memscale._profile import CHECKPOINT, STREAM, STREAM_OFFLOAD, TREATMENTS, Profile, TraceKey, Treatment
+from memscale._profile import CHECKPOINT, STREAM, STREAM_OFFLOAD, Profile, TraceKey, Treatment
+from memscale.techniques import TREATMENTS
 from tests.profiles import Block, full_profile, profile_of, with_tiled_head
 
 KEYS = (

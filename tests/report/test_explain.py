@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 import pytest
 
@@ -62,7 +61,7 @@ EXAMPLES: dict[type, Action] = {
 
 
 def test_every_action_has_words() -> None:
-    assert set(EXAMPLES) == set(typing.get_args(Action))
+    assert set(EXAMPLES) == set(Action.kinds())
     for action in EXAMPLES.values():
         assert words_of_run(action) or words_of_block([action]) != "keep"
         assert what_is_done(plan_of([action])) != "nothing"

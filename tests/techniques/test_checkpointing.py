@@ -17,7 +17,7 @@ import memscale
 from memscale import Config, MemScaleError
 from memscale._execute.executor import execute
 from memscale._plan import Checkpoint
-from memscale.techniques.checkpointing import _draws_random_numbers, attach
+from memscale.techniques.checkpointing.checkpointed_forward import _draws_random_numbers, attach
 from tests.models import Case, Chain, Mlp, TwoLinears, case, odd, square_loss
 from tests.parity import SELECTIVE, assert_same_training, checkpoint_all, plan_of, seed
 

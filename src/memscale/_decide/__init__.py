@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from memscale._config import Config
 from memscale._decide.budget import Budget, budget_bytes, full_budget
-from memscale._decide.choice import Choice, Outcome, RunOptions, choice_of
+from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
@@ -23,7 +24,8 @@ from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
-from memscale._profile import Precision, Profile, Treatment
+from memscale._profile import Profile, Treatment
+from memscale.techniques.technique import Technique
 
 FORCED = "force_optimize: the lowest peak that the mode allows"
 LOWEST = "the lowest peak that the mode allows"
@@ -196,23 +198,12 @@ def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> 
 
 def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
     """Every eligible way of running what is not a single block."""
-    profile = model.profile
-    quantizes_any = eligible.quantizes and profile.eight_bit_optimizer is not None
-    for head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes in itertools.product(
-        (0, *model.head_rows) if eligible.tiles else (0,),
-        (0, *model.num_tiles) if eligible.tiles else (0,),
-        _choices(eligible.offloads),
-        _choices(eligible.streams and bool(profile.rest)),
-        _precisions(model, eligible),
-        _choices(quantizes_any, always=eligible.must_quantize),
-    ):
-        run = RunOptions(head_rows, num_tiles, offloads_optimizer, streams_rest, precision, quantizes)
+    values = (_values(model, eligible, OPTIONS[field.name], field.default) for field in dataclasses.fields(RunOptions))
+    for chosen in itertools.product(*values):
+        run = RunOptions(*chosen)
         # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
-        if not offloads_optimizer or model.optimizer.cost(run).offloaded_step_bytes is not None:
+        if model.optimizer.can_step(run):
             yield run
-        in_buckets = dataclasses.replace(run, steps_in_buckets=True)
-        if eligible.steps_in_buckets and model.optimizer.can_step_in_buckets(in_buckets):
-            yield in_buckets
 
 
 def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bool) -> list[Candidate]:
@@ -227,7 +218,7 @@ def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bo
     shared = []
     for candidate in away if counts_waiting else undominated(away):
         choice, shares = candidate.choice, model.optimizer.cost(candidate.choice.run).shares
-        runs = [dataclasses.replace(choice.run, resident_share=share.resident_share) for share in shares]
+        runs = [dataclasses.replace(choice.run, offloads_optimizer=1.0 - share.resident_share) for share in shares]
         outcomes = model.evaluate_runs(choice, runs)
         shared += [Candidate(Choice(choice.blocks, run), one) for run, one in zip(runs, outcomes, strict=True)]
     if counts_waiting:
@@ -248,14 +239,8 @@ def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
     return candidate.outcome.peak_bytes < model.evaluate(at_once).peak_bytes
 
 
-def _choices(is_eligible: bool, *, always: bool = False) -> tuple[bool, ...]:
-    if not is_eligible:
-        return (False,)
-    return (True,) if always else (False, True)
-
-
-def _precisions(model: CostModel, eligible: Eligible) -> tuple[Precision, ...]:
-    dtype = eligible.half_type
-    if dtype is None or dtype not in model.precisions:
-        return ("",)
-    return (dtype,) if eligible.must_halve else ("", dtype)
+def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:
+    """Of a technique's option."""
+    assert technique.option is not None
+    found = technique.option.values(model, eligible) if eligible.has(technique) else ()
+    return found if found and eligible.must_use(technique) else (nothing, *found)

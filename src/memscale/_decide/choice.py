@@ -7,54 +7,48 @@ actions_of(choice, profile)         # and back: the actions, without their reaso
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from memscale._errors import assert_never
-from memscale._plan import (
-    OPTIMIZER_BUCKET_BYTES,
-    STEP_BUCKET_BYTES,
-    Action,
-    Checkpoint,
-    MixedPrecision,
-    OffloadActivations,
-    OffloadOptimizer,
-    QuantizeOptimizer,
-    StepInBuckets,
-    StreamParameters,
-    TileAttention,
-    TileHead,
-    TileMlp,
-)
+from memscale._plan import Action, LayerAction
 from memscale._profile import KEEP, Precision, Profile, TraceKey, Treatment
+from memscale.techniques import TECHNIQUES, TREATED, technique_of
+from memscale.techniques.technique import Technique
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How everything but the single blocks is run."""
+    """How everything but the single blocks is run: a field for each `RunOption` of the technique table.
+
+    A field's default stands for doing nothing about it.
+    """
 
     head_rows: int = 0
     """Rows of logits at once; 0: the head is not tiled."""
     num_tiles: int = 0
     """Into how many tiles attention and MLPs are cut inside the blocks; 0: they are not."""
-    offloads_optimizer: bool = False
+    offloads_optimizer: float = 0.0
+    """The share of the optimizer's state that waits elsewhere."""
     streams_rest: bool = False
     """Embeddings, norms and heads are streamed, too."""
     precision: Precision = ""
     quantizes_optimizer: bool = False
     steps_in_buckets: bool = False
     """The optimizer is stepped a few parameters at a time, its state where it is."""
-    resident_share: float = 0.0
-    """With `offloads_optimizer`: the share of the state that stays on the device."""
+
+    @property
+    def techniques(self) -> tuple[Technique, ...]:
+        """Those whose option is chosen, in the order of the fields."""
+        return _techniques_of(self)
 
     @property
     def is_exact(self) -> bool:
-        return not self.precision and not self.quantizes_optimizer
+        return all(technique.is_exact for technique in self.techniques)
 
     @property
     def num_actions(self) -> int:
-        of_another = {"resident_share"}
-        return sum(bool(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in of_another)
+        return len(self.techniques)
 
     @property
     def rest_key(self) -> TraceKey:
@@ -64,6 +58,16 @@ class RunOptions:
     def block_key(self, treatment: Treatment) -> TraceKey:
         """The trace that shows the blocks under this treatment."""
         return TraceKey(treatment, num_tiles=self.num_tiles, precision=self.precision)
+
+
+OPTIONS: dict[str, Technique] = {t.option.field: t for t in TECHNIQUES if t.option is not None}
+"""By field of `RunOptions`: whose it is."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _techniques_of(run: RunOptions) -> tuple[Technique, ...]:
+    fields = (field for field in dataclasses.fields(run) if getattr(run, field.name) != field.default)
+    return tuple(OPTIONS[field.name] for field in fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,51 +100,17 @@ class Outcome:
 
 def actions_of(choice: Choice, profile: Profile) -> Iterator[Action]:
     """What a plan with this choice does, in the model's order: a plan is read by people."""
-    treated, run = dict(choice.blocks), choice.run
+    treated, chosen = dict(choice.blocks), choice.run.techniques
     for layer in profile.layers:
         yield from block_actions(layer.module_fqn, treated.get(layer.module_fqn, KEEP))
-    if run.streams_rest:
-        yield from (StreamParameters(module_fqn) for module_fqn in profile.rest)
-    if run.num_tiles:
-        yield from cut_inside(profile.inside, run.num_tiles)
-    if run.head_rows:
-        assert profile.head is not None
-        yield dataclasses.replace(profile.head, rows=run.head_rows)
-    if run.steps_in_buckets:
-        yield StepInBuckets(STEP_BUCKET_BYTES)
-    if run.offloads_optimizer:
-        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, run.resident_share)
-    if run.precision:
-        yield MixedPrecision(run.precision)
-    if run.quantizes_optimizer:
-        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+    for technique in TECHNIQUES:
+        if technique in chosen and technique.option is not None:
+            yield from technique.option.actions(getattr(choice.run, technique.option.field), profile)
 
 
-def block_actions(module_fqn: str, treatment: Treatment) -> Iterator[Action]:
+def block_actions(module_fqn: str, treatment: Treatment) -> Iterator[LayerAction]:
     """What gives a block this treatment."""
-    match treatment.recompute:
-        case "full" if treatment.streams:
-            yield StreamParameters(module_fqn)
-        case "full":
-            yield Checkpoint(module_fqn)
-        case "selective":
-            yield Checkpoint(module_fqn, keep=("matmul", "attention"))
-        case "none":
-            pass
-        case _:
-            assert_never(treatment.recompute)
-    if treatment.offloads:
-        yield OffloadActivations(module_fqn)
-
-
-def cut_inside(coarsest: tuple[TileAttention | TileMlp, ...], num_tiles: int) -> tuple[TileAttention | TileMlp, ...]:
-    """Attention and MLPs in so many tiles, from those in two."""
-    return tuple(
-        dataclasses.replace(action, num_tiles=num_tiles)
-        if isinstance(action, TileMlp)
-        else dataclasses.replace(action, rows=-(-2 * action.rows // num_tiles))
-        for action in coarsest
-    )
+    return (dataclasses.replace(action, module_fqn=module_fqn) for action in TREATED[treatment].actions)
 
 
 # ---- and back
@@ -149,68 +119,19 @@ def cut_inside(coarsest: tuple[TileAttention | TileMlp, ...], num_tiles: int) ->
 def choice_of(actions: Iterable[Action], profile: Profile) -> Choice:
     """The choice behind a plan's actions. What is streamed and is no block of the profile is the rest."""
     blocks = {layer.module_fqn for layer in profile.layers if layer.is_block}
-    treated: dict[str, Treatment] = {}
-    run: dict[str, Any] = {}
-    tiled: list[TileAttention | TileMlp] = []
-
-    def treat(module_fqn: str, **changes: Any) -> None:
-        treated[module_fqn] = dataclasses.replace(treated.get(module_fqn, KEEP), **changes)
-
+    traits: dict[str, dict[str, Any]] = {}
+    of_the_run: dict[str, list[Action]] = {}
     for action in actions:
-        match action:
-            case Checkpoint():
-                treat(action.module_fqn, recompute="selective" if action.keep else "full")
-            case OffloadActivations():
-                treat(action.module_fqn, offloads=True)
-            case StreamParameters() if action.module_fqn in blocks:
-                treat(action.module_fqn, recompute="full", streams=True)
-            case StreamParameters():
-                run["streams_rest"] = True
-            case TileHead():
-                run["head_rows"] = action.rows
-            case TileMlp() | TileAttention():
-                tiled.append(action)
-            case StepInBuckets():
-                run["steps_in_buckets"] = True
-            case OffloadOptimizer():
-                run["offloads_optimizer"], run["resident_share"] = True, action.resident_share
-            case MixedPrecision():
-                run["precision"] = action.dtype
-            case QuantizeOptimizer():
-                run["quantizes_optimizer"] = True
-            case _:
-                assert_never(action)
-    return Choice(tuple(treated.items()), RunOptions(num_tiles=_num_tiles(tiled, profile), **run))
+        technique = technique_of(action)
+        fqn = action.module_fqn if isinstance(action, LayerAction) else ""
+        if technique.traits is not None and (technique.option is None or fqn in blocks):
+            traits.setdefault(fqn, {}).update(technique.traits(action))
+        elif technique.option is not None:
+            of_the_run.setdefault(technique.option.field, []).append(action)
+    run = {field: _value(OPTIONS[field], found, profile) for field, found in of_the_run.items()}
+    return Choice(tuple((fqn, Treatment(**found)) for fqn, found in traits.items()), RunOptions(**run))
 
 
-def _num_tiles(tiled: Sequence[TileAttention | TileMlp], profile: Profile) -> int:
-    """Into how many tiles these were cut: an MLP says it, and attention says how many queries are in one of them.
-
-    Of numbers that give tiles of the same size, the smallest. Attention that is not in the profile, or whose rows are
-    those of no number that was considered, is taken for the coarsest.
-    """
-    mlps = [action.num_tiles for action in tiled if isinstance(action, TileMlp)]
-    if mlps or not tiled:
-        return max(mlps, default=0)
-    rows = {action.module_fqn: action.rows for action in tiled if isinstance(action, TileAttention)}
-    known = tuple(action for action in profile.inside if action.module_fqn in rows)
-
-    def is_cut(num_tiles: int) -> bool:
-        cut = [action for action in cut_inside(known, num_tiles) if isinstance(action, TileAttention)]
-        return {action.module_fqn: action.rows for action in cut} == rows
-
-    return next((number for number in tile_numbers(profile) if is_cut(number)), 2)
-
-
-def tile_numbers(profile: Profile) -> tuple[int, ...]:
-    """Numbers of tiles inside the blocks that can be chosen: from the fewest that were rehearsed to the most."""
-    rehearsed = {key.num_tiles for key in profile.variants} - {0}
-    return doublings(min(rehearsed), max(rehearsed)) if rehearsed else ()
-
-
-def doublings(low: int, high: int) -> tuple[int, ...]:
-    """From low to high by doubling; high itself is always there."""
-    sizes = [low]
-    while sizes[-1] * 2 < high:
-        sizes.append(sizes[-1] * 2)
-    return tuple(sizes) if high == low else (*sizes, high)
+def _value(technique: Technique, actions: Sequence[Action], profile: Profile) -> Any:
+    assert technique.option is not None
+    return technique.option.value(actions, profile)

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memscale._decide.choice import Choice, Outcome, RunOptions, doublings
+from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.optimizer_model import OptimizerModel
 from memscale._decide.step_time import Moved, Pace
 from memscale._decide.timeline import Extras, Stretch
@@ -25,7 +25,6 @@ from memscale._hardware import Hardware
 from memscale._profile import (
     KEEP,
     OFFLOAD,
-    TREATMENTS,
     Layer,
     OptimizerCost,
     Precision,
@@ -35,6 +34,8 @@ from memscale._profile import (
     TraceKey,
     Treatment,
 )
+from memscale.techniques import TREATMENTS
+from memscale.techniques.tiling import doublings
 
 
 class CostModel:
@@ -247,7 +248,7 @@ class CostModel:
         state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
         step: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
         if optimizer is not None:
-            state, step = _bytes_of(run, optimizer)
+            state, step = self.optimizer.manner(run).exact_bytes(optimizer, run)
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
     def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
@@ -307,12 +308,10 @@ class CostModel:
 
     def step_ms(self, run: RunOptions, compute_ms: Any, streamed_bytes: Any) -> Any:
         """Forward and backward, with what tiles and the optimizer's step add. Numbers or arrays of them."""
-        if run.head_rows:
-            assert self.profile.head is not None
-            num_tiles = -(-max(self.head_rows) * 2 // run.head_rows)
-            compute_ms = self.pace.tiled_head_ms(compute_ms, num_tiles)
-        if run.num_tiles:
-            compute_ms = compute_ms + self.pace.tiles_ms(run.num_tiles * len(self.profile.inside))
+        for technique in run.techniques:
+            option = technique.option
+            if option is not None and option.slowed_ms is not None:
+                compute_ms = option.slowed_ms(self, getattr(run, option.field), compute_ms)
         return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
 
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
@@ -352,17 +351,6 @@ class CostModel:
             for segment in self._traces[TraceKey(treatment)].segments:
                 by_owner.setdefault(segment.module_fqn, []).append(segment)
         return [s for s in by_owner.get(module_fqn, ()) if phase in (None, s.phase)]
-
-
-def _bytes_of(run: RunOptions, optimizer: OptimizerCost) -> tuple[int, int]:
-    """The state of this very optimizer that is on the device all the time, and what its step needs on top of it."""
-    share = optimizer.share(run.resident_share)
-    if run.offloads_optimizer and share is not None:
-        return share.state_bytes, share.step_bytes
-    if run.offloads_optimizer:
-        return optimizer.offloaded_state_bytes, optimizer.offloaded_step_bytes or 0
-    in_buckets = optimizer.bucketed_step_bytes if run.steps_in_buckets else None
-    return optimizer.state_bytes, optimizer.step_bytes if in_buckets is None else in_buckets
 
 
 def _net_bytes(segments: Iterable[Segment]) -> int:

@@ -9,63 +9,49 @@ what another would refuse. The hardware is the one that is planned for, which ne
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias
 
-from memscale._config import Config
+from memscale._config import SWITCHES, Config
 from memscale._decide.budget import Budget, full_budget
 from memscale._hardware import Hardware
-from memscale._plan import MixedPrecision
 from memscale._profile import Treatment
-
-HalfType: TypeAlias = Literal["bfloat16", "float16"]
+from memscale.techniques import TECHNIQUES, TREATED, technique_of
+from memscale.techniques.offload.next_tier import no_next_tier
+from memscale.techniques.precision import HalfType, half_type
+from memscale.techniques.technique import Technique
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Eligible:
     """What a plan may use, and what it must."""
 
-    checkpoints: bool
-    offloads: bool
-    """Tensors may wait on the next tier, and there is one."""
-    streams: bool
-    """Parameters may live on the next tier. A streamed block is recomputed, so this needs checkpointing, too."""
-    steps_in_buckets: bool
-    """The optimizer may be stepped a few parameters at a time, its state where it is."""
-    tiles: bool
+    techniques: tuple[Technique, ...]
+    """Those whose switch is on, and that nothing hinders."""
+    asked_for: frozenset[str]
+    """Switches that the user has set by name."""
     half_type: HalfType | None
-    """The 16-bit type that may be computed in: the user's wish, or the mode's where 16 bits are faster."""
-    must_halve: bool
-    """The user has asked for 16 bits by name."""
-    quantizes: bool
-    """Optimizer state may be kept in 8 bits."""
-    must_quantize: bool
+    """The 16-bit type that may be computed in."""
     overlaps: bool
     """Transfers run beside compute."""
     budget: Budget
 
+    def has(self, technique: Technique) -> bool:
+        return technique in self.techniques
+
+    def must_use(self, technique: Technique) -> bool:
+        """What is not exact is used, where the user asks for it by name, whether the budget needs it or not."""
+        return self.has(technique) and not technique.is_exact and technique.switch in self.asked_for
+
     def allows(self, treatment: Treatment) -> bool:
         """Whether a block may be treated so."""
-        return (
-            (treatment.recompute == "none" or self.checkpoints)
-            and (not treatment.offloads or self.offloads)
-            and (not treatment.streams or self.streams)
-        )
+        return all(self.has(technique_of(action)) for action in TREATED[treatment].actions)
 
 
 def resolve(config: Config, hardware: Hardware) -> Eligible:
     """What this config makes eligible on this hardware."""
-    checkpoints = bool(config.enable_checkpointing)
-    offloads = bool(config.enable_offloading) and has_next_tier(config, hardware)
     return Eligible(
-        checkpoints=checkpoints,
-        offloads=offloads,
-        streams=offloads and checkpoints and hardware.device_type != "cpu",
-        steps_in_buckets=bool(config.enable_bucketed_step),
-        tiles=bool(config.enable_tiling),
-        half_type=_half_type(config, hardware),
-        must_halve=config.asks_for("use_mixed_precision"),
-        quantizes=bool(config.use_8bit_optimizer),
-        must_quantize=config.asks_for("use_8bit_optimizer"),
+        techniques=tuple(t for t in TECHNIQUES if getattr(config, t.switch) and not t.hindrance(config, hardware)),
+        asked_for=frozenset(switch for switch in SWITCHES if config.asks_for(switch)),
+        half_type=half_type(config, hardware),
         overlaps=config.async_offload,
         budget=full_budget(hardware, config),
     )
@@ -73,18 +59,4 @@ def resolve(config: Config, hardware: Hardware) -> Eligible:
 
 def has_next_tier(config: Config, hardware: Hardware) -> bool:
     """Whether there is anywhere for tensors to wait: host memory beside a device, or a directory on disk."""
-    if hardware.device_type == "cpu":
-        return config.offload_dir is not None
-    return not hardware.unified_memory
-
-
-def _half_type(config: Config, hardware: Hardware) -> HalfType | None:
-    is_wanted = hardware.has_fast_16bit or config.asks_for("use_mixed_precision")
-    if not (config.use_mixed_precision and is_wanted):
-        return None
-    return MixedPrecision.choose_dtype(
-        hardware.device_type,
-        supports_bf16=hardware.supports_bf16,
-        supports_fp16=hardware.supports_fp16,
-        has_fast_16bit=hardware.has_fast_16bit,
-    )
+    return not no_next_tier(config, hardware)

@@ -6,6 +6,7 @@ from memscale._config import Config
 from memscale._plan import Plan
 from memscale._profile import Profile
 from memscale._units import show_bytes
+from memscale.techniques import TECHNIQUES
 
 
 def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | None = None, tried: str = "") -> str:
@@ -15,8 +16,8 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     for it; None: nobody looked, and the batch that the activations' share suggests is named.
     """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
-    switches = ("enable_checkpointing", "enable_bucketed_step", "enable_offloading", "enable_tiling")
-    untried = " and ".join(name for name in switches if not getattr(config, name))
+    exact = dict.fromkeys(technique.switch for technique in TECHNIQUES if technique.is_exact)
+    untried = " and ".join(switch for switch in exact if not getattr(config, switch))
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)

@@ -7,35 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
+from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible
 from memscale._decide.pareto import slowdown
 from memscale._decide.search import Candidate
-from memscale._errors import assert_never
 from memscale._hardware import Hardware
-from memscale._plan import (
-    OPTIMIZER_BUCKET_BYTES,
-    Action,
-    Checkpoint,
-    Conditions,
-    DecisionSource,
-    FrontPoint,
-    LayerRow,
-    MixedPrecision,
-    OffloadActivations,
-    OffloadOptimizer,
-    Plan,
-    QuantizeOptimizer,
-    Reason,
-    StepInBuckets,
-    StreamParameters,
-    TileAttention,
-    TileHead,
-    TileMlp,
-)
-from memscale._profile import KEEP, Layer, Profile, Treatment
+from memscale._plan import Action, Conditions, DecisionSource, FrontPoint, LayerAction, LayerRow, Plan, Reason
+from memscale._profile import KEEP, Layer, Treatment
 from memscale.report.explain import words_of_block
+from memscale.techniques import technique_of
+from memscale.techniques.technique import Technique
 
 _SPEEDS = (
     "fp32_flops",
@@ -78,7 +60,7 @@ def write_plan(
         model_class=profile.model_class,
         inputs=tuple(f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs),
         summary=summary,
-        rows=tuple(_row(model, layer, chosen.choice) for layer in profile.layers),
+        rows=tuple(_row(model, config, layer, chosen.choice) for layer in profile.layers),
         host_bytes=outcome.host_bytes,
         movable_bytes=outcome.movable_bytes,
         front=front,
@@ -100,75 +82,66 @@ def _conditions(hardware: Hardware, config: Config) -> Conditions:
     )
 
 
+# ---- actions, and why
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """A choice with what it was made by: what the rule of a technique sees."""
+
+    model: CostModel
+    config: Config
+    choice: Choice
+
+    def part(self, **without: Any) -> dict[str, int | float | str]:
+        """What one part of the run frees and costs: this very plan without it, and with it."""
+        model, choice = self.model, self.choice
+        other = Choice(choice.blocks, dataclasses.replace(choice.run, **without))
+        treatments = {treatment for _, treatment in choice.blocks} or {KEEP}
+        if not model.can_run(other.run) or not all(model.can_treat(other.run, treatment) for treatment in treatments):
+            return {}  # one of a pair that was traced together only
+        before, after = model.evaluate(other), model.evaluate(choice)
+        return {
+            "frees_bytes": before.peak_bytes - after.peak_bytes,
+            "costs_ms": round(after.step_ms - before.step_ms, 4),
+        }
+
+    def reason_of_lossy(self, switch: str, numbers: dict[str, int | float | str]) -> Reason:
+        return _lossy_reason(self.config, switch, numbers)
+
+
+def _lossy_reason(config: Config, switch: str, numbers: dict[str, int | float | str]) -> Reason:
+    why = f"{switch}=True" if config.asks_for(switch) else f"mode {config.mode.value}: nothing exact suffices"
+    return Reason(why, numbers)
+
+
 def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
     """With their reasons."""
-    of_tiles: dict[type[Action], Reason] = {}
+    treated, chosen = dict(choice.blocks), Chosen(model, config, choice)
+    of_the_run: dict[str, Reason] = {}  # tiles are many, and each would evaluate the plan anew
     for action in actions_of(choice, model.profile):
-        reason = of_tiles.get(type(action)) or _action_reason(model, config, choice, action)
-        if isinstance(action, TileAttention | TileMlp):
-            of_tiles[type(action)] = reason  # there are many of them, and each would evaluate the plan anew
+        technique = technique_of(action)
+        treatment = treated.get(action.module_fqn) if isinstance(action, LayerAction) else None
+        if technique.traits is not None and treatment is not None and isinstance(action, LayerAction):
+            reason = _reason(model, action.module_fqn, treatment)
+        else:
+            reason = of_the_run.get(technique.name) or _run_reason(technique, chosen)
+            of_the_run[technique.name] = reason
         yield dataclasses.replace(action, reason=reason)
 
 
-def _action_reason(model: CostModel, config: Config, choice: Choice, action: Action) -> Reason:
-    treated = dict(choice.blocks)
-    match action:
-        case Checkpoint() | OffloadActivations():
-            return _reason(model, action.module_fqn, treated[action.module_fqn])
-        case StreamParameters() if action.module_fqn in treated:
-            return _reason(model, action.module_fqn, treated[action.module_fqn])
-        case StreamParameters():
-            return _rest_reason(model)
-        case TileAttention() | TileMlp():
-            return _inside_reason(model, choice)
-        case TileHead():
-            return _head_reason(model, choice)
-        case StepInBuckets():
-            return _step_reason(model, choice)
-        case OffloadOptimizer():
-            numbers: dict[str, int | float | str] = {"state_bytes": model.optimizer.cost(choice.run).state_bytes}
-            numbers |= _part_of_the_run(model, choice, offloads_optimizer=False, resident_share=0.0)
-            if not action.resident_share:
-                return Reason("offload optimizer state: the device holds one bucket of it", numbers)
-            numbers["resident_bytes"] = round(model.optimizer.resident_bytes(choice.run, 0))
-            return Reason("offload a share of the optimizer state: the least that is considered and fits", numbers)
-        case MixedPrecision():
-            return _lossy_reason(config, "use_mixed_precision", _part_of_the_run(model, choice, precision=""))
-        case QuantizeOptimizer():
-            numbers = {
-                "state_bytes": model.profile.optimizer.state_bytes,
-                "in_8_bit_bytes": model.optimizer.cost(choice.run).state_bytes,
-                **_part_of_the_run(model, choice, quantizes_optimizer=False),
-            }
-            return _lossy_reason(config, "use_8bit_optimizer", numbers)
-        case _:
-            assert_never(action)
-
-
-def _part_of_the_run(model: CostModel, choice: Choice, **without: Any) -> dict[str, int | float | str]:
-    """What one part of the run frees and costs: this very plan without it, and with it."""
-    other = Choice(choice.blocks, dataclasses.replace(choice.run, **without))
-    treatments = {treatment for _, treatment in choice.blocks} or {KEEP}
-    if not model.can_run(other.run) or not all(model.can_treat(other.run, treatment) for treatment in treatments):
-        return {}  # one of a pair that was traced together only
-    before, after = model.evaluate(other), model.evaluate(choice)
-    return {
-        "frees_bytes": before.peak_bytes - after.peak_bytes,
-        "costs_ms": round(after.step_ms - before.step_ms, 4),
-    }
+def _run_reason(technique: Technique, chosen: Chosen) -> Reason:
+    assert technique.reason is not None, "what has an option has a rule for it"
+    return technique.reason(chosen)
 
 
 def asked_for(model: CostModel, config: Config, eligible: Eligible) -> Iterator[Action]:
     """Lossy techniques that the user has named: they are used even where nothing is needed."""
-    if eligible.half_type is not None and eligible.must_halve:
-        yield MixedPrecision(eligible.half_type, _lossy_reason(config, "use_mixed_precision", {}))
-    if eligible.must_quantize and model.profile.optimizer.state_bytes:
-        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES, reason=_lossy_reason(config, "use_8bit_optimizer", {}))
-
-
-def _lossy_reason(config: Config, name: str, numbers: dict[str, int | float | str]) -> Reason:
-    why = f"{name}=True" if config.asks_for(name) else f"mode {config.mode.value}: nothing exact suffices"
-    return Reason(why, numbers)
+    for technique in eligible.techniques:
+        option = technique.option
+        if option is not None and option.asked_for is not None and eligible.must_use(technique):
+            for action in option.asked_for(model.profile, eligible):
+                yield dataclasses.replace(action, reason=_lossy_reason(config, technique.switch, {}))
 
 
 def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
@@ -183,62 +156,27 @@ def _words(treatment: Treatment) -> str:
     return words_of_block(block_actions("", treatment))
 
 
-def _rest_reason(model: CostModel) -> Reason:
-    return Reason("stream parameters", {"parameter_bytes": model.profile.rest_param_bytes})
+# ---- rows
 
 
-def _step_reason(model: CostModel, choice: Choice) -> Reason:
-    cost = model.optimizer.cost(choice.run)
-    numbers: dict[str, int | float | str] = {
-        "at_once_bytes": cost.step_bytes,
-        "in_buckets_bytes": cost.bucketed_step_bytes or 0,
-        **_part_of_the_run(model, choice, steps_in_buckets=False),
-    }
-    return Reason("step in buckets: the temporaries are those of one bucket, the state stays where it is", numbers)
-
-
-def _head_reason(model: CostModel, choice: Choice) -> Reason:
-    part = _part_of_the_run(model, choice, head_rows=0)
-    return Reason("tile the head", {**part, "rows": choice.run.head_rows})
-
-
-def _inside_reason(model: CostModel, choice: Choice) -> Reason:
-    part = _part_of_the_run(model, choice, num_tiles=0)
-    return Reason("tile attention and MLPs inside the layers", {**part, "tiles": choice.run.num_tiles})
-
-
-def _tiled_inside(model: CostModel, layer: Layer, run: RunOptions) -> tuple[str, ...]:
-    """What of a layer is tiled: its attention, its MLP."""
-    parts = [a for a in model.profile.inside if f"{a.module_fqn}.".startswith(f"{layer.module_fqn}.")]
-    names = ["tile attention" if isinstance(part, TileAttention) else "tile the MLP" for part in parts]
-    return tuple(dict.fromkeys(names)) if run.num_tiles and layer.module_fqn else ()
-
-
-def _has_the_head(profile: Profile, layer: Layer) -> bool:
-    """Whether this row stands for the head: its own, or the nearest above it (BERT's is deep inside `cls`)."""
-    head_fqn = None if profile.head is None else profile.head.module_fqn
-    rows = [row.module_fqn for row in profile.layers]
-    holders = [fqn for fqn in rows if head_fqn is not None and f"{head_fqn}.".startswith(f"{fqn}.")]
-    return max(holders, key=len, default=None) == layer.module_fqn
-
-
-def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
-    treatment, run = dict(choice.blocks).get(layer.module_fqn), choice.run
-    inside = _tiled_inside(model, layer, run)
+def _row(model: CostModel, config: Config, layer: Layer, choice: Choice) -> LayerRow:
+    treatment = dict(choice.blocks).get(layer.module_fqn)
+    shown = [(technique, words) for technique in choice.run.techniques if (words := _in_row(technique, layer, model))]
+    around = [(technique, words) for technique, words in shown if technique.scope != "inside"]
     techniques: tuple[str, ...]
     if treatment is not None:
         techniques, reason = (_words(treatment),), _reason(model, layer.module_fqn, treatment)
-    elif run.head_rows and _has_the_head(model.profile, layer):
-        techniques, reason = ("tile the head",), _head_reason(model, choice)
-        if run.streams_rest:
-            techniques = ("tile the head", "stream parameters")
-    elif run.streams_rest and any(f"{fqn}.".startswith(f"{layer.module_fqn}.") for fqn in model.profile.rest):
-        techniques, reason = ("stream parameters",), _rest_reason(model)
+    elif around:
+        techniques = tuple(word for _, words in around for word in words)
+        reason = _run_reason(around[0][0], Chosen(model, config, choice))
     else:
         why = "not needed for the budget" if layer.is_block else "no block: embeddings, stem or head"
         techniques, reason = (), Reason(why)
-    if inside:
-        techniques, reason = (*techniques, *inside), _with_tiles(reason, run)
+    for technique, words in shown:
+        if technique.scope == "inside" and technique.option is not None:
+            number = getattr(choice.run, technique.option.field)
+            techniques = (*techniques, *words)
+            reason = Reason(f"{reason.rule}; tiles inside", {**reason.numbers, "tiles": number})
     return LayerRow(
         module_fqn=layer.module_fqn,
         class_name=layer.class_name,
@@ -252,5 +190,6 @@ def _row(model: CostModel, layer: Layer, choice: Choice) -> LayerRow:
     )
 
 
-def _with_tiles(reason: Reason, run: RunOptions) -> Reason:
-    return Reason(f"{reason.rule}; tiles inside", {**reason.numbers, "tiles": run.num_tiles})
+def _in_row(technique: Technique, layer: Layer, model: CostModel) -> tuple[str, ...]:
+    in_row = technique.option.in_row if technique.option is not None else None
+    return () if in_row is None else in_row(layer, model.profile)

@@ -13,31 +13,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._errors import PlanError, assert_never
+from memscale._errors import PlanError
 from memscale._execute import orderly_exit
+from memscale._execute.attachment import Attachment
 from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._plan import (
-    Action,
-    Checkpoint,
-    MixedPrecision,
-    OffloadActivations,
-    OffloadOptimizer,
-    Plan,
-    QuantizeOptimizer,
-    StepInBuckets,
-    StreamParameters,
-    TileAttention,
-    TileHead,
-    TileMlp,
-)
+from memscale._plan import Action, LayerAction, Plan
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
-from memscale.techniques import checkpointing, precision, tiling
+from memscale.techniques import TECHNIQUES, technique_of
 from memscale.techniques.offload.parameters import state_placement
+from memscale.techniques.precision.autocast import Precision
+from memscale.techniques.precision.loss_scale import LossScale
 from memscale.techniques.recompute import RecomputedForward, key_value_caches
 
 logger = logging.getLogger("memscale")
+
+_IN_ORDER = sorted(TECHNIQUES, key=lambda technique: technique.place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +63,8 @@ class Executor:
         known = weakref.ref(optimizer) if optimizer is not None else None
         self._offloading = Offloading(self._model, self.settings, known)
         self._cache_is_off = self._has_said_so = False
-        self._precision: precision.Precision | None = None
-        self._loss_scale: precision.LossScale | None = None
+        self._precision: Precision | None = None
+        self._loss_scale: LossScale | None = None
         """Outlives the plan: a later one goes on with it."""
         self.plan: Plan | None = None
         """None until the first training forward, when there was nothing to plan from before."""
@@ -136,9 +128,9 @@ class Executor:
     def attach(
         self, actions: Iterable[Action], waiting_bytes: int | None = None, peak_bytes: int | None = None
     ) -> None:
-        """Attach these actions: those on single blocks, the head, then what moves tensors to other tiers.
+        """Attach these actions, technique by technique, in their order.
 
-        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them. `peak_bytes` is what
+        `waiting_bytes` are known to wait elsewhere; `StoreFullError` if there is no room for them. `peak_bytes` is what
         the step is known to need on its device. None: not known.
         """
         actions = tuple(actions)
@@ -151,39 +143,30 @@ class Executor:
             if actions and self._device_type() == "cpu" and not is_fake(self.model) and is_short(peak_bytes):
                 return_freed_memory(self.model, undo)
             self._place(actions, undo)
-            for action in sorted(actions, key=_is_around_blocks):
-                self._attach_one(action, undo)
-            self._offloading.attach(actions, undo, waiting_bytes)
-            recomputed = {action.module_fqn for action in actions if isinstance(action, Checkpoint | StreamParameters)}
-            self._cache_is_off = bool(recomputed) and key_value_caches.watch(self.model, recomputed, undo)
+            self._attach_techniques(actions, undo, waiting_bytes)
+            self._cache_is_off = self._watch_caches(actions, undo)
             self._techniques = undo.pop_all()
             failing.pop_all()
 
-    def _attach_one(self, action: Action, undo: contextlib.ExitStack) -> None:
-        match action:
-            case Checkpoint():
-                module = find_module(self.model, action.module_fqn)
-                self._recomputed.append(checkpointing.attach(action, module, undo, verify=self.settings.verify))
-            case TileHead():
-                tiling.attach_head(action, self.model, undo)
-            case TileAttention():
-                tiling.attach_attention(action, self.model, undo)
-            case TileMlp():
-                tiling.attach_mlp(action, self.model, undo)
-            case MixedPrecision():
-                self._attach_precision(action, undo)
-            case OffloadActivations() | StreamParameters():
-                pass  # together, in offloading.py: they share tiers and prefetch one another's neighbours
-            case StepInBuckets() | OffloadOptimizer() | QuantizeOptimizer():
-                pass  # together, in offloading.py: they share tiers and prefetch one another's neighbours
-            case _:
-                assert_never(action)
+    def _attach_techniques(
+        self, actions: Sequence[Action], undo: contextlib.ExitStack, waiting_bytes: int | None
+    ) -> None:
+        to = Attachment(self.model, self.settings, undo, self._offloading, waiting_bytes, self._loss_scale)
+        for technique in _IN_ORDER:
+            mine = [action for action in actions if technique_of(action) is technique]
+            if mine:
+                technique.attach(mine, to)
+        to.settle_state()
+        self._recomputed += to.recomputed
+        self._precision = to.precision
+        if to.precision is not None and to.precision.scale is not None:
+            self._loss_scale = to.precision.scale
 
-    def _attach_precision(self, action: MixedPrecision, undo: contextlib.ExitStack) -> None:
-        scale = self._loss_scale
-        self._precision = precision.attach(action, self.model, self._device_type(), undo, scale=scale)
-        if self._precision is not None and self._precision.scale is not None:
-            self._loss_scale = self._precision.scale
+    def _watch_caches(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> bool:
+        """Whether the model's key-value cache was switched off, because blocks are computed again."""
+        of_layers = [action for action in actions if isinstance(action, LayerAction)]
+        recomputed = {action.module_fqn for action in of_layers if technique_of(action).recomputes}
+        return bool(recomputed) and key_value_caches.watch(self.model, recomputed, undo)
 
     def _forget_precision(self) -> None:
         self._precision = None
@@ -191,8 +174,8 @@ class Executor:
     def _place(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
         """Put the model where it computes. Streamed layers are placed by what streams them."""
         device = self.settings.device
-        streams = any(isinstance(action, StreamParameters) for action in actions)
-        if device is not None and not streams and not is_fake(self.model):
+        is_placed = any(technique_of(action).places_model for action in actions)
+        if device is not None and not is_placed and not is_fake(self.model):
             place(self.model, device, undo)
 
     def _device_type(self) -> str:
@@ -219,7 +202,7 @@ class Executor:
         """Go on as the run that this state was saved in. May come before there is a plan."""
         if state.get("loss_scale") is not None:
             if self._loss_scale is None:
-                self._loss_scale = precision.LossScale()
+                self._loss_scale = LossScale()
             self._loss_scale.load_state_dict(state["loss_scale"])
 
     def traffic(self) -> tuple[int, int, int, int]:
@@ -238,11 +221,6 @@ class Executor:
             loss_scale=scale.value if scale is not None else None,
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
-
-
-def _is_around_blocks(action: Action) -> bool:
-    """What is inside a block is attached before what recomputes or moves the block as a whole."""
-    return not isinstance(action, TileHead | TileAttention | TileMlp)
 
 
 def execute(

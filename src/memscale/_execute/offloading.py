@@ -1,7 +1,7 @@
 """What an executor keeps on other tiers: streamed parameters, activations and optimizer state, which share one tier.
 
-    offloading.attach(actions, undo, waiting_bytes)     # streaming and activations are undone with the plan
-    offloading.give_back()                              # optimizer state is back where its parameters are
+    offloading.settle_state(held, budget, waiting_bytes)     # optimizer state goes where the plan says, or back
+    offloading.give_back()                                   # it is back where its parameters are
 
 Optimizer state outlives the plan: it may not fit anywhere else while there is none. A later plan that treats it alike
 goes on with it; before one that does not, it is given back.
@@ -13,32 +13,22 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale._execute.attachment import HeldState
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._plan import (
-    Action,
-    OffloadActivations,
-    OffloadOptimizer,
-    QuantizeOptimizer,
-    Reason,
-    StepInBuckets,
-    StreamParameters,
-)
+from memscale._plan import Action, Reason, StreamParameters
 from memscale._torch.overrides import find_module
-from memscale.techniques import optimizer8bit
-from memscale.techniques.offload import activations, optimizer
+from memscale.techniques.offload.optimizer import adoption
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.offload.parameters.streamer import Streamer
 from memscale.techniques.offload.store import tiers
 from memscale.techniques.offload.transfer.transfers import Transfers
 
-_StateAction: TypeAlias = StepInBuckets | OffloadOptimizer | QuantizeOptimizer
-"""What is done about the optimizer: each of them lets it step bucket by bucket."""
 AnyAction = TypeVar("AnyAction", bound=Action)
 
 
@@ -46,12 +36,12 @@ AnyAction = TypeVar("AnyAction", bound=Action)
 class ParkedState:
     """Optimizer state that waits elsewhere, from one plan to the next."""
 
-    actions: tuple[_StateAction, ...]
+    actions: tuple[Any, ...]
     transfers: Transfers | None
-    adoption: optimizer.Adoption
+    adoption: adoption.Adoption
     undo: contextlib.ExitStack
 
-    def goes_on_with(self, actions: Sequence[_StateAction]) -> bool:
+    def goes_on_with(self, actions: Sequence[Action]) -> bool:
         return without_reasons(actions) == self.actions
 
     def resume(self, host_budget_bytes: int | None) -> None:
@@ -82,7 +72,7 @@ class Offloading:
         self.users: dict[str, Any] = {}
         """By technique: who moves tensors, with its `stats`."""
         self.parked: ParkedState | None = None
-        self._handed_over: Streamer | None = None
+        self.handed_over: Streamer | None = None
         """By the plan before; only while one takes the place of another."""
 
     @property
@@ -99,42 +89,32 @@ class Offloading:
     def _is_fake(self) -> bool:
         return is_fake(self._model)
 
-    def attach(self, actions: Sequence[Action], undo: contextlib.ExitStack, waiting_bytes: int | None) -> None:
-        """All that these actions move to other tiers, until undone; optimizer state goes on waiting after that.
+    def settle_state(
+        self, held: Sequence[HeldState], budget: int | None, waiting_bytes: int | None
+    ) -> Transfers | None:
+        """Optimizer state waits as these say; where they say nothing, it is where its parameters are.
 
-        `waiting_bytes` are known to wait there; `StoreFullError` if there is no room for them. None: not known.
+        `waiting_bytes` are known to wait; None: not known. What is returned moves the state; None: nothing does.
         """
-        streamed = [action for action in actions if isinstance(action, StreamParameters)]
-        sent_away = [action for action in actions if isinstance(action, OffloadActivations)]
-        if streamed:
-            self._attach_streaming(streamed, undo)
-        # A rehearsal runs no optimizer step.
-        optimizers = [] if self._is_fake else [action for action in actions if isinstance(action, _StateAction)]
-        if self.parked is not None and not self.parked.goes_on_with(optimizers):
+        actions = [action for one in held for action in one.actions]
+        if self.parked is not None and not self.parked.goes_on_with(actions):
             self.give_back()  # now that parameters are where this plan wants them
-        budget = self._tier_budget(streamed)
         if self.parked is not None:
             self.parked.resume(budget)
-        elif optimizers:
-            self._park(optimizers, budget, waiting_bytes)
-        transfers = self.parked.transfers if self.parked is not None else None
-        if transfers is None and sent_away:
-            transfers = self._open_tier(budget, undo)
-        if transfers is not None:
-            transfers.require_room(waiting_bytes or 0)
-        if self.parked is not None:
-            self.users["optimizer"] = self.parked.adoption
-        if sent_away:
-            assert transfers is not None
-            self._attach_activations(sent_away, transfers, undo)
+        elif actions:
+            self._park(held, budget, waiting_bytes)
+        if self.parked is None:
+            return None
+        self.users["optimizer"] = self.parked.adoption
+        return self.parked.transfers
 
-    def _park(self, actions: Sequence[_StateAction], budget: int | None, waiting_bytes: int | None) -> None:
+    def _park(self, held: Sequence[HeldState], budget: int | None, waiting_bytes: int | None) -> None:
         """Adopt the optimizer. Its state outlives the plan: a later one that treats it alike goes on with it."""
+        actions = [action for one in held for action in one.actions]
         with contextlib.ExitStack() as undo:
-            moves_state = any(isinstance(action, OffloadOptimizer) for action in actions)
-            transfers = self._open_tier(budget, undo) if moves_state else None
-            adoption = self._attach_optimizer(actions, transfers, self._host_has_room(budget, waiting_bytes), undo)
-            self.parked = ParkedState(without_reasons(actions), transfers, adoption, undo.pop_all())
+            transfers = self.open_tier(budget, undo) if any(one.moves for one in held) else None
+            adopted = self._adopt(held, transfers, self._host_has_room(budget, waiting_bytes), undo)
+            self.parked = ParkedState(without_reasons(actions), transfers, adopted, undo.pop_all())
 
     def turn_to(self, settings: ExecutionSettings) -> None:
         """The model computes on another device: tiers are opened anew, below that one."""
@@ -153,61 +133,27 @@ class Offloading:
         streamer = self.users.get("streaming")
         if modules and streamer is not None and not self._is_fake:
             streamer.homes.hand_over(streaming.streamable(self._model, modules))
-            self._handed_over = streamer
+            self.handed_over = streamer
 
     def end_hand_over(self) -> None:
         """After it: where the next plan could not be attached, parameters go back to where they came from."""
-        streamer, self._handed_over = self._handed_over, None
+        streamer, self.handed_over = self.handed_over, None
         if streamer is not None:
             streaming.let_go(streamer, self._model)
 
-    def _attach_streaming(self, actions: Sequence[StreamParameters], undo: contextlib.ExitStack) -> None:
-        settings = self._settings
-        streamer = streaming.attach(
-            actions,
-            self._model,
-            self._device,
-            undo,
-            asynchronous=settings.asynchronous,
-            prefetch_depth=settings.async_config.prefetch_depth,
-            host_budget_bytes=settings.host_budget_bytes,
-            gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
-            verify=settings.verify,
-            previous=self._handed_over,
-        )
-        self._handed_over = None
-        self.users["streaming"] = streamer
-
-    def _attach_activations(
-        self, actions: Sequence[OffloadActivations], transfers: Transfers, undo: contextlib.ExitStack
-    ) -> None:
-        self.users["activations"] = activations.attach(
-            actions,
-            self._model,
-            self._device,
-            undo,
-            transfers=transfers,
-            min_tensor_bytes=self._settings.async_config.min_tensor_bytes,
-            prefetch_bytes=self._settings.async_config.prefetch_bytes,
-        )
-
-    def _attach_optimizer(
-        self,
-        actions: Sequence[_StateAction],
-        transfers: Transfers | None,
-        host_has_room: bool,
-        undo: contextlib.ExitStack,
-    ) -> optimizer.Adoption:
-        """One adoption for all: what waits in 8 bits is what travels, a bucket at a time."""
-        quantized = [action for action in actions if isinstance(action, QuantizeOptimizer)]
-        packer = optimizer8bit.EightBit(quantized[0], self._model, undo, self._device) if quantized else None
-        bucket_bytes = min(action.bucket_bytes for action in actions)
+    def _adopt(
+        self, held: Sequence[HeldState], transfers: Transfers | None, host_has_room: bool, undo: contextlib.ExitStack
+    ) -> adoption.Adoption:
+        """One adoption for all: what waits packed is what travels."""
+        packers = [one.packer for one in held if one.packer is not None]
+        packer = packers[0](undo) if packers else None
+        bucket_bytes = min(action.bucket_bytes for one in held for action in one.actions)
         store = transfers.store if transfers is not None else None
-        share = max((action.resident_share for action in actions if isinstance(action, OffloadOptimizer)), default=0.0)
+        share = max(one.resident_share for one in held)
         known = self._optimizer() if self._optimizer is not None else None
         if known is None:
-            return optimizer.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
-        return optimizer.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
+            return adoption.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
+        return adoption.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
 
     def _host_has_room(self, budget: int | None, waiting_bytes: int | None) -> bool:
         """Whether all that waits is known to fit in host memory, so that nothing in it needs to leave for the disk."""
@@ -215,16 +161,7 @@ class Offloading:
             return False
         return budget is None or waiting_bytes <= budget
 
-    def _tier_budget(self, streamed: Sequence[StreamParameters]) -> int | None:
-        """What streaming leaves of the host budget."""
-        budget = self._settings.host_budget_bytes
-        if budget is None:
-            return None
-        modules = [find_module(self._model, action.module_fqn) for action in streamed]
-        homes = {id(p): p.nbytes * (1 + p.requires_grad) for module in modules for p in module.parameters()}
-        return max(0, budget - sum(homes.values()))
-
-    def _open_tier(self, budget: int | None, undo: contextlib.ExitStack) -> Transfers:
+    def open_tier(self, budget: int | None, undo: contextlib.ExitStack) -> Transfers:
         """One tier for activations and optimizer state."""
         return tiers.open_tier(
             self._device,

@@ -16,7 +16,7 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._config import Config, OptimizationMode
+from memscale._config import SWITCHES, Config, OptimizationMode
 from memscale._decide import decide
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
@@ -42,14 +42,7 @@ _WORTH_ANOTHER = 1.02
 """An answer that was rehearsed and fits is not improved by less than this."""
 _WORTH_LOOKING = 0.95
 """Where a drawn peak is less than this share of the rehearsed one, steps of about that size are profiled."""
-_PLAIN = {
-    "enable_checkpointing": False,
-    "enable_offloading": False,
-    "enable_bucketed_step": False,
-    "enable_tiling": False,
-    "use_mixed_precision": False,
-    "use_8bit_optimizer": False,
-}
+_PLAIN = dict.fromkeys(SWITCHES, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

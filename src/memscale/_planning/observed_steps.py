@@ -49,7 +49,9 @@ from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import OwnHook, undo_with
 from memscale._units import show_bytes
+from memscale.techniques.offload.optimizer import OPTIMIZER
 from memscale.techniques.offload.parameters import streaming
+from memscale.techniques.precision import PRECISION
 
 logger = logging.getLogger("memscale")
 
@@ -74,18 +76,18 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
     reason = Reason("careful, until a step has been seen")
     blocks = (action for fqn in find_blocks(model) for action in block_actions(fqn, treatment))
     actions: list[Action] = [dataclasses.replace(action, reason=reason) for action in blocks]
-    can_move = eligible.offloads and state.offloaded_step_bytes is not None
+    can_move = eligible.has(OPTIMIZER) and state.offloaded_step_bytes is not None
     if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
         actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason=reason))
-    if eligible.half_type is not None and eligible.must_halve:
+    if eligible.half_type is not None and eligible.must_use(PRECISION):
         actions.append(MixedPrecision(eligible.half_type, reason))
     return _provisional(model, config, hardware, tuple(actions), state.name, budget_bytes), treatment
 
 
 def _careful_treatment(eligible: Eligible, weights_are_large: bool) -> Treatment:
-    if not eligible.checkpoints:
+    if not eligible.allows(CHECKPOINT):
         return KEEP
-    return STREAM if weights_are_large and eligible.streams else CHECKPOINT
+    return STREAM if weights_are_large and eligible.allows(STREAM) else CHECKPOINT
 
 
 def _provisional(

@@ -28,8 +28,14 @@ from memscale.techniques.offload.optimizer.buckets import (
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
 from memscale.techniques.offload.store.stores import PART_BYTES
-from memscale.techniques.optimizer8bit import Chooser, eligible_parameters, embeddings_of, is_8bit, moments_of
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
+from memscale.techniques.optimizer8bit.eight_bit import (
+    Chooser,
+    eligible_parameters,
+    embeddings_of,
+    is_8bit,
+    moments_of,
+)
 from memscale.techniques.optimizer8bit.twins import is_of_bitsandbytes, prepare_twin
 
 RESIDENT_SHARES = tuple(number / 32 for number in range(1, 32))

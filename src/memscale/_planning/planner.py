@@ -20,36 +20,17 @@ from torch import nn
 from memscale._config import Config
 from memscale._decide import confirmed, decide, full_front, needs_optimizing
 from memscale._decide.budget import full_budget
-from memscale._decide.choice import Choice, Outcome, block_actions, choice_of, cut_inside
+from memscale._decide.choice import Choice, Outcome, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
-from memscale._plan import (
-    Action,
-    FrontPoint,
-    MixedPrecision,
-    Plan,
-    QuantizeOptimizer,
-    Reason,
-    StreamParameters,
-)
+from memscale._plan import Action, FrontPoint, MixedPrecision, Plan, Reason, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.tile_sizes import Tiles, find_tiles
-from memscale._profile import (
-    CHECKPOINT,
-    CHECKPOINT_OFFLOAD,
-    OFFLOAD,
-    SELECTIVE,
-    STREAM,
-    STREAM_OFFLOAD,
-    Profile,
-    StepTrace,
-    TraceKey,
-    Treatment,
-)
+from memscale._profile import KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.profiler import open_rehearsal, profile_model, refuse_unprofilable, try_variant
@@ -58,6 +39,7 @@ from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_s
 from memscale._torch import private
 from memscale._units import round_up
 from memscale.report.explain import words_of_actions
+from memscale.techniques import TREATMENTS, by_technique, technique_of
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -93,7 +75,7 @@ class Planner:
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self._tiles: Tiles | None = None
         self._traces: dict[str, StepTrace] = {}
-        self._skipped_inside = False
+        self.skipped_inside = False
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
@@ -124,11 +106,11 @@ class Planner:
         """What is dear to find out, or not exact, is looked into only when nothing else is left."""
         eligible = resolve(config, self.hardware)
         levels: list[Callable[[Config], None]] = [self._try_simple]
-        if eligible.tiles:
-            levels.append(self._try_inside)
-        if eligible.half_type is not None or eligible.quantizes:
+        if any(technique.is_dear for technique in eligible.techniques):
+            levels.append(self._try_dear)
+        if not all(technique.is_exact for technique in eligible.techniques):
             levels.append(self._try_lossy)
-            if eligible.must_halve or eligible.must_quantize:
+            if any(map(eligible.must_use, eligible.techniques)):
                 levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
         return levels
 
@@ -161,9 +143,9 @@ class Planner:
         if not plan.actions:
             return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
         trace = self._rehearsed(plan.actions, config)
-        if any(isinstance(action, QuantizeOptimizer) for action in plan.actions):
-            self._cost_in_8_bits()
         choice = choice_of(plan.actions, self.profile)
+        if choice.run.quantizes_optimizer:
+            self.cost_in_8_bits()
         peak_bytes = self._peak_of(trace, choice)
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
@@ -173,9 +155,9 @@ class Planner:
         without_reasons = [dataclasses.replace(action, reason=Reason("")) for action in actions]
         key = f"{without_reasons} {config.async_offload}"
         if key not in self._traces:
-            prefetches = config.async_offload and any(isinstance(action, StreamParameters) for action in actions)
-            trace = None if prefetches else self._rehearsed_short(actions, config)
-            num_steps = 2 if prefetches else 1
+            steps = [technique_of(mine[0]).settling_steps for mine in by_technique(actions).values()]
+            num_steps = max(steps) if config.async_offload else 1
+            trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
             self._traces[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
         return self._traces[key]
 
@@ -204,33 +186,28 @@ class Planner:
     # ---- trying techniques
 
     def _try_simple(self, config: Config) -> None:
-        """Treatments of blocks, streaming of the rest, the head in tiles."""
-        self._try({TraceKey(treatment): a for treatment, a in self._treatments(config).items()}, config)
-        rest = self._rest_actions(config)
-        if rest:
-            self._try({TraceKey(streams_rest=True): rest}, config)
-        head = self.tiles.head if config.enable_tiling else None
-        if head is None:
-            return
-        self.profile = dataclasses.replace(self.profile, head=head)
-        for rows in self.tiles.head_rows:  # the smallest and the largest: what lies between, the peak model knows
-            tiled = (dataclasses.replace(head, rows=rows),)
-            self._try({TraceKey(head_rows=rows): tiled}, config)
-            if rest:
-                self._try({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, config)
+        """Treatments of blocks, and what else is exact and soon found out."""
+        self.try_variants({TraceKey(treatment): a for treatment, a in self.treatments(config).items()}, config)
+        self._rehearse(config, is_exact=True, is_dear=False)
 
-    def _try_inside(self, config: Config) -> None:
-        inside = self.tiles.inside
-        self._skipped_inside = bool(inside) and not self._blocks_hold_the_peak(config)
-        if inside and not self._skipped_inside:
-            self.profile = dataclasses.replace(self.profile, inside=inside)
-            smallest = {t: actions for t, actions in self._treatments(config).items() if t.recompute == "full"}
-            for num_tiles in self.tiles.num_inside:
-                cut = cut_inside(inside, num_tiles)
-                named = {TraceKey(t, num_tiles=num_tiles): (*cut, *actions) for t, actions in smallest.items()}
-                self._try(named, config)
+    def _try_dear(self, config: Config) -> None:
+        self._rehearse(config, is_exact=True, is_dear=True)
 
-    def _blocks_hold_the_peak(self, config: Config) -> bool:
+    def _try_lossy(self, config: Config) -> None:
+        """All that was tried so far, in 16 bits; and optimizer state in 8."""
+        self._try_simple(config)
+        self._rehearse(config, is_exact=False, is_dear=False)
+        if self.skipped_inside:
+            self._try_dear(config)  # where it did not help, it may in 16 bits
+            self._rehearse(config, is_exact=False, is_dear=False)
+
+    def _rehearse(self, config: Config, *, is_exact: bool, is_dear: bool) -> None:
+        """What eligible techniques of this kind want to be tried."""
+        for technique in resolve(config, self.hardware).techniques:
+            if technique.rehearse is not None and (technique.is_exact, technique.is_dear) == (is_exact, is_dear):
+                technique.rehearse(self, config)
+
+    def blocks_hold_the_peak(self, config: Config) -> bool:
         """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""
         forced = config.replace(force_optimize=True)
         lowest, bound = (
@@ -239,21 +216,11 @@ class Planner:
         )
         return bound < lowest
 
-    def _try_lossy(self, config: Config) -> None:
-        """All that was tried so far, in 16 bits; and optimizer state in 8."""
-        self._try_simple(config)
-        self._try_in_16_bits(config)
-        if self._skipped_inside:
-            self._try_inside(config)  # where it did not help, it may in 16 bits
-            self._try_in_16_bits(config)
-        if config.use_8bit_optimizer:
-            self._cost_in_8_bits()
-
-    def _try_in_16_bits(self, config: Config) -> None:
+    def try_in_16_bits(self, config: Config) -> None:
         dtype = resolve(config, self.hardware).half_type
         if dtype is not None:
             exact = {key: actions for key, actions in self._exact.items() if key in self.profile.variants}
-            self._try(
+            self.try_variants(
                 {
                     dataclasses.replace(key, precision=dtype): (*actions, MixedPrecision(dtype))
                     for key, actions in {TraceKey(): (), **exact}.items()
@@ -261,12 +228,13 @@ class Planner:
                 config,
             )
 
-    def _cost_in_8_bits(self) -> None:
+    def cost_in_8_bits(self) -> None:
         """Once; `profile.eight_bit_optimizer` stays None where there is no state to quantise."""
         if self.profile.eight_bit_optimizer is None:
             self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=self.costs.eight_bit())
 
-    def _try(self, variants: Mapping[TraceKey, tuple[Action, ...]], config: Config) -> None:
+    def try_variants(self, variants: Mapping[TraceKey, tuple[Action, ...]], config: Config) -> None:
+        """Rehearse what was not rehearsed yet; what does not run is left out of the profile."""
         traces = dict(self.profile.variants)
         for key, actions in variants.items():
             if key not in self._tried:
@@ -278,7 +246,7 @@ class Planner:
                     traces[key] = trace
         self.profile = dataclasses.replace(self.profile, variants=traces)
 
-    def _rest_actions(self, config: Config) -> tuple[Action, ...]:
+    def rest_actions(self) -> tuple[Action, ...]:
         """What streams embeddings, norms and heads; nothing where blocks cannot be streamed."""
         if TraceKey(STREAM) not in self.profile.variants:
             return ()
@@ -312,12 +280,12 @@ class Planner:
             return None  # what is held belongs to all blocks, and to none of their stretches
         return open_shallow(self.model, self.inputs, self.hardware.device_type, self.profile.plain)
 
-    def _treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
+    def treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
         """By eligible treatment: the actions that give it to every block."""
         blocks = tuple(find_blocks(self.rehearsal.model))
         eligible = resolve(config, self.hardware)
-        chosen = (CHECKPOINT, SELECTIVE, OFFLOAD, CHECKPOINT_OFFLOAD, STREAM, STREAM_OFFLOAD)
-        allowed = [treatment for treatment in chosen if eligible.allows(treatment)]
+        allowed = [treatment for treatment in TREATMENTS if treatment != KEEP and eligible.allows(treatment)]
+        given: dict[Treatment, tuple[Action, ...]]
         given = {t: tuple(action for fqn in blocks for action in block_actions(fqn, t)) for t in allowed}
         return given if blocks else {}
 

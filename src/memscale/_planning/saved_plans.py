@@ -12,9 +12,10 @@ from memscale._decide.budget import full_budget
 from memscale._decide.choice import Outcome
 from memscale._errors import DoesNotFitError, PlanError
 from memscale._hardware import Hardware
-from memscale._plan import MixedPrecision, OffloadActivations, OffloadOptimizer, Plan
+from memscale._plan import Plan
 from memscale._planning.job import device_of
 from memscale._units import show_bytes
+from memscale.techniques import by_technique, technique_of
 
 _AGAIN = "Or plan on this machine: memscale.wrap(model)."
 
@@ -56,12 +57,10 @@ def _is_here(device_type: str) -> bool:
 def refuse_plan(plan: Plan, hardware: Hardware, config: Config) -> None:
     """What this device, its host or its disk cannot hold or do."""
     _refuse_misfit(plan, hardware, config)
-    sends = any(isinstance(action, OffloadActivations | OffloadOptimizer) for action in plan.actions)
-    if sends and hardware.device_type == "cpu" and config.offload_dir is None:
-        raise PlanError("the plan lets tensors wait on disk: say where, with Config(offload_dir=...)")
-    halves = {action.dtype for action in plan.actions if isinstance(action, MixedPrecision)}
-    if "bfloat16" in halves and not hardware.supports_bf16 and hardware.device_type != "cpu":
-        raise PlanError(f"the plan computes in bfloat16, which {hardware.device_name} cannot. {_AGAIN}")
+    for actions in by_technique(plan.actions).values():
+        refusal = technique_of(actions[0]).refusal(actions, config, hardware)
+        if refusal:
+            raise PlanError(refusal)
 
 
 def _refuse_misfit(plan: Plan, hardware: Hardware, config: Config) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from memscale._plan import TileAttention, TileHead, TileMlp
 from memscale._profile.rehearsal import Rehearsal
 from memscale._profile.shallow import ShallowRehearsal
-from memscale.techniques import tiling
+from memscale.techniques.tiling import find
 
 logger = logging.getLogger("memscale")
 
@@ -46,13 +46,13 @@ def find_tiles(whole: Rehearsal, shallow: ShallowRehearsal | None) -> Tiles:
     return Tiles(action, head_rows, tuple(inside), tuple(num_inside))
 
 
-def _find(rehearsal: Rehearsal) -> tuple[tiling.Found, tiling.Found, tiling.Found]:
+def _find(rehearsal: Rehearsal) -> tuple[find.Found, find.Found, find.Found]:
     """Head, attentions and MLPs, by a recorded forward."""
     with rehearsal.stage():
-        recording = tiling.record(rehearsal.model, rehearsal.inputs.args, rehearsal.inputs.kwargs)
-        head = tiling.find_head(recording)
-        attentions = tiling.find_attentions(recording)
-        mlps = tiling.find_mlps(recording)
+        recording = find.record(rehearsal.model, rehearsal.inputs.args, rehearsal.inputs.kwargs)
+        head = find.find_head(recording)
+        attentions = find.find_attentions(recording)
+        mlps = find.find_mlps(recording)
     for found in (head, attentions, mlps):
         logger.debug("tiling: %s: %s", ", ".join(found.module_fqns) or "nothing", found.reason)
     if not (head or attentions or mlps):
@@ -62,7 +62,7 @@ def _find(rehearsal: Rehearsal) -> tuple[tiling.Found, tiling.Found, tiling.Foun
 
 
 def _in_two(
-    attentions: tiling.Found, mlps: tiling.Found, shallow: ShallowRehearsal | None
+    attentions: find.Found, mlps: find.Found, shallow: ShallowRehearsal | None
 ) -> Iterator[TileAttention | TileMlp]:
     for fqn in attentions.module_fqns:
         rows = -(-attentions.numbers[fqn] // 2)

@@ -139,8 +139,6 @@ CHECKPOINT = Treatment("full")
 CHECKPOINT_OFFLOAD = Treatment("full", offloads=True)
 STREAM = Treatment("full", streams=True)
 STREAM_OFFLOAD = Treatment("full", offloads=True, streams=True)
-TREATMENTS = (KEEP, SELECTIVE, OFFLOAD, CHECKPOINT, CHECKPOINT_OFFLOAD, STREAM, STREAM_OFFLOAD)
-"""All that can be rehearsed and chosen, in the order in which the search numbers them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

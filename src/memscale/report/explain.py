@@ -14,31 +14,15 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from memscale._errors import assert_never
-from memscale._plan import (
-    Action,
-    Checkpoint,
-    FrontPoint,
-    LayerRow,
-    MixedPrecision,
-    OffloadActivations,
-    OffloadOptimizer,
-    QuantizeOptimizer,
-    Reason,
-    StepInBuckets,
-    StreamParameters,
-    TileAttention,
-    TileHead,
-    TileMlp,
-)
+from memscale._plan import Action, FrontPoint, LayerAction, LayerRow, Reason
 from memscale._units import show_bytes, show_speed
 from memscale.report.tables import table
+from memscale.techniques import TECHNIQUES, by_technique, technique_of
 
 if TYPE_CHECKING:
     from memscale._plan import Conditions, Plan
 
-_HOST_KERNELS = ("cpu", "simgpu")
-"""Devices that compute with the host's own kernels: what the host steps has the bits that they would have."""
+_BEGINS = tuple(begin for technique in TECHNIQUES for begin in technique.begins)
 
 
 # ---- actions
@@ -46,38 +30,18 @@ _HOST_KERNELS = ("cpu", "simgpu")
 
 def words_of_block(actions: Iterable[Action]) -> str:
     """What is done to one block: "checkpoint, input offloaded"; "keep" for nothing."""
-    found = {type(action): action for action in actions}
-    offloads = ", input offloaded" if OffloadActivations in found else ""
-    checkpoint = found.get(Checkpoint)
-    if StreamParameters in found:
-        return f"stream parameters{offloads}"
-    if isinstance(checkpoint, Checkpoint):
-        return f"checkpoint (selective){offloads}" if checkpoint.keep else f"checkpoint{offloads}"
-    return "offload activations" if offloads else "keep"
+    found = [(technique_of(action), action) for action in actions]
+    mains = [(technique, action) for technique, action in found if not technique.beside]
+    if not mains:
+        return found[0][0].words(found[0][1]) if found else "keep"
+    technique, action = max(mains, key=lambda one: one[0].place)
+    return ", ".join([technique.words(action), *(other.beside for other, _ in found if other.beside)])
 
 
 def words_of_run(action: Action) -> str:
     """What is done to the run, by one action that is not about a block; "" for one that is."""
-    match action:
-        case TileHead():
-            return f"tile the head: {action.rows} rows"
-        case TileMlp():
-            return f"tile inside layers: {action.num_tiles} tiles"
-        case TileAttention():
-            return f"tile attention: {action.rows} queries"
-        case StepInBuckets():
-            return "step in buckets"
-        case OffloadOptimizer():
-            share = 1 - action.resident_share
-            return "offload optimizer" if share == 1 else f"offload optimizer: {share:.1%} of its state"
-        case MixedPrecision():
-            return f"compute in {action.dtype}"
-        case QuantizeOptimizer():
-            return "optimizer in 8 bits"
-        case Checkpoint() | OffloadActivations() | StreamParameters():
-            return ""
-        case _:
-            assert_never(action)
+    technique = technique_of(action)
+    return "" if technique.scope == "block" else technique.words(action)
 
 
 def what_is_done(plan: Plan) -> str:
@@ -95,8 +59,9 @@ def words_of_actions(actions: Iterable[Action], blocks: Collection[str] | None =
     by_block: dict[str, list[Action]] = {}
     streams_rest = False
     for action in actions:
-        if isinstance(action, Checkpoint | OffloadActivations | StreamParameters):
-            if blocks is not None and action.module_fqn not in blocks and isinstance(action, StreamParameters):
+        technique = technique_of(action)
+        if technique.scope == "block" and isinstance(action, LayerAction):
+            if blocks is not None and action.module_fqn not in blocks and technique.option is not None:
                 streams_rest = True
             else:
                 by_block.setdefault(action.module_fqn, []).append(action)
@@ -109,17 +74,15 @@ def words_of_actions(actions: Iterable[Action], blocks: Collection[str] | None =
 
 def _mildness(words: str) -> tuple[int, str]:
     """What keeps more of a block on the device comes first."""
-    order = ("checkpoint (selective)", "checkpoint", "offload", "stream")
-    return next((index for index, start in enumerate(order) if words.startswith(start)), len(order)), words
+    return next((index for index, begin in enumerate(_BEGINS) if words.startswith(begin)), len(_BEGINS)), words
 
 
 def _run_parts(actions: Sequence[Action]) -> list[str]:
-    # An MLP in tiles says how many there are inside the layers; attention without one says it in queries, at most.
-    attention = [action for action in actions if isinstance(action, TileAttention)]
-    has_mlps = any(isinstance(action, TileMlp) for action in actions)
-    said = None if has_mlps or not attention else max(attention, key=lambda action: action.rows)
-    actions = [action for action in actions if not isinstance(action, TileAttention) or action is said]
-    return list(dict.fromkeys(words for action in actions if (words := words_of_run(action))))
+    said: list[Action] = []
+    for mine in by_technique(actions).values():
+        once = technique_of(mine[0]).said_once
+        said += mine if once is None else once(mine)
+    return list(dict.fromkeys(words for action in said if (words := words_of_run(action))))
 
 
 # ---- a whole plan
@@ -162,20 +125,16 @@ def _number_lines(plan: Plan) -> list[str]:
 
 
 def _bits_lines(plan: Plan) -> list[str]:
-    """Where the same bits as the plain model's are not promised, though nothing of the plan is an approximation."""
-    streams = any(isinstance(action, StreamParameters) for action in plan.actions)
-    if not streams or plan.device_type in _HOST_KERNELS:
-        return []
-    return [
-        "  bits:      parameters that are streamed are stepped by the host's kernels: by the same formula as on "
-        f"{plan.device_type}, which may round the last bit differently"
-    ]
+    """What techniques say about the bits on this type of device."""
+    used = [technique_of(mine[0]) for mine in by_technique(plan.actions).values()]
+    notes = [technique.note(plan.device_type) for technique in used if technique.note is not None]
+    return [f"  bits:      {note}" for note in notes if note]
 
 
 def _run_lines(plan: Plan) -> list[str]:
     """What is not about one layer; and the head, whose rows a layer's line does not say."""
-    of_the_run = (TileHead, StepInBuckets, OffloadOptimizer, MixedPrecision, QuantizeOptimizer)
-    rows = [(words_of_run(a), reason_text(a.reason)) for a in plan.actions if isinstance(a, of_the_run)]
+    of_the_run = [action for action in plan.actions if technique_of(action).scope == "run"]
+    rows = [(words_of_run(action), reason_text(action.reason)) for action in of_the_run]
     return table([("for the run", "rule"), *rows], underlined=True) if rows else []
 
 

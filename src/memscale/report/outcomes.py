@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 from memscale._config import Config
 from memscale._hardware import Hardware
-from memscale._plan import (
-    Checkpoint,
-    MixedPrecision,
-    OffloadActivations,
-    OffloadOptimizer,
-    Plan,
-    QuantizeOptimizer,
-    StreamParameters,
-    TileAttention,
-    TileHead,
-    TileMlp,
-)
+from memscale._plan import Plan
 from memscale._units import show_bytes
+from memscale.techniques import TECHNIQUES, by_technique
+from memscale.techniques.checkpointing import CHECKPOINTING
+from memscale.techniques.optimizer8bit import EIGHT_BIT
+from memscale.techniques.technique import Technique
 
 NO_GAIN = "it would not lower the peak"
 
@@ -38,15 +30,28 @@ class Outcome:
 
 
 def outcomes(plan: Plan, config: Config, hardware: Hardware, optimizer_detail: str | None) -> tuple[Outcome, ...]:
-    """Every technique of the stack. `optimizer_detail` says what 8 bits came to where that is known already."""
-    count = collections.Counter(type(action) for action in plan.actions)
-    return (
-        _checkpointing(plan, config),
-        _tiling(count, config),
-        _offloading(count, config, hardware),
-        _precision(plan, config, hardware),
-        _eight_bit(count, config, optimizer_detail),
-    )
+    """Every family of techniques. `optimizer_detail` says what 8 bits came to where that is known already."""
+    families: dict[str, list[Technique]] = {}
+    for technique in sorted(TECHNIQUES, key=lambda technique: technique.outcome_rank):
+        families.setdefault(technique.family, []).append(technique)
+    found = {name: _of_family(family, plan, config, hardware) for name, family in families.items()}
+    if optimizer_detail is not None:
+        found[EIGHT_BIT.family] = Outcome(EIGHT_BIT.family, True, optimizer_detail)
+    return tuple(found.values())
+
+
+def _of_family(family: list[Technique], plan: Plan, config: Config, hardware: Hardware) -> Outcome:
+    name, switch, done = family[0].family, family[0].switch, by_technique(plan.actions)
+    parts = [technique.outcome(done[technique.name]) for technique in family if technique.name in done]
+    if parts:
+        return Outcome(name, True, ", ".join(parts))
+    others = [len(done[technique.name]) for technique in TECHNIQUES if technique.recomputes and technique.name in done]
+    if family[0] is CHECKPOINTING and others:
+        return Outcome(name, True, f"{sum(others)} streamed blocks are recomputed in backward")
+    if not getattr(config, switch):
+        return Outcome(name, False, f"{switch}=False")
+    hindrances = [technique.hindrance(config, hardware) for technique in family]
+    return Outcome(name, False, hindrances[0] if all(hindrances) else NO_GAIN)
 
 
 def describe(plan: Plan, found: tuple[Outcome, ...]) -> str:
@@ -55,63 +60,3 @@ def describe(plan: Plan, found: tuple[Outcome, ...]) -> str:
         f"{show_bytes(plan.predicted_peak_bytes)} predicted peak ({plan.reduction:.1%} less)"
     ]
     return "\n  ".join([*lines, *map(str, found)])
-
-
-def _checkpointing(plan: Plan, config: Config) -> Outcome:
-    actions = [action for action in plan.actions if isinstance(action, Checkpoint)]
-    streamed = sum(isinstance(action, StreamParameters) for action in plan.actions)
-    if actions:
-        return Outcome("checkpointing", True, f"{len(actions)} blocks recomputed in backward")
-    if streamed:
-        return Outcome("checkpointing", True, f"{streamed} streamed blocks are recomputed in backward")
-    return Outcome("checkpointing", False, _why(config.enable_checkpointing, "enable_checkpointing", NO_GAIN))
-
-
-def _tiling(count: dict[type, int], config: Config) -> Outcome:
-    parts = [
-        f"{count[kind]} {name}{'s' if count[kind] > 1 else ''}"
-        for kind, name in ((TileHead, "head"), (TileAttention, "attention"), (TileMlp, "MLP"))
-        if count[kind]
-    ]
-    if parts:
-        return Outcome("tiling", True, ", ".join(parts))
-    return Outcome("tiling", False, _why(config.enable_tiling, "enable_tiling", NO_GAIN))
-
-
-def _offloading(count: dict[type, int], config: Config, hardware: Hardware) -> Outcome:
-    parts = []
-    if count[StreamParameters]:
-        parts.append(f"the parameters of {count[StreamParameters]} blocks")
-    if count[OffloadActivations]:
-        parts.append(f"the activations of {count[OffloadActivations]} blocks")
-    if count[OffloadOptimizer]:
-        parts.append("optimizer state")
-    if parts:
-        return Outcome("offloading", True, ", ".join(parts))
-    missing = NO_GAIN
-    if hardware.device_type == "cpu" and config.offload_dir is None:
-        missing = "the next tier of a CPU is the disk and no offload_dir is set"
-    elif hardware.unified_memory:
-        missing = "device and host share one memory"
-    return Outcome("offloading", False, _why(config.enable_offloading, "enable_offloading", missing))
-
-
-def _precision(plan: Plan, config: Config, hardware: Hardware) -> Outcome:
-    for action in plan.actions:
-        if isinstance(action, MixedPrecision):
-            return Outcome("mixed precision", True, f"computes in {action.dtype}")
-    if not hardware.has_fast_16bit and not config.asks_for("use_mixed_precision"):
-        return Outcome("mixed precision", False, f"{hardware.device_name} has no fast 16-bit math")
-    return Outcome("mixed precision", False, _why(config.use_mixed_precision, "use_mixed_precision", NO_GAIN))
-
-
-def _eight_bit(count: dict[type, int], config: Config, detail: str | None) -> Outcome:
-    if detail is not None:
-        return Outcome("8-bit optimizer", True, detail)
-    if count[QuantizeOptimizer]:
-        return Outcome("8-bit optimizer", True, "the optimizer's waiting state, in place")
-    return Outcome("8-bit optimizer", False, _why(config.use_8bit_optimizer, "use_8bit_optimizer", NO_GAIN))
-
-
-def _why(enabled: bool | None, name: str, otherwise: str) -> str:
-    return otherwise if enabled else f"{name}=False"

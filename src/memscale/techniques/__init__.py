@@ -1,1 +1,66 @@
-"""One file a technique. Each attaches its actions to a model and hands its undo to an `ExitStack`."""
+"""What a plan can do to a model: a file or a folder a technique, and the closed table of their records.
+
+Each attaches its actions to a model and hands its undo to an `ExitStack`. Every stage iterates over `TECHNIQUES`
+instead of knowing them one by one (`technique.py`). This package loads without torch: only attaching needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memscale._plan import Action
+from memscale._profile import KEEP, Treatment
+from memscale.techniques.checkpointing import CHECKPOINTING
+from memscale.techniques.offload.activations import ACTIVATIONS
+from memscale.techniques.offload.optimizer import OPTIMIZER
+from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
+from memscale.techniques.offload.parameters import PARAMETERS
+from memscale.techniques.optimizer8bit import EIGHT_BIT
+from memscale.techniques.precision import PRECISION
+from memscale.techniques.technique import Technique, Treated
+from memscale.techniques.tiling import HEAD, INSIDE
+
+TECHNIQUES: tuple[Technique, ...] = (
+    CHECKPOINTING,
+    ACTIVATIONS,
+    PARAMETERS,
+    INSIDE,
+    HEAD,
+    BUCKETED_STEP,
+    OPTIMIZER,
+    PRECISION,
+    EIGHT_BIT,
+)
+"""All that there is, in the order in which a plan names it: what is about blocks first, the mildest before others."""
+
+_OF_ACTION = {kind: technique for technique in TECHNIQUES for kind in technique.actions}
+
+
+def _how_much_leaves(treated: Treated) -> tuple[bool, bool, bool]:
+    treatment = treated.treatment
+    return treatment.streams, treatment.recompute == "full", treatment.offloads
+
+
+TREATED: dict[Treatment, Treated] = {
+    treated.treatment: treated
+    for treated in (
+        Treated(KEEP, ()),
+        *sorted((one for technique in TECHNIQUES for one in technique.treatments), key=_how_much_leaves),
+    )
+}
+"""How blocks are treated."""
+TREATMENTS: tuple[Treatment, ...] = tuple(TREATED)
+"""All that can be rehearsed and chosen, by how much of a block leaves the device: so the search numbers them."""
+
+
+def technique_of(action: Action) -> Technique:
+    """The technique that an action belongs to."""
+    return _OF_ACTION[type(action)]
+
+
+def by_technique(actions: Iterable[Action]) -> dict[str, list[Action]]:
+    """The actions by the name of their technique, in the order in which these are met."""
+    found: dict[str, list[Action]] = {}
+    for action in actions:
+        found.setdefault(technique_of(action).name, []).append(action)
+    return found

@@ -24,9 +24,9 @@ from memscale._plan import Checkpoint, OffloadActivations, StreamParameters
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
-from memscale.techniques import checkpointing
-from memscale.techniques.offload import activations
-from memscale.techniques.offload.activations import Offloader
+from memscale.techniques.checkpointing import checkpointed_forward as checkpointing
+from memscale.techniques.offload.activations import offloader as activations
+from memscale.techniques.offload.activations.offloader import Offloader
 from memscale.techniques.offload.store.disk import DiskStore
 from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.store.stores import Store

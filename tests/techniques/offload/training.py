@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizer_internals
 
-from memscale.techniques.offload.optimizer import Adoption, adopt
+from memscale.techniques.offload.optimizer.adoption import Adoption, adopt
 from memscale.techniques.offload.optimizer.buckets import Waiting
 from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.tiers import device_of, on_host, opened, same

@@ -21,8 +21,8 @@ from memscale import Config
 from memscale._execute.executor import Executor, execute, executor_of
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
-from memscale.techniques.optimizer8bit import moments_of
 from memscale.techniques.optimizer8bit.blocks import dequantize, forget_tables, quantize
+from memscale.techniques.optimizer8bit.eight_bit import moments_of
 from tests.parity import plan_of
 from tests.techniques.offload.tiers import on_host, same
 

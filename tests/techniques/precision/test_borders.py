@@ -16,8 +16,8 @@ from torch.nn.utils import parametrize
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memscale._plan import MixedPrecision
-from memscale.techniques import precision
-from memscale.techniques.precision import LossScale
+from memscale.techniques.precision import autocast as precision
+from memscale.techniques.precision.loss_scale import LossScale
 
 pytestmark = pytest.mark.unit
 WIDTH = 16
@@ -348,6 +348,27 @@ def test_after_an_overflow_other_trainings_of_the_same_parameters_go_on() -> Non
             optimizer.step()
     assert not torch.equal(model.first.weight, before[0])
     assert not torch.equal(feeder.weight, before[1])
+
+
+def test_gradients_that_overflowed_before_a_step_that_raised_do_not_come_back() -> None:
+    model, scale = Net(), LossScale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    failing = optimizer.register_step_pre_hook(_fail)
+    with in_fp16(model, scale):
+        overflow(model(batch())).backward()
+        with pytest.raises(RuntimeError, match="the user's own hook"):
+            optimizer.step()
+        failing.remove()
+        optimizer.zero_grad()
+        square(model.first(batch())).backward()
+        optimizer.step()
+    assert model.second.weight.grad is None
+    assert model.first.weight.grad is not None
+    assert model.first.weight.grad.isfinite().all()
+
+
+def _fail(optimizer: Any, args: Any, kwargs: Any) -> None:
+    raise RuntimeError("the user's own hook")
 
 
 def test_a_user_who_drops_bad_gradients_himself_gets_on() -> None:

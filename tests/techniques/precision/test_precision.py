@@ -26,8 +26,9 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.techniques import checkpointing, precision
-from memscale.techniques.precision import LossScale
+from memscale.techniques.checkpointing import checkpointed_forward as checkpointing
+from memscale.techniques.precision import autocast as precision
+from memscale.techniques.precision.loss_scale import LossScale
 from tests.lanes import in_turns
 from tests.models import WIDTH, Case, Chain, TwoLinears, case, features, square_loss
 from tests.techniques.tiling import models as tiled

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import simgpu  # noqa: F401  (registers the device)
 from memscale._plan import Checkpoint, StreamParameters
 from memscale._torch.overrides import find_module
-from memscale.techniques import checkpointing
+from memscale.techniques.checkpointing import checkpointed_forward as checkpointing
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.recompute import backward_errors
 from tests.parity import seed

@@ -13,7 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memscale._plan import TileAttention, TileHead, TileMlp
-from memscale.techniques.tiling import LazyLogits, attach_attention, attach_head, attach_mlp
+from memscale.techniques.tiling.attention import attach_attention
+from memscale.techniques.tiling.head import attach_head
+from memscale.techniques.tiling.head.lazy import LazyLogits
+from memscale.techniques.tiling.mlp import attach_mlp
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 211, 32, 3, 17
 TILE_ROWS = 7

@@ -17,8 +17,8 @@ from memscale._plan import TileAttention, TileMlp
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.techniques.tiling import TilingError
 from memscale.techniques.tiling.attention import LazyScores, TiledAttention
+from memscale.techniques.tiling.common import TilingError
 from tests.techniques.tiling.models import (
     LOSS_BOUND,
     Attached,

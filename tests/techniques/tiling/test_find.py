@@ -12,8 +12,7 @@ from torch import nn
 from benchmarks.models import case
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
-from memscale.techniques.tiling import find_attentions, find_head, find_mlps, record
-from memscale.techniques.tiling.find import _Builds, suggested_rows
+from memscale.techniques.tiling.find import _Builds, find_attentions, find_head, find_mlps, record, suggested_rows
 from memscale.techniques.tiling.head.lazy import lazy_linear
 from tests.lanes import in_turns
 from tests.techniques.tiling.models import HandWritten, OwnProduct, hugging_face, labels, tokens

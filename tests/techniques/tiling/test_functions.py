@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from memscale._plan import TileHead
-from memscale.techniques.tiling import LazyLogits, StaleLogitsError, TilingError
+from memscale.techniques.tiling.common import TilingError
+from memscale.techniques.tiling.head.lazy import LazyLogits
+from memscale.techniques.tiling.head.recipe import StaleLogitsError
 from tests.techniques.tiling.models import (
     LENGTH,
     TILE_ROWS,

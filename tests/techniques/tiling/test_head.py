@@ -23,8 +23,8 @@ from memscale._plan import TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.techniques.tiling import LazyLogits, StaleLogitsError
-from memscale.techniques.tiling.head.lazy import lazy_linear
+from memscale.techniques.tiling.head.lazy import LazyLogits, lazy_linear
+from memscale.techniques.tiling.head.recipe import StaleLogitsError
 from tests.techniques.tiling.models import (
     HEADS,
     LOSS_BOUND,

@@ -18,7 +18,7 @@ from memscale._plan import TileMlp
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
-from memscale.techniques.tiling import TilingError
+from memscale.techniques.tiling.common import TilingError
 from tests.techniques.tiling.models import (
     GRADIENT_BOUND,
     LOSS_BOUND,

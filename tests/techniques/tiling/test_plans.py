@@ -12,7 +12,7 @@ import memscale
 from memscale import Config
 from memscale._execute.executor import executor_of
 from memscale._plan import TileAttention, TileHead, TileMlp
-from memscale.techniques.tiling import LazyLogits
+from memscale.techniques.tiling.head.lazy import LazyLogits
 from tests.techniques.tiling.models import LOSS_BOUND, assert_near, assert_same_gradients
 
 VOCABULARY = 2048

@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 from memscale._errors import MemScaleError
 from memscale._torch import private
 from memscale._torch.optimizer_steps import parameters_of
-from memscale.techniques.optimizer8bit import embeddings_of, load_bitsandbytes
 from memscale.techniques.optimizer8bit.blocks import dequantize, quantize
+from memscale.techniques.optimizer8bit.eight_bit import embeddings_of, load_bitsandbytes
 
 BLOCK_SIZE = 256
 """bitsandbytes' own, which cannot be chosen."""

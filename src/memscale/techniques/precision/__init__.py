@@ -1,218 +1,108 @@
-"""Mixed precision: the model computes in bf16 or fp16; parameters, gradients, optimizer state and outputs stay fp32.
-
-A pair of hooks on the wrapped model enters and leaves `torch.autocast` around its forward, in training and in
-evaluation. What comes out in 16 bits is widened to fp32. bf16 needs nothing more. fp16 gets dynamic loss scaling
-(`loss_scale`, `gradients`) without a change to the training loop.
-
-A user's own autocast wins: called under one, the model computes as it says and its outputs are left as they are.
-Inside the forward, a nested autocast (a region that must stay in fp32, say) works as it does under any other.
-
-Known limits: only calls through the model's `__call__` are covered (`model(...)`, not `model.forward(...)`).
-"""
+"""Mixed precision (not exact): the model computes in bf16, or in fp16 with dynamic loss scaling."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import logging
-import threading
-import warnings
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-from torch import nn
+from memscale._config import Config
+from memscale._hardware import Hardware
+from memscale._plan import MixedPrecision, Reason
+from memscale._profile import Precision, Profile
+from memscale.techniques.technique import RunOption, Technique
 
-from memscale._plan import MixedPrecision
-from memscale._torch import private
-from memscale._torch.overrides import ForwardOverride, OwnHook, keep_copies_clean
-from memscale.techniques.precision.loss_scale import LossScale
-from memscale.techniques.precision.output_tensors import find_foreign_hook, map_outputs
-from memscale.techniques.precision.scaled_graph import ScaledGraph
+if TYPE_CHECKING:
+    from memscale._decide.cost_model import CostModel
+    from memscale._decide.eligible import Eligible
+    from memscale._decide.write_plan import Chosen
+    from memscale._execute.attachment import Attachment
+    from memscale._planning.planner import Planner
 
-__all__ = ["LossScale", "Precision", "attach"]
-
-logger = logging.getLogger("memscale")
-
-_STAYS_NARROW = ("transformers.cache_utils",)
-"""Modules whose objects are not widened: a key-value cache goes back into the model."""
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HalfType: TypeAlias = Literal["bfloat16", "float16"]
 
 
-@dataclasses.dataclass(slots=True)
-class _Call:
-    """One forward of the model in 16 bits."""
-
-    autocast: torch.autocast
-    graph: ScaledGraph | None
-    """None where gradients are not scaled: bf16, evaluation, a scaler of the user's own."""
-
-
-class Precision:
-    """Autocast around one model's forward, and the loss scale of fp16."""
-
-    def __init__(self, dtype: torch.dtype, device_type: str, scale: LossScale | None) -> None:
-        self.dtype = dtype
-        self.device_type = device_type
-        self.scale = scale
-        self.active = True
-        self._local = threading.local()
-        self._warned = False
-
-    @property
-    def _calls(self) -> list[_Call | None]:
-        """The forwards under way in this thread; autocast is a matter of threads, too."""
-        calls: list[_Call | None] = self._local.__dict__.setdefault("calls", [])
-        return calls
-
-    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward begins. Also called for a forward under way, when the plan was made in its first moment."""
-        if not self.active:
-            return
-        if torch.is_autocast_enabled(self.device_type):
-            self._calls.append(None)
-            return
-        graph = None
-        if self.scale is not None and self._scales(model):
-            self.scale.begin()
-            graph = ScaledGraph(self.scale, args, kwargs)
-        # NOTE [no weight cache]: autocast would keep the 16-bit copy of every weight until the forward ends, though a
-        # checkpointed block needs its own only briefly. It also sums gradients of a weight's uses in 16 bits.
-        autocast = torch.autocast(self.device_type, self.dtype, cache_enabled=False)
-        autocast.__enter__()
-        self._calls.append(_Call(autocast, graph))
-
-    def leave(self, model: nn.Module, output: Any) -> Any:
-        """The forward has ended, or failed: then `output` is None. Gives what the caller shall see."""
-        if not self._calls:
-            return None
-        call = self._calls.pop()
-        if call is None:
-            return None
-        call.autocast.__exit__(None, None, None)
-        if output is None:
-            return None
-        widened = map_outputs(output, self._widen, leave=_STAYS_NARROW)
-        if call.graph is None:
-            return widened
-        return call.graph.close(model, output if widened is None else widened)
-
-    def close(self) -> None:
-        """Off, even in the middle of a forward (planning again happens there)."""
-        self.active = False
-        while self._calls:
-            call = self._calls.pop()
-            if call is not None:
-                call.autocast.__exit__(None, None, None)
-
-    def _widen(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype == self.dtype else tensor
-
-    def _scales(self, model: nn.Module) -> bool:
-        assert self.scale is not None
-        if not torch.is_grad_enabled() or not self.scale.is_ours():
-            return False
-        problem = _find_problem(model)
-        if problem is not None and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"fp16 gradients are not scaled, because {problem} Change that, or use a torch.amp.GradScaler: it "
-                "takes over.",
-                stacklevel=2,
-            )
-        return problem is None
-
-
-def _find_problem(model: nn.Module) -> str | None:
-    """Why gradients of a forward that begins now cannot be scaled unseen."""
-    if private.inside_functional_transform() or private.in_forward_mode():
-        return "torch.func and forward-mode derivatives pass by the places where they would be scaled."
-    stranger = find_foreign_hook(model)
-    if stranger is None:
+def half_type(config: Config, hardware: Hardware) -> HalfType | None:
+    """The 16-bit type that may be computed in: the user's wish, or the mode's where 16 bits are faster."""
+    is_wanted = hardware.has_fast_16bit or config.asks_for("use_mixed_precision")
+    if not (config.use_mixed_precision and is_wanted):
         return None
-    where, kind = stranger
-    if kind == "backward":
-        return f"{where} has a backward hook, which would see them scaled."
-    return f"{where} has a forward hook: a loss on what it captures would enter the model unscaled."
+    return MixedPrecision.choose_dtype(
+        hardware.device_type,
+        supports_bf16=hardware.supports_bf16,
+        supports_fp16=hardware.supports_fp16,
+        has_fast_16bit=hardware.has_fast_16bit,
+    )
 
 
-class _Guard(ForwardOverride):
-    """Leaves autocast where hooks are not asked: an interrupt is no `Exception`, and may come in a notebook."""
-
-    def __init__(self, module: nn.Module, precision: Precision) -> None:
-        super().__init__(module)
-        self.precision = precision
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.inner()(*args, **kwargs)
-        except Exception:
-            raise  # the hook that leaves is called for these
-        except BaseException:
-            self.precision.leave(self.module, None)
-            raise
+def _hindrance(config: Config, hardware: Hardware) -> str:
+    has_none = half_type(config, hardware) is None
+    return f"{hardware.device_name} has no fast 16-bit math" if has_none else ""
 
 
-class _Enter(OwnHook):
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
-
-    @private.never_compiled
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        # A hook that was removed by an earlier hook of the same call is still called, and without keyword arguments.
-        self.precision.enter(model, args, kwargs or {})
-
-
-class _Leave(OwnHook):
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
-
-    @private.never_compiled
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self.precision.leave(model, output)
+def _refusal(actions: Sequence[MixedPrecision], config: Config, hardware: Hardware) -> str:
+    halves = {action.dtype for action in actions}
+    if "bfloat16" in halves and not hardware.supports_bf16 and hardware.device_type != "cpu":
+        return (
+            f"the plan computes in bfloat16, which {hardware.device_name} cannot. "
+            "Or plan on this machine: memscale.wrap(model)."
+        )
+    return ""
 
 
-def attach(
-    action: MixedPrecision,
-    model: nn.Module,
-    device_type: str,
-    undo: contextlib.ExitStack,
-    *,
-    scale: LossScale | None = None,
-) -> Precision | None:
-    """Compute in 16 bits until undone. None where that is not possible (one warning) or there is nothing to do.
+def _attach(actions: Sequence[MixedPrecision], to: Attachment) -> None:
+    from memscale.techniques.precision.autocast import attach
 
-    `scale` is the loss scale to go on with, for fp16; a plan that replaces another hands it over.
-    """
-    dtype = _DTYPES[action.dtype]
-    if not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        logger.info("%s has no fp32 parameters: its own precision is kept", type(model).__name__)
-        return None
-    if not _can_autocast(device_type, dtype):
-        return None
-    if action.dtype == "float16":
-        scale = scale if scale is not None else LossScale()
-        scale.attach(model, undo)
-    precision = Precision(dtype, device_type, scale if action.dtype == "float16" else None)
-    undo.callback(precision.close)
-    enter = model.register_forward_pre_hook(_Enter(precision), with_kwargs=True)
-    undo.callback(enter.remove)
-    leave = model.register_forward_hook(_Leave(precision), prepend=True, with_kwargs=True, always_call=True)
-    undo.callback(leave.remove)
-    _Guard(model, precision).attach(undo)
-    keep_copies_clean(model, undo)
-    return precision
+    for action in actions:
+        to.precision = attach(action, to.model, to.device.type, to.undo, scale=to.loss_scale)
 
 
-def _can_autocast(device_type: str, dtype: torch.dtype) -> bool:
-    problem = ""
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if not torch.autocast(device_type, dtype)._enabled:
-                problem = str(caught[0].message) if caught else "autocast is disabled"
-    except RuntimeError as error:
-        problem = str(error)
-    if problem:
-        short = str(dtype).removeprefix("torch.")
-        warnings.warn(f"{device_type} has no {short} math; the model stays in full precision ({problem})", stacklevel=2)
-    return not problem
+def _values(model: CostModel, eligible: Eligible) -> tuple[Precision, ...]:
+    dtype = eligible.half_type
+    return (dtype,) if dtype is not None and dtype in model.precisions else ()
+
+
+def _actions(dtype: HalfType, profile: Profile) -> Iterator[MixedPrecision]:
+    yield MixedPrecision(dtype)
+
+
+def _value(actions: Sequence[MixedPrecision], profile: Profile) -> Precision:
+    return actions[-1].dtype
+
+
+def _asked_for(profile: Profile, eligible: Eligible) -> Iterator[MixedPrecision]:
+    if eligible.half_type is not None:
+        yield MixedPrecision(eligible.half_type)
+
+
+def _reason(chosen: Chosen) -> Reason:
+    return chosen.reason_of_lossy("use_mixed_precision", chosen.part(precision=""))
+
+
+def _rehearse(planner: Planner, config: Config) -> None:
+    planner.try_in_16_bits(config)
+
+
+PRECISION = Technique(
+    name="mixed precision",
+    family="mixed precision",
+    switch="use_mixed_precision",
+    actions=(MixedPrecision,),
+    scope="run",
+    is_exact=False,
+    hindrance=_hindrance,
+    refusal=_refusal,
+    option=RunOption(
+        field="precision",
+        values=_values,
+        actions=_actions,
+        value=_value,
+        asked_for=_asked_for,
+    ),
+    rehearse=_rehearse,
+    attach=_attach,
+    place=40,
+    words=lambda action: f"compute in {action.dtype}",
+    outcome=lambda actions: f"computes in {actions[0].dtype}",
+    outcome_rank=40,
+    reason=_reason,
+)

@@ -127,6 +127,8 @@ class LossScale(StepWatcher):
         return any(parameter in self._reached for parameter in parameters_of(optimizer))
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A step that raised has given nothing back. Its gradients had overflowed: nobody may get them any more.
+        self._hidden.pop(id(optimizer), None)
         self._is_ours = not _SCALER_STEPS
         if not self._is_ours:
             return None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from memscale.techniques.offload.optimizer import adopt_optimizer
+from memscale.techniques.offload.optimizer.adoption import adopt_optimizer
 from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.tiers import WAYS, device_of, on_host, opened, same
 from tests.techniques.offload.training import (

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from memscale._errors import OffloadError, PartialStepError, StoreFullError, StoreIOError
-from memscale.techniques.offload.optimizer import adopt, adopt_optimizer
+from memscale.techniques.offload.optimizer.adoption import adopt, adopt_optimizer
 from memscale.techniques.offload.optimizer.buckets import rounded, split_into_buckets
 from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.transfer import stream_order
@@ -356,7 +356,7 @@ import os, signal, sys, torch
 from torch import nn
 import contextlib
 from memscale.techniques.offload.store.disk import DiskStore
-from memscale.techniques.offload.optimizer import adopt
+from memscale.techniques.offload.optimizer.adoption import adopt
 from memscale.techniques.offload.transfer.transfers import Transfers
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import torch
 from memscale._errors import PartialStepError
 from memscale._execute.executor import Executor, execute
 from memscale._plan import StepInBuckets, StreamParameters
-from memscale.techniques.offload.optimizer import adopt
+from memscale.techniques.offload.optimizer.adoption import adopt
 from memscale.techniques.offload.optimizer.bucket_transfers import Visits
 from tests.lanes import in_turns
 from tests.parity import plan_of

@@ -16,10 +16,12 @@ from torch import nn
 
 import memscale
 from memscale import Config
+from memscale._errors import OffloadError
 from memscale._execute.executor import execute
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
-from memscale.techniques.offload.optimizer import adopt_optimizer, in_parts
+from memscale.techniques.offload.optimizer import in_parts
+from memscale.techniques.offload.optimizer.adoption import adopt_optimizer
 from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
 from memscale.techniques.offload.parameters import streaming
 from tests.parity import plan_of
@@ -292,6 +294,30 @@ def test_who_cannot_be_split_is_left_alone_with_a_word():
             optimizer.step()
         optimizer.step()
         assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_who_joins_all_gradients_is_refused_before_anything_has_changed():
+    model = build()
+    with streamed(model):
+        optimizer = O.LBFGS(model.parameters(), max_iter=3)
+        before = weights(model)
+        with pytest.raises(OffloadError, match=r"LBFGS joins the gradients of all 6 parameters .* cpu and simgpu"):
+            optimizer.step(lambda: backward(model, 0))
+        assert same(weights(model), before)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    plain = build()
+    for net in (model, plain):  # without streamed layers it steps as ever
+        optimizer = O.LBFGS(net.parameters(), max_iter=3)
+        optimizer.step(lambda: net.zero_grad() or backward(net, 0))  # noqa: B023
+    assert same(weights(model), weights(plain))
+
+
+def test_who_joins_all_gradients_steps_where_all_is_streamed():
+    model, plain = build(), build().to("cpu")
+    with streamed(model, "0", "1", "2"):
+        optimizer = O.LBFGS(model.parameters(), max_iter=3)
+        optimizer.step(lambda: model.zero_grad() or backward(model, 0))
+        assert not same(weights(model), weights(plain))
 
 
 def test_a_wrapped_model_in_16_bits(simgpu_device: Any):

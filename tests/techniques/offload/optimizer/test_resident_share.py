@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import simgpu
-from memscale.techniques.offload.optimizer import adopt
+from memscale.techniques.offload.optimizer.adoption import adopt
 from memscale.techniques.offload.optimizer.buckets import choose_resident
 from memscale.techniques.offload.transfer import stream_order
 from tests.techniques.offload.optimizer.test_effect import WAITS

@@ -20,8 +20,7 @@ from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.offload.parameters.borrowed_weights import Lender
-from memscale.techniques.tiling import attach_head
-from memscale.techniques.tiling.head import sweep
+from memscale.techniques.tiling.head import attach_head, sweep
 from memscale.techniques.tiling.head.lazy import LazyLogits
 from tests.lanes import in_turns, pairwise
 from tests.models import SUITE, Case

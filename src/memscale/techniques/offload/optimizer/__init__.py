@@ -1,193 +1,119 @@
-"""Optimizer state waits on the next tier; the user's own optimizer steps bucket by bucket on shadows of itself.
-
-    with contextlib.ExitStack() as undo:
-        adopt(model, store, transfers, bucket_bytes, undo)                  # the optimizer is adopted at its first step
-        adopt_optimizer(optimizer, store, transfers, bucket_bytes, undo)    # or at once
-
-The training loop, `param_groups`, schedulers, `GradScaler`, closures and checkpoints stay as they were. `state_dict()`
-gives ordinary tensors on the host, which a plain optimizer loads; one from a plain optimizer loads here. Undone, the
-whole state is back on its device and the hooks are gone.
-
-NOTE [how a step is taken over]: an optimizer that owns parameters of the model is adopted before its first step (see
-`_torch/optimizer_steps.py`). The work sits in an instance pre-hook that is kept last, so that the user's own hooks,
-which may change gradients, come first. It steps the buckets (adopted_optimizer.py) and hands the outer step a shadow
-without parameters.
-
-Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. The dict that
-`state_dict()` gives is a snapshot; a plain optimizer's goes on changing with the state.
-"""
+"""Optimizer offload (exact): state waits on the next tier, and the user's own optimizer steps bucket by bucket."""
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-import weakref
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.optim.optimizer import Optimizer
+from memscale._plan import OPTIMIZER_BUCKET_BYTES, OffloadOptimizer, Reason
+from memscale._profile import OptimizerCost, Profile
+from memscale.techniques.offload.next_tier import no_next_tier, no_tier_for_plan
+from memscale.techniques.technique import RunOption, StateRule, Technique
 
-from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, watch_steps
-from memscale._torch.overrides import undo_with
-from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer
-from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
-from memscale.techniques.offload.optimizer.buckets import Choose
-from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, is_shadow
-from memscale.techniques.offload.store.stores import Store
-from memscale.techniques.offload.transfer.transfers import Transfers
-
-
-class Packer(Protocol):
-    """Says how the state of an optimizer waits; None, where as it is."""
-
-    def choose(self, optimizer: Optimizer) -> Choose | None: ...
+if TYPE_CHECKING:
+    from memscale._decide.choice import RunOptions
+    from memscale._decide.cost_model import CostModel
+    from memscale._decide.eligible import Eligible
+    from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.write_plan import Chosen
+    from memscale._execute.attachment import Attachment
 
 
-def adopt(
-    model: nn.Module,
-    store: Store | None,
-    transfers: Transfers | None,
-    bucket_bytes: int,
-    undo: contextlib.ExitStack,
-    packer: Packer | None = None,
-    host_has_room: bool = False,
-    resident_share: float = 0.0,
-) -> Adoption:
-    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
+class _FromTheNextTier:
+    """State waits elsewhere; a bucket of it is on the device at a time."""
 
-    Without a store the state stays on its device: with a `packer` it waits there packed, without one it stays as it is,
-    and only the step's temporaries are fewer. With `host_has_room`
-    state of parameters in host memory stays there, too, whatever lies below. `resident_share` of the state stays on its
-    device though there is a store.
-    """
-    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room, resident_share)
-    undo.callback(adoption.detach)
-    adoption.watch(model)
-    return adoption
+    def can_step(self, cost: OptimizerCost) -> bool:
+        return cost.offloaded_step_bytes is not None
 
+    def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        whole, rest = model.cost(run).offloaded_state_bytes, model.profile.rest_optimizer
+        of_rest = whole if rest is None else min(whole, rest.offloaded_state_bytes)
+        least, share = model.left(run, whole, of_rest, streamed_bytes), self._resident_share(model, run)
+        return least if not share else least + share * (model.unstreamed_bytes(run, streamed_bytes) - least)
 
-def adopt_optimizer(
-    optimizer: Optimizer,
-    store: Store | None,
-    transfers: Transfers | None,
-    bucket_bytes: int,
-    undo: contextlib.ExitStack,
-    packer: Packer | None = None,
-    host_has_room: bool = False,
-    resident_share: float = 0.0,
-) -> Adoption:
-    """Adopt this optimizer now; state that it has already moves now."""
-    adoption = Adoption(
-        store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room, resident_share=resident_share
-    )
-    undo.callback(adoption.detach)
-    adoption.take(optimizer)
-    adoption.watch(optimizer)
-    return adoption
+    def _resident_share(self, model: OptimizerModel, run: RunOptions) -> float:
+        """Of the state that could wait elsewhere, what stays here: whole buckets, so not just what was asked for."""
+        cost = model.cost(run)
+        share, away = cost.share(resident_share(run)), cost.state_bytes - cost.offloaded_state_bytes
+        return 0.0 if share is None or not away else (share.state_bytes - cost.offloaded_state_bytes) / away
 
+    def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
+        nothing = 0 * streamed_bytes
+        return nothing, model.cost(run).state_bytes * (1 - self._resident_share(model, run)) + nothing
 
-class Adoption(StepWatcher):
-    """The optimizers of one model, or one optimizer. See NOTE [how a step is taken over]."""
+    def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        """The largest bucket's, and what travels beside it."""
+        cost, rest = model.cost(run), model.profile.rest_optimizer
+        share = cost.share(resident_share(run))
+        if share is not None:
+            of_rest = share if rest is None else rest.share(resident_share(run))
+            return model.largest_left(run, share.step_bytes, of_rest.step_bytes if of_rest else 0, streamed_bytes)
+        whole = cost.offloaded_step_bytes
+        assert whole is not None
+        least = whole if rest is None else rest.offloaded_step_bytes or 0
+        return model.largest_left(run, whole, least, streamed_bytes)
 
-    order = StepOrder.TAKE_OVER
+    def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        return model.share_left(run, streamed_bytes) * model.in_buckets_ms(run, resident_share(run))
 
-    def __init__(
-        self,
-        store: Store | None,
-        transfers: Transfers | None,
-        bucket_bytes: int,
-        model: nn.Module | None = None,
-        packer: Packer | None = None,
-        host_has_room: bool = False,
-        resident_share: float = 0.0,
-    ) -> None:
-        self.store = store
-        self.resident_share = resident_share
-        self.packer = packer
-        self.host_has_room = host_has_room
-        self.transfers = transfers
-        self.bucket_bytes = bucket_bytes
-        self.stats = OptimizerStats()
-        """What happened so far."""
-        self._model = weakref.ref(model) if model is not None else None
-        self._versions = _versions(model)
-        self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
-        self._watching = contextlib.ExitStack()
-        self._has_seen_any = False
-
-    def watch(self, owner: object) -> None:
-        """See the steps of the model's optimizers, as long as the owner lives."""
-        undo_with(owner, watch_steps(self), self._watching)
-
-    def concerns(self, optimizer: Optimizer) -> bool:
-        if is_shadow(optimizer):
-            return False
-        model = self._model() if self._model is not None else None
-        return optimizer in self._known or (model is not None and owns_any(optimizer, model.parameters()))
-
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._known:
-            self.take(optimizer)
-        adopted = self._known.get(optimizer)
-        if adopted is not None:
-            adopted.stay_last(optimizer)
-
-    def take(self, optimizer: Optimizer) -> None:
-        """Adopt an optimizer, or say once why not."""
-        self._has_seen_any = True  # it may be gone when the model is detached
-        self._known[optimizer] = None
-        try:
-            check_separable(optimizer)
-        except NotSeparable as reason:
-            warnings.warn(
-                f"{type(optimizer).__name__} is left as it is, and its state stays on the device: {reason}",
-                stacklevel=2,
-            )
-            return
-        choose = self.packer.choose(optimizer) if self.packer is not None else None
-        if choose is None and self.store is None and self.packer is not None:
-            return  # 8 bits were asked for, and nothing of it can be kept in them
-        visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
-        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose, self.resident_share)
-        adopted.attach(optimizer)
-        self._known[optimizer] = adopted
-        self.stats.num_optimizers += 1
-
-    def follow_devices(self) -> None:
-        """Parameters may have moved since: their state waits for them where they are now."""
-        for optimizer, adopted in list(self._known.items()):
-            if adopted is not None:
-                adopted.follow_devices(optimizer)
-
-    def adopted(self, optimizer: Optimizer) -> bool:
-        return self._known.get(optimizer) is not None
-
-    def detach(self) -> None:
-        """Whole state back, hooks gone. Warns if the model was trained by an optimizer that was never seen."""
-        self._watching.close()
-        with contextlib.ExitStack() as last:
-            for adopted in list(self._known.values()):
-                if adopted is not None:
-                    last.callback(adopted.detach)
-        model = self._model() if self._model is not None else None
-        if not self._has_seen_any and model is not None and _was_trained(model, self._versions):
-            warnings.warn(
-                f"no optimizer of this {type(model).__name__} was ever seen to step, so {self._what_was_not_done}; "
-                "only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",
-                stacklevel=2,
-            )
-        self._known.clear()
-
-    @property
-    def _what_was_not_done(self) -> str:
-        if self.store is not None:
-            return "no optimizer state was offloaded"
-        return "none stepped in buckets" if self.packer is None else "no optimizer state was kept in 8 bits"
+    def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
+        share = cost.share(resident_share(run))
+        if share is not None:
+            return share.state_bytes, share.step_bytes
+        return cost.offloaded_state_bytes, cost.offloaded_step_bytes or 0
 
 
-def _versions(model: nn.Module | None) -> dict[int, int]:
-    return {id(p): p._version for p in model.parameters()} if model is not None else {}
+def resident_share(run: RunOptions) -> float:
+    """The share of the state that stays on the device."""
+    return 1.0 - run.offloads_optimizer
 
 
-def _was_trained(model: nn.Module, versions: dict[int, int]) -> bool:
-    return any(p.grad is not None or p._version != versions.get(id(p), p._version) for p in model.parameters())
+def _attach(actions: Sequence[OffloadOptimizer], to: Attachment) -> None:
+    to.hold_state(actions, moves=True, resident_share=max(action.resident_share for action in actions))
+
+
+def _values(model: CostModel, eligible: Eligible) -> tuple[float, ...]:
+    return (1.0,)  # what sends a share of it away is found from plans that send all of it
+
+
+def _actions(share_away: float, profile: Profile) -> Iterator[OffloadOptimizer]:
+    yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, 1.0 - share_away)
+
+
+def _value(actions: Sequence[OffloadOptimizer], profile: Profile) -> float:
+    return 1.0 - max(action.resident_share for action in actions)
+
+
+def _words(action: OffloadOptimizer) -> str:
+    return "offload optimizer" + (f": {1 - action.resident_share:.1%} of its state" if action.resident_share else "")
+
+
+def _reason(chosen: Chosen) -> Reason:
+    model, run = chosen.model, chosen.choice.run
+    numbers: dict[str, int | float | str] = {
+        "state_bytes": model.optimizer.cost(run).state_bytes,
+        **chosen.part(offloads_optimizer=0.0),
+    }
+    if not resident_share(run):
+        return Reason("offload optimizer state: the device holds one bucket of it", numbers)
+    numbers["resident_bytes"] = round(model.optimizer.resident_bytes(run, 0))
+    return Reason("offload a share of the optimizer state: the least that is considered and fits", numbers)
+
+
+OPTIMIZER = Technique(
+    name="optimizer offload",
+    family="offloading",
+    switch="enable_offloading",
+    actions=(OffloadOptimizer,),
+    scope="run",
+    hindrance=no_next_tier,
+    refusal=no_tier_for_plan,
+    option=RunOption(field="offloads_optimizer", values=_values, actions=_actions, value=_value),
+    state=StateRule(manner=_FromTheNextTier()),
+    attach=_attach,
+    place=60,
+    words=_words,
+    outcome=lambda actions: "optimizer state",
+    outcome_rank=32,
+    reason=_reason,
+)

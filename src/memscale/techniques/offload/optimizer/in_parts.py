@@ -6,7 +6,8 @@ A part holds neighbours of one device, so that the step needs temporaries for on
 device. See NOTE [the implementation of the whole] in implementations.py. An optimizer whose state waits in buckets is
 stepped by those (adopted.py); one that chooses no implementation by device is left alone.
 
-Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning.
+Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. LBFGS, which
+joins all gradients in one tensor, cannot step on two devices at all, and is refused before anything has changed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from memscale._errors import OffloadError
 from memscale._torch import private
 from memscale._torch.optimizer_steps import StepOrder, StepWatcher, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
@@ -60,6 +62,7 @@ class StepsInParts(StepWatcher):
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Look after an optimizer from its first step on. The user's own pre-hooks come first: see adopted.py."""
+        _refuse_joined_gradients(optimizer)
         if optimizer not in self._hooks and _chooses_by_device(optimizer):
             self._hooks[optimizer] = self._take(optimizer)
         hook = self._hooks.get(optimizer)
@@ -85,6 +88,17 @@ class StepsInParts(StepWatcher):
             )
             return None
         return optimizer.register_step_pre_hook(_before_step)
+
+
+def _refuse_joined_gradients(optimizer: Optimizer) -> None:
+    parameters = parameters_of(optimizer)
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if isinstance(optimizer, torch.optim.LBFGS) and len(devices) > 1:
+        raise OffloadError(
+            f"{type(optimizer).__name__} joins the gradients of all {len(parameters)} parameters in one tensor, but "
+            f"the plan streams some of them, so that they lie on {' and '.join(devices)}; nothing was stepped. Set "
+            "Config(enable_offloading=False), or train with another optimizer"
+        )
 
 
 def _chooses_by_device(optimizer: Optimizer) -> bool:

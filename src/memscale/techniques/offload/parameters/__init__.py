@@ -1,1 +1,131 @@
-"""Parameter streaming: homes on the host, visits to the device, and what follows from it."""
+"""Parameter streaming (exact): homes on the host, visits to the device, and what follows from it.
+
+Blocks are streamed one by one; what is left of the model beside them (embeddings, norms, heads) as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from memscale._config import Config
+from memscale._hardware import Hardware
+from memscale._plan import OffloadActivations, Reason, StreamParameters
+from memscale._profile import STREAM, STREAM_OFFLOAD, Layer, Profile, TraceKey
+from memscale.techniques.offload.next_tier import no_next_tier
+from memscale.techniques.technique import RunOption, Technique, Treated
+
+if TYPE_CHECKING:
+    from memscale._decide.cost_model import CostModel
+    from memscale._decide.eligible import Eligible
+    from memscale._decide.write_plan import Chosen
+    from memscale._execute.attachment import Attachment
+    from memscale._planning.planner import Planner
+
+HOST_KERNELS = ("cpu", "simgpu")
+"""Devices that compute with the host's own kernels: what the host steps has the bits that they would have."""
+
+
+def _hindrance(config: Config, hardware: Hardware) -> str:
+    if hardware.device_type == "cpu":
+        return "the parameters of a CPU's model are in its memory anyway"
+    if not config.enable_checkpointing:
+        return "a streamed block is recomputed, and enable_checkpointing=False"
+    return no_next_tier(config, hardware)
+
+
+def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
+    from memscale.techniques.offload.parameters import streaming
+
+    settings, to.at_home = to.settings, actions
+    to.users["streaming"] = streaming.attach(
+        actions,
+        to.model,
+        to.device,
+        to.undo,
+        asynchronous=settings.asynchronous,
+        prefetch_depth=settings.async_config.prefetch_depth,
+        host_budget_bytes=settings.host_budget_bytes,
+        gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
+        verify=settings.verify,
+        previous=to.offloading.handed_over,
+    )
+    to.offloading.handed_over = None
+
+
+def _outcome(actions: Sequence[StreamParameters]) -> str:
+    return f"the parameters of {len(actions)} blocks"
+
+
+# ---- what is left beside the blocks
+
+
+def _rest_values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
+    return (True,) if model.profile.rest else ()
+
+
+def _rest_actions(is_streamed: bool, profile: Profile) -> Iterator[StreamParameters]:
+    return (StreamParameters(module_fqn) for module_fqn in profile.rest)
+
+
+def _rest_value(actions: Sequence[Any], profile: Profile) -> bool:
+    return bool(actions)
+
+
+def _rest_in_row(layer: Layer, profile: Profile) -> tuple[str, ...]:
+    is_rest = any(f"{fqn}.".startswith(f"{layer.module_fqn}.") for fqn in profile.rest)
+    return ("stream parameters",) if is_rest else ()
+
+
+def _rest_reason(chosen: Chosen) -> Reason:
+    return Reason("stream parameters", {"parameter_bytes": chosen.model.profile.rest_param_bytes})
+
+
+def _rehearse(planner: Planner, config: Config) -> None:
+    rest = planner.rest_actions()
+    if rest:
+        planner.try_variants({TraceKey(streams_rest=True): rest}, config)
+
+
+def _note(device_type: str) -> str:
+    """Where the same bits as the plain model's are not promised, though nothing of the plan is an approximation."""
+    if device_type in HOST_KERNELS:
+        return ""
+    return (
+        "parameters that are streamed are stepped by the host's kernels: by the same formula as on "
+        f"{device_type}, which may round the last bit differently"
+    )
+
+
+PARAMETERS = Technique(
+    name="parameter streaming",
+    family="offloading",
+    switch="enable_offloading",
+    actions=(StreamParameters,),
+    scope="block",
+    hindrance=_hindrance,
+    treatments=(
+        Treated(STREAM, (StreamParameters(""),)),
+        Treated(STREAM_OFFLOAD, (StreamParameters(""), OffloadActivations(""))),
+    ),
+    traits=lambda action: {"recompute": "full", "streams": True},
+    recomputes=True,
+    option=RunOption(
+        field="streams_rest",
+        values=_rest_values,
+        actions=_rest_actions,
+        value=_rest_value,
+        in_row=_rest_in_row,
+    ),
+    rehearse=_rehearse,
+    settling_steps=2,
+    attach=_attach,
+    place=50,
+    places_model=True,
+    words=lambda action: "stream parameters",
+    begins=("stream parameters",),
+    outcome=_outcome,
+    outcome_rank=30,
+    reason=_rest_reason,
+    note=_note,
+)

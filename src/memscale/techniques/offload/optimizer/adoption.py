@@ -1,0 +1,192 @@
+"""Optimizer state waits on the next tier; the user's own optimizer steps bucket by bucket on shadows of itself.
+
+    with contextlib.ExitStack() as undo:
+        adopt(model, store, transfers, bucket_bytes, undo)                  # the optimizer is adopted at its first step
+        adopt_optimizer(optimizer, store, transfers, bucket_bytes, undo)    # or at once
+
+The training loop, `param_groups`, schedulers, `GradScaler`, closures and checkpoints stay as they were. `state_dict()`
+gives ordinary tensors on the host, which a plain optimizer loads; one from a plain optimizer loads here. Undone, the
+whole state is back on its device and the hooks are gone.
+
+NOTE [how a step is taken over]: an optimizer that owns parameters of the model is adopted before its first step (see
+`_torch/optimizer_steps.py`). The work sits in an instance pre-hook that is kept last, so that the user's own hooks,
+which may change gradients, come first. It steps the buckets (adopted_optimizer.py) and hands the outer step a shadow
+without parameters.
+
+Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. The dict that
+`state_dict()` gives is a snapshot; a plain optimizer's goes on changing with the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, watch_steps
+from memscale._torch.overrides import undo_with
+from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer
+from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
+from memscale.techniques.offload.optimizer.buckets import Choose
+from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, is_shadow
+from memscale.techniques.offload.store.stores import Store
+from memscale.techniques.offload.transfer.transfers import Transfers
+
+
+class Packer(Protocol):
+    """Says how the state of an optimizer waits; None, where as it is."""
+
+    def choose(self, optimizer: Optimizer) -> Choose | None: ...
+
+
+def adopt(
+    model: nn.Module,
+    store: Store | None,
+    transfers: Transfers | None,
+    bucket_bytes: int,
+    undo: contextlib.ExitStack,
+    packer: Packer | None = None,
+    host_has_room: bool = False,
+    resident_share: float = 0.0,
+) -> Adoption:
+    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
+
+    Without a store the state stays on its device: with a `packer` it waits there packed, without one it stays as it is,
+    and only the step's temporaries are fewer. With `host_has_room` state of parameters in host memory stays there, too,
+    whatever lies below. `resident_share` of the state stays on its device though there is a store.
+    """
+    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room, resident_share)
+    undo.callback(adoption.detach)
+    adoption.watch(model)
+    return adoption
+
+
+def adopt_optimizer(
+    optimizer: Optimizer,
+    store: Store | None,
+    transfers: Transfers | None,
+    bucket_bytes: int,
+    undo: contextlib.ExitStack,
+    packer: Packer | None = None,
+    host_has_room: bool = False,
+    resident_share: float = 0.0,
+) -> Adoption:
+    """Adopt this optimizer now; state that it has already moves now."""
+    adoption = Adoption(
+        store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room, resident_share=resident_share
+    )
+    undo.callback(adoption.detach)
+    adoption.take(optimizer)
+    adoption.watch(optimizer)
+    return adoption
+
+
+class Adoption(StepWatcher):
+    """The optimizers of one model, or one optimizer. See NOTE [how a step is taken over]."""
+
+    order = StepOrder.TAKE_OVER
+
+    def __init__(
+        self,
+        store: Store | None,
+        transfers: Transfers | None,
+        bucket_bytes: int,
+        model: nn.Module | None = None,
+        packer: Packer | None = None,
+        host_has_room: bool = False,
+        resident_share: float = 0.0,
+    ) -> None:
+        self.store = store
+        self.resident_share = resident_share
+        self.packer = packer
+        self.host_has_room = host_has_room
+        self.transfers = transfers
+        self.bucket_bytes = bucket_bytes
+        self.stats = OptimizerStats()
+        """What happened so far."""
+        self._model = weakref.ref(model) if model is not None else None
+        self._versions = _versions(model)
+        self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
+        self._watching = contextlib.ExitStack()
+        self._has_seen_any = False
+
+    def watch(self, owner: object) -> None:
+        """See the steps of the model's optimizers, as long as the owner lives."""
+        undo_with(owner, watch_steps(self), self._watching)
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        if is_shadow(optimizer):
+            return False
+        model = self._model() if self._model is not None else None
+        return optimizer in self._known or (model is not None and owns_any(optimizer, model.parameters()))
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._known:
+            self.take(optimizer)
+        adopted = self._known.get(optimizer)
+        if adopted is not None:
+            adopted.stay_last(optimizer)
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Adopt an optimizer, or say once why not."""
+        self._has_seen_any = True  # it may be gone when the model is detached
+        self._known[optimizer] = None
+        try:
+            check_separable(optimizer)
+        except NotSeparable as reason:
+            warnings.warn(
+                f"{type(optimizer).__name__} is left as it is, and its state stays on the device: {reason}",
+                stacklevel=2,
+            )
+            return
+        choose = self.packer.choose(optimizer) if self.packer is not None else None
+        if choose is None and self.store is None and self.packer is not None:
+            return  # 8 bits were asked for, and nothing of it can be kept in them
+        visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
+        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose, self.resident_share)
+        adopted.attach(optimizer)
+        self._known[optimizer] = adopted
+        self.stats.num_optimizers += 1
+
+    def follow_devices(self) -> None:
+        """Parameters may have moved since: their state waits for them where they are now."""
+        for optimizer, adopted in list(self._known.items()):
+            if adopted is not None:
+                adopted.follow_devices(optimizer)
+
+    def adopted(self, optimizer: Optimizer) -> bool:
+        return self._known.get(optimizer) is not None
+
+    def detach(self) -> None:
+        """Whole state back, hooks gone. Warns if the model was trained by an optimizer that was never seen."""
+        self._watching.close()
+        with contextlib.ExitStack() as last:
+            for adopted in list(self._known.values()):
+                if adopted is not None:
+                    last.callback(adopted.detach)
+        model = self._model() if self._model is not None else None
+        if not self._has_seen_any and model is not None and _was_trained(model, self._versions):
+            warnings.warn(
+                f"no optimizer of this {type(model).__name__} was ever seen to step, so {self._what_was_not_done}; "
+                "only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",
+                stacklevel=2,
+            )
+        self._known.clear()
+
+    @property
+    def _what_was_not_done(self) -> str:
+        if self.store is not None:
+            return "no optimizer state was offloaded"
+        return "none stepped in buckets" if self.packer is None else "no optimizer state was kept in 8 bits"
+
+
+def _versions(model: nn.Module | None) -> dict[int, int]:
+    return {id(p): p._version for p in model.parameters()} if model is not None else {}
+
+
+def _was_trained(model: nn.Module, versions: dict[int, int]) -> bool:
+    return any(p.grad is not None or p._version != versions.get(id(p), p._version) for p in model.parameters())

@@ -1,0 +1,160 @@
+"""`Technique`: what the stages know about one thing that a plan can do. Data and functions of data; no torch.
+
+A stage does not ask which technique it has before it, it asks the record:
+
+    planning     `hindrance`, `treatments`, `rehearse`    may it be used here, and what is rehearsed for it?
+    deciding     `treatments`, `option`, `state`          what can be chosen, and what does that do to bytes and time?
+    executing    `attach`, `place`                        how is it attached, and after what?
+    reporting    `words`, `outcome`, `reason`             how is it said, and why was it chosen?
+
+A technique is about single blocks (`treatments`), about the run around them (`option`), or both, as streaming is.
+Records are read where no torch is loaded, so what attaches a technique is imported when it is called.
+docs/design/add_a_technique.md walks through one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from memscale._config import Config, OptimizationMode, modes_of
+from memscale._hardware import Hardware
+from memscale._plan import Action, LayerAction, Reason
+from memscale._profile import Layer, OptimizerCost, Profile, Treatment
+
+if TYPE_CHECKING:
+    from memscale._decide.cost_model import CostModel
+    from memscale._decide.eligible import Eligible
+    from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.write_plan import Chosen
+    from memscale._execute.attachment import Attachment
+    from memscale._planning.planner import Planner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Treated:
+    """A treatment that blocks can be given, and the actions that give it; they name no module yet."""
+
+    treatment: Treatment
+    actions: tuple[LayerAction, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunOption:
+    """A field of `RunOptions`: something about the run around the blocks that can be chosen."""
+
+    field: str
+    values: Callable[[CostModel, Eligible], tuple[Any, ...]]
+    """What can be chosen beside the field's default, which stands for doing nothing."""
+    actions: Callable[[Any, Profile], Iterable[Action]]
+    """What a plan with this value does."""
+    value: Callable[[Sequence[Any], Profile], Any]
+    """And back: the value behind these actions."""
+    slowed_ms: Callable[[CostModel, Any, Any], Any] | None = None
+    """Forward and backward with this value, from their time without. None: as their traces say."""
+    in_row: Callable[[Layer, Profile], tuple[str, ...]] | None = None
+    """What is said in the row of a layer that it is about; None: it is about no layer."""
+    asked_for: Callable[[Profile, Eligible], Iterable[Action]] | None = None
+    """What is done where nothing is needed but the user has asked for it by name; None: nothing."""
+
+
+class StepManner(Protocol):
+    """How an optimizer steps, and where its state waits meanwhile. `streamed_bytes`: a number or an array of them."""
+
+    def can_step(self, cost: OptimizerCost) -> bool: ...
+
+    def resident_bytes(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
+
+    def bytes_away(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> tuple[Any, Any]: ...
+
+    def step_bytes(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
+
+    def step_ms(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
+
+    def exact_bytes(self, cost: OptimizerCost, run: Any) -> tuple[int, int]:
+        """State on the device and what the step needs on top, of an optimizer whose cost is known to the byte."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateRule:
+    """What a technique does to the optimizer's bytes and time."""
+
+    cost: Callable[[Profile], OptimizerCost | None] | None = None
+    """What the optimizer costs instead; None: what it does by itself."""
+    manner: StepManner | None = None
+    """How it steps; None: as it does by itself, all at once."""
+
+
+def nothing_hinders(config: Config, hardware: Hardware) -> str:
+    return ""
+
+
+def nothing_refused(actions: Sequence[Any], config: Config, hardware: Hardware) -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """One thing that a plan can do to a model."""
+
+    name: str
+    family: str
+    """Techniques of one switch are one family, under which it is said what was done."""
+    switch: str
+    """The field of `Config`."""
+    actions: tuple[type[Action], ...]
+    scope: Literal["block", "inside", "run"]
+    """It is about whole blocks, about parts of them, or about the run."""
+    is_exact: bool = True
+    """Up to the order of summation; False where numbers are rounded that would not be."""
+
+    hindrance: Callable[[Config, Hardware], str] = nothing_hinders
+    """Why it cannot be used there though its switch is on; "" where it can."""
+    refusal: Callable[[Sequence[Any], Config, Hardware], str] = nothing_refused
+    """Why a saved plan with these actions cannot be carried out there; "" where it can."""
+
+    treatments: tuple[Treated, ...] = ()
+    """What blocks can be treated with because of it."""
+    traits: Callable[[Any], Mapping[str, Any]] | None = None
+    """Of its action on a block: the fields of `Treatment` that it sets."""
+    recomputes: bool = False
+    """Its blocks are computed again in backward."""
+    option: RunOption | None = None
+    state: StateRule | None = None
+
+    rehearse: Callable[[Planner, Config], None] | None = None
+    """What is tried for it beside its treatments of blocks, which are always tried; None: nothing."""
+    is_dear: bool = False
+    """Trying it takes long: that is done only when nothing else suffices."""
+    settling_steps: int = 1
+    """Steps until one is as all later ones, where transfers overlap with compute."""
+
+    attach: Callable[[Sequence[Any], Attachment], None]
+    place: int
+    """The order of attaching: what is inside a block comes before what recomputes or moves the block as a whole."""
+    places_model: bool = False
+    """It puts the model where it computes."""
+
+    words: Callable[[Any], str]
+    """What one action does: "checkpoint"."""
+    beside: str = ""
+    """What it adds to the words of another technique of the same block; "": its words take the place of theirs."""
+    begins: tuple[str, ...] = ()
+    """How its words about blocks begin, the mildest first."""
+    said_once: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    """Of its actions on a run those that are put into words; None: all of them."""
+    outcome: Callable[[Sequence[Any]], str]
+    """What was done to a model, in words: "20 blocks recomputed in backward"."""
+    outcome_rank: int
+    """Where that stands among what others did."""
+    reason: Callable[[Chosen], Reason] | None = None
+    """Why its option was chosen. Treatments of blocks have one rule for all techniques."""
+    note: Callable[[str], str] | None = None
+    """What a plan for this type of device says about its bits."""
+
+    @property
+    def modes(self) -> frozenset[OptimizationMode]:
+        """The modes that turn it on."""
+        return modes_of(self.switch)
