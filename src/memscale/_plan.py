@@ -281,6 +281,8 @@ class Plan:
     """Why a policy chose this mode; None: the user did."""
     conditions: Conditions | None = None
     """None in a plan that was not written by `decide`, or that an earlier version saved."""
+    least_slowdown: float | None = None
+    """What no exact plan could be below at this budget, by the time model (`_decide/bound.py`); None: not looked at."""
     provisional: bool = False
     """In force until a training step has been seen: `predicted_peak_bytes` is what is known to be there at least."""
 

@@ -314,6 +314,18 @@ class CostModel:
                 compute_ms = option.slowed_ms(self, getattr(run, option.field), compute_ms)
         return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
 
+    def least_compute_ms(self) -> float:
+        """Forward and backward with every stretch in the cheapest exact way that was traced, and no transfers."""
+        busy = {
+            key: [self.pace.busy_ms(segments) for _, segments in self._grouped(trace)]
+            for key, trace in self._traces.items()
+            if not key.precision
+        }
+        mixed = [found for key, found in busy.items() if key not in self._whole]
+        whole = [sum(found) for key, found in busy.items() if key in self._whole]
+        cheapest: float = sum(map(min, zip(*mixed, strict=True)))
+        return min([cheapest, *whole])
+
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """What the machinery of a treatment takes, beside what is computed again."""
         num_operators = sum(segment.num_launches for segment in self._segments(module_fqn, KEEP, "forward"))

@@ -69,6 +69,13 @@ class OptimizerModel:
         # State of embeddings is not quantised.
         return self.left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
 
+    def state_of_streamed_byte(self) -> float:
+        """State that leaves the device with each trainable byte of a block that is streamed."""
+        rest = self.profile.rest_optimizer
+        if rest is None or not self._block_bytes:
+            return 0.0
+        return max(0, self.profile.optimizer.state_bytes - rest.state_bytes) / self._block_bytes
+
     def largest_left(self, run: RunOptions, whole: int, rest: int, streamed_bytes: Any) -> Any:
         """Of a cost of the largest part, which is there until the last block is streamed."""
         least = min(whole, rest) * (self._rest_left(run) > 0)

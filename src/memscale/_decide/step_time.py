@@ -142,12 +142,12 @@ class Pace:
         traffic = _Traffic.of([(param_bytes[owner], runs[first][1], runs[second][1]) for owner, first, second in pairs])
         spread = {}
         for number, (_, first, second) in enumerate(pairs):
-            busy_ms = self._busy_ms(runs[first][1]), self._busy_ms(runs[second][1])
+            busy_ms = self.busy_ms(runs[first][1]), self.busy_ms(runs[second][1])
             early = busy_ms[0] / max(sum(busy_ms), 1e-12)
             spread[first], spread[second] = traffic.spread(number, early)
         return spread
 
-    def _busy_ms(self, segments: list[Segment]) -> float:
+    def busy_ms(self, segments: list[Segment]) -> float:
         """Without transfers."""
         num_launches = sum(segment.num_launches for segment in segments)
         return float(self.slowest_ms(sum(self.compute_ms(segment) for segment in segments), num_launches, Moved()))
