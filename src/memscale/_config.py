@@ -24,7 +24,7 @@ class OptimizationMode(str, enum.Enum):
     """
 
     CONSERVATIVE = "conservative"
-    """Checkpointing only: exact, and the cheapest in time."""
+    """Checkpointing, and the optimizer's step in buckets: exact, and the cheapest in time."""
     BALANCED = "balanced"
     """Checkpointing and offloading: exact."""
     AGGRESSIVE = "aggressive"
@@ -35,6 +35,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
     OptimizationMode.CONSERVATIVE: {
         "enable_checkpointing": True,
         "enable_offloading": False,
+        "enable_bucketed_step": True,
         "enable_tiling": False,
         "use_mixed_precision": False,
         "use_8bit_optimizer": False,
@@ -42,6 +43,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
     OptimizationMode.BALANCED: {
         "enable_checkpointing": True,
         "enable_offloading": True,
+        "enable_bucketed_step": True,
         "enable_tiling": False,
         "use_mixed_precision": False,
         "use_8bit_optimizer": False,
@@ -49,6 +51,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
     OptimizationMode.AGGRESSIVE: {
         "enable_checkpointing": True,
         "enable_offloading": True,
+        "enable_bucketed_step": True,
         "enable_tiling": True,
         "use_mixed_precision": True,  # a wish: planning follows it where the hardware has fast 16-bit math
         "use_8bit_optimizer": True,
@@ -120,6 +123,8 @@ class Config:
     """Recompute activations in backward instead of keeping them (exact)."""
     enable_offloading: bool | None = None
     """Let tensors wait on the host or on disk (exact)."""
+    enable_bucketed_step: bool | None = None
+    """Step a few parameters at a time, where the optimizer updates each by itself (exact)."""
     enable_tiling: bool | None = None
     """Compute the largest tensors tile by tile (exact up to the order of summation)."""
     use_mixed_precision: bool | None = None

@@ -116,16 +116,42 @@ OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
 """Planned buckets: state is brought to the device in pieces that belong to parameters of this many bytes."""
 
 
+STEP_BUCKET_BYTES = 64 * 1024 * 1024
+"""Planned buckets of a step whose state stays where it is. Larger than those that travel: few of them keep the host's
+share of the step small, and temporaries of so many bytes are little beside a state that is all on the device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInBuckets(Action):
+    """The optimizer steps a few parameters at a time, and needs temporaries for these; its state stays where it is."""
+
+    bucket_bytes: int
+    """Bytes of parameters that are stepped at once; a larger parameter is stepped alone."""
+    reason: Reason = Reason("asked for")
+
+    def __post_init__(self) -> None:
+        _check_count(self, "bucket_bytes", minimum=1)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadOptimizer(Action):
     """Optimizer state waits on the next tier; the step runs bucket by bucket."""
 
     bucket_bytes: int
     """Bytes of parameters whose state is brought to the device at once."""
+    resident_share: float = 0.0
+    """The share of the state, by bytes of parameters, that stays on the device. Whole buckets stay, never more than the
+    share, spread evenly, so that a bucket travels while those that stay are stepped."""
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
         _check_count(self, "bucket_bytes", minimum=1)
+        share = self.resident_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise PlanError(
+                f"OffloadOptimizer with resident_share={shown(share)} is not allowed; it must be a number from 0 up "
+                "to, but not including, 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,6 +289,8 @@ class Plan:
     """Why a policy chose this mode; None: the user did."""
     conditions: Conditions | None = None
     """None in a plan that was not written by `decide`, or that an earlier version saved."""
+    least_slowdown: float | None = None
+    """What no exact plan could be below at this budget, by the time model (`_decide/bound.py`); None: not looked at."""
     provisional: bool = False
     """In force until a training step has been seen: `predicted_peak_bytes` is what is known to be there at least."""
 

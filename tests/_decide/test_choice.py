@@ -49,6 +49,7 @@ runs = st.builds(
     streams_rest=st.booleans(),
     precision=st.sampled_from(("", "bfloat16", "float16")),
     quantizes_optimizer=st.booleans(),
+    steps_in_buckets=st.booleans(),
 )
 
 
@@ -57,7 +58,10 @@ def choices(draw: st.DrawFn) -> Choice:
     """Any treatment of any block, in the model's order."""
     treatments = draw(st.tuples(*(st.sampled_from(TREATMENTS) for _ in BLOCKS)))
     treated = zip(BLOCKS, treatments, strict=True)
-    return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), draw(runs))
+    run = draw(runs)
+    if run.offloads_optimizer:
+        run = dataclasses.replace(run, offloads_optimizer=draw(st.sampled_from((1.0, 0.25, 0.03125))))
+    return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), run)
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)

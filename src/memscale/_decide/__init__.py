@@ -18,7 +18,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
-from memscale._decide.pareto import by_peak, by_time, pareto_front
+from memscale._decide.pareto import by_peak, by_time, pareto_front, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
@@ -209,6 +209,10 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
     room = Room(budget.host_bytes, budget.disk_bytes)
     found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
+    found = [candidate for candidate in found if _gains_by_buckets(model, candidate)]
+    for is_exact in (True, False):
+        alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
+        found += _with_shares(model, alike, counts_waiting=counts_waiting)
     return found or [Candidate(Choice(), baseline)]
 
 
@@ -220,6 +224,39 @@ def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
         # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
         if model.optimizer.can_step(run):
             yield run
+
+
+def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bool) -> list[Candidate]:
+    """Plans that send the optimizer's state away, with a share of it left on the device; those that nothing beats.
+
+    Where host or disk may be what a plan fails on, those that are beaten in peak and time may be what is left.
+
+    State is on the device all the time, so leaving more of it there moves a whole front up by as many bytes: the blocks
+    of plans that send all of it away are those of plans that send some.
+    """
+    away = [c for c in found if c.choice.run.offloads_optimizer and model.optimizer.cost(c.choice.run).shares]
+    shared = []
+    for candidate in away if counts_waiting else undominated(away):
+        choice, shares = candidate.choice, model.optimizer.cost(candidate.choice.run).shares
+        runs = [dataclasses.replace(choice.run, offloads_optimizer=1.0 - share.resident_share) for share in shares]
+        outcomes = model.evaluate_runs(choice, runs)
+        shared += [Candidate(Choice(choice.blocks, run), one) for run, one in zip(runs, outcomes, strict=True)]
+    if counts_waiting:
+        return shared
+    kept = {id(candidate) for candidate in undominated([*found, *shared])}
+    return [candidate for candidate in shared if id(candidate) in kept]
+
+
+def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
+    """Whether the peak would be higher if the step did not run in buckets; True where it does not.
+
+    What gains nothing by it is no candidate, so plans whose peak is elsewhere are what they were without it.
+    """
+    choice = candidate.choice
+    if not choice.run.steps_in_buckets:
+        return True
+    at_once = dataclasses.replace(choice, run=dataclasses.replace(choice.run, steps_in_buckets=False))
+    return candidate.outcome.peak_bytes < model.evaluate(at_once).peak_bytes
 
 
 def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:

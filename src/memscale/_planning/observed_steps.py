@@ -78,7 +78,7 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
     actions: list[Action] = [dataclasses.replace(action, reason=reason) for action in blocks]
     can_move = eligible.has(OPTIMIZER) and state.offloaded_step_bytes is not None
     if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
-        actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
+        actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason=reason))
     if eligible.half_type is not None and eligible.must_use(PRECISION):
         actions.append(MixedPrecision(eligible.half_type, reason))
     return _provisional(model, config, hardware, tuple(actions), state.name, budget_bytes), treatment

@@ -72,7 +72,7 @@ class StepManner(Protocol):
 
     def step_ms(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
 
-    def exact_bytes(self, cost: OptimizerCost) -> tuple[int, int]:
+    def exact_bytes(self, cost: OptimizerCost, run: Any) -> tuple[int, int]:
         """State on the device and what the step needs on top, of an optimizer whose cost is known to the byte."""
         ...
 

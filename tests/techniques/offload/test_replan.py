@@ -44,7 +44,7 @@ MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asy
 
 
 def state_away(why: str = "asked for") -> OffloadOptimizer:
-    return OffloadOptimizer(BUCKET_BYTES, Reason(why))
+    return OffloadOptimizer(BUCKET_BYTES, reason=Reason(why))
 
 
 def executor_for(model: nn.Module, **settings: Any) -> Executor:
