@@ -30,10 +30,16 @@ class Budget:
 
 
 def budget_bytes(hardware: Hardware, config: Config) -> int:
-    """What a plan may fill: the hard budget, else the utilisation's share of the memory, or what others leave of it."""
+    """What a plan may fill: the hard budget, else the utilisation's share of what the context and others leave.
+
+    The share is one of what is left, so that a margin stays also on a card that others use. Memory of a CPU is shared
+    with everything else on the machine: there it is one of the whole, as long as that is free.
+    """
     if config.memory_budget_gb is not None:
         return round(config.memory_budget_gb * 1e9)
-    return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
+    if hardware.device_type == "cpu":
+        return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
+    return int(hardware.free_bytes * config.target_gpu_utilization)
 
 
 def full_budget(hardware: Hardware, config: Config) -> Budget:
