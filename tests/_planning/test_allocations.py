@@ -103,7 +103,7 @@ def test_what_is_forgotten_was_never_there() -> None:
 
 
 def test_a_thread_multiplies_for_the_first_time_once() -> None:
-    events = [event for step in log_of(small()).steps for event in step]
+    events = log_of(small()).steps[0]
     assert [event.thread for event in events if isinstance(event, Multiplied)] == ["forward", "backward"]
     index = events.index(Multiplied("forward"))
     assert events[index - 1] == Allocated(events[index - 1].serial, 8 * 2 * WIDTH * 4), "the result comes first"

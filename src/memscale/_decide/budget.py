@@ -1,4 +1,4 @@
-"""What a plan may use of the device, the host and the disk. No torch."""
+"""What a plan may use of the device, the host and the disk; and what the allocator holds for it. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from memscale._config import Config
 from memscale._decide.choice import Outcome
 from memscale._hardware import Hardware
+from memscale._plan import Plan
 
 HOST_MARGIN = 0.1
 """The share of available host memory that offloading leaves alone, unless told how much it may use."""
@@ -26,6 +27,32 @@ class Budget:
             outcome.peak_bytes <= self.device_bytes
             and outcome.host_bytes <= self.host_bytes
             and waits <= self.host_bytes + self.disk_bytes
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a caching allocator hands out and holds for a step, and what that comes to on the card."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+    """Reserved, the context and what others hold."""
+
+    @classmethod
+    def on(cls, hardware: Hardware, allocated_bytes: int, reserved_bytes: int) -> Held:
+        return cls(allocated_bytes, reserved_bytes, reserved_bytes + hardware.held_bytes)
+
+    def fits(self, hardware: Hardware, config: Config) -> bool:
+        """Reserved is within the budget, and the total within the card."""
+        return self.reserved_bytes <= budget_bytes(hardware, config) and self.total_bytes <= hardware.total_bytes
+
+    def written_in(self, plan: Plan) -> Plan:
+        return dataclasses.replace(
+            plan,
+            predicted_allocated_bytes=self.allocated_bytes,
+            predicted_reserved_bytes=self.reserved_bytes,
+            predicted_total_bytes=self.total_bytes,
         )
 
 

@@ -170,6 +170,8 @@ class Offloading:
         )
         self._handed_over = None
         self.users["streaming"] = streamer
+        if not self._is_fake and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()  # else the segments that parameters have left stay reserved for nobody
 
     def _attach_activations(
         self, actions: Sequence[OffloadActivations], transfers: Transfers, undo: contextlib.ExitStack

@@ -72,6 +72,8 @@ class Hardware:
     """PyTorch reserves memory here in segments and keeps them, as on CUDA: a plan is then held to reserved bytes."""
     context_bytes: int = 0
     """What the driver takes for a process, by architecture; 0 where nothing is known to be taken."""
+    num_multiprocessors: int = 80
+    """Of a GPU: how much memory some kernels take inside themselves depends on it."""
     workspace_bytes: int = 0
     """What each thread that multiplies matrices takes, by architecture."""
 
@@ -121,6 +123,7 @@ class Hardware:
             present=False,
             has_caching_allocator=True,
             context_bytes=footprint.context_bytes,
+            num_multiprocessors=card.num_multiprocessors,
             workspace_bytes=footprint.workspace_bytes,
         )
 

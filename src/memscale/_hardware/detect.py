@@ -111,6 +111,7 @@ def _accelerator_hardware(
         launch_s=LAUNCH_S,
         has_caching_allocator=caches,
         context_bytes=footprint.context_bytes if caches else 0,
+        num_multiprocessors=int(getattr(properties, "multi_processor_count", 80)),
         workspace_bytes=footprint.workspace_bytes if caches else 0,
     )
     clock = getattr(properties, "clock", None)

@@ -142,7 +142,8 @@ class _Search:
             self.on_progress(f"{name}: rehearsing at {size}")
             confirmed = self._confirmed(size, plan, config)
             # What was drawn from small sizes is wrong by a share of the size.
-            share = plan.predicted_peak_bytes / max(1, confirmed.predicted_peak_bytes)
+            needed_bytes = max(confirmed.predicted_peak_bytes, confirmed.predicted_reserved_bytes or 0)
+            share = plan.predicted_peak_bytes / max(1, needed_bytes)
             if confirmed.fits:
                 best, is_found = _fitting(size, confirmed, is_limited=size == self.limit), True
             else:
@@ -200,7 +201,7 @@ class _Search:
             confirmed = planner.confirm(plan, config)
         else:
             peak_bytes = CostModel(planner.profile, self.hardware).evaluate(Choice()).peak_bytes
-            confirmed = dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, rehearsed=True)
+            confirmed = planner.confirm(dataclasses.replace(plan, predicted_peak_bytes=peak_bytes), config)
         fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
         return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)
 

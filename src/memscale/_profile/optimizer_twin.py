@@ -125,6 +125,12 @@ def optimizer_over(
     return _same_class(twin.optimizer, chosen)
 
 
+def over_parameters(optimizer: Optimizer, inside: Collection[int]) -> Optimizer:
+    """The same optimizer, without state, over those of its parameters that have these ids."""
+    groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in optimizer.param_groups]
+    return _same_class(optimizer, groups)
+
+
 def host_counters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Step counters in its state, which stay on the host while parameters are on a device, unless the step is fused
     or capturable."""
@@ -357,7 +363,7 @@ class _Twin:
         alike: dict[Any, _BucketCost] = {}
         costs = []
         for bucket in self._filled_buckets(how):
-            optimizer = self._over({id(fake) for fake in bucket.values()})
+            optimizer = over_parameters(self.optimizer, {id(fake) for fake in bucket.values()})
             key = tuple((how.packs(number), _kind(fake)) for number, fake in bucket.items())
             if key not in alike:
                 alike[key] = self._try_bucket(how, optimizer, bucket)
@@ -372,10 +378,6 @@ class _Twin:
                 bucket = {number: self._fakes[number] for number in numbers if number in self._fakes}
                 if bucket:
                     yield bucket
-
-    def _over(self, inside: set[int]) -> Optimizer:
-        groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
-        return _same_class(self.optimizer, groups)
 
     def _try_bucket(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
         books = self._books()

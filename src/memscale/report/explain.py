@@ -154,6 +154,21 @@ def _number_lines(plan: Plan) -> list[str]:
         f"  baseline:  {show_bytes(plan.baseline_peak_bytes)} peak; budget {show_bytes(plan.budget_bytes)}",
         f"  planned:   {show_bytes(plan.predicted_peak_bytes)} peak ({plan.reduction:.1%} less, {how}), "
         f"{plan.predicted_slowdown:.2f}x the time, {'fits' if plan.fits else 'does not fit'}",
+        *_held_lines(plan),
+    ]
+
+
+def _held_lines(plan: Plan) -> list[str]:
+    """What the allocator and the card hold, and what waits elsewhere; nothing where no allocator keeps memory."""
+    if plan.predicted_allocated_bytes is None or plan.predicted_reserved_bytes is None:
+        return []
+    allocated, reserved = show_bytes(plan.predicted_allocated_bytes), show_bytes(plan.predicted_reserved_bytes)
+    total = show_bytes(plan.predicted_total_bytes or 0)
+    beside = [(plan.host_bytes, "on the host"), (plan.movable_bytes, "on the host or the disk")]
+    waits = " and ".join(f"{show_bytes(num_bytes)} {where}" for num_bytes, where in beside if num_bytes)
+    return [
+        f"  card:      {allocated} allocated, {reserved} reserved; {total} with the context and what others hold",
+        *([f"  waiting:   {waits}"] if waits else []),
     ]
 
 
