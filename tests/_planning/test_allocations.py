@@ -224,6 +224,26 @@ def test_what_a_repeated_step_leaves_is_replaced() -> None:
     assert reserved_of(log, num_steps=5).requested_peak_bytes == 2 * 30 * MIB
 
 
+def test_what_has_left_before_the_first_step_does_not_count() -> None:
+    log = AllocationLog()
+    log.allocate(1, 100 * MIB)
+    log.allocate(2, 30 * MIB)
+    log.leave([1])
+    log.begin_step()
+    log.allocate(3, 30 * MIB)
+    log.free(1)  # when the stand-in dies at last
+    log.free(3)
+    assert reserved_of(log, workspace_bytes=0) == Reserved(60 * MIB, 60 * MIB, 60 * MIB)
+
+
+def test_what_a_kernel_takes_inside_itself_is_cached() -> None:
+    log = AllocationLog()
+    log.begin_step()
+    log.pass_by([30 * MIB, 512])
+    log.allocate(1, 40 * MIB)
+    assert reserved_of(log, workspace_bytes=0, num_steps=1) == Reserved(40 * MIB, 40 * MIB, 72 * MIB)
+
+
 def test_a_card_that_is_too_small() -> None:
     with pytest.raises(OutOfMemoryError, match="no room"):
         reserved_of(by_hand(), capacity_bytes=60 * MIB)

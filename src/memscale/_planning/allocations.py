@@ -308,6 +308,7 @@ def reserved_of(
     memory = CachingAllocator(settings, capacity_bytes)
     replay = _Replay(memory, workspace_bytes)
     replay.play(log.before)
+    memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
     for index in range(num_steps):
         repeated = index >= len(log.steps)
         replay.play(log.steps[-1] if repeated else log.steps[index])

@@ -224,8 +224,8 @@ def _front_lines(plan: Plan) -> list[str]:
     lines = ["Peak against time, by the peak model:", *table(cells, underlined=True)]
     if plan.chosen is not None:
         lines += [
-            _neighbour("next cheaper", plan.next_cheaper, plan.chosen, plan.budget_bytes),
-            _neighbour("next smaller", plan.next_smaller, plan.chosen, plan.budget_bytes),
+            _neighbour("next cheaper", plan.next_cheaper, plan.chosen, _live_budget_bytes(plan)),
+            _neighbour("next smaller", plan.next_smaller, plan.chosen, _live_budget_bytes(plan)),
         ]
     return [*lines, *note]
 
@@ -234,6 +234,13 @@ def _front_cells(point: FrontPoint) -> tuple[str, ...]:
     mark = ">" if point.is_chosen else ""
     what = point.what if point.is_exact else f"{point.what} (not exact)"
     return mark, show_bytes(point.peak_bytes), f"{point.slowdown:.2f}x", what
+
+
+def _live_budget_bytes(plan: Plan) -> int:
+    """What may be live: what the allocator holds above that is taken to be the same for other plans."""
+    reserved_bytes = plan.predicted_reserved_bytes
+    above_bytes = 0 if reserved_bytes is None else reserved_bytes - plan.predicted_peak_bytes
+    return plan.budget_bytes - max(0, above_bytes)
 
 
 def _neighbour(name: str, point: FrontPoint | None, chosen: FrontPoint, budget_bytes: int) -> str:
