@@ -76,7 +76,7 @@ cuda: $(CUDA_STAMP)
 	$(CUDA_BIN)/python -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests --ignore emucuda/tests/card --ignore emucuda/tests/memscale
 	$(CUDA_BIN)/python -m emucuda --races --kernels -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/card
 	$(CUDA_BIN)/python -m emucuda --races --lag 100000 -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/memscale
-	$(CUDA_BIN)/python -m emucuda.peaks
+	$(CUDA_BIN)/python -m emucuda.peaks bert-base gpt2 bert-large gpt2-medium gpt2-large --json docs/results/cuda.json
 
 format: $(STAMP)
 	$(BIN)/ruff format .

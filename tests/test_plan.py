@@ -18,6 +18,7 @@ from memscale._errors import shown
 from memscale._plan import (
     Action,
     Checkpoint,
+    FrontPoint,
     OffloadOptimizer,
     QuantizeOptimizer,
     StepInBuckets,
@@ -185,3 +186,39 @@ def test_it_says_where_only_the_formula_is_promised(device_type: str, is_said: b
     words = "stepped by the host's kernels"
     assert (words in plan_of([StreamParameters("a")], device_type=device_type).explain()) == is_said
     assert words not in plan_of([Checkpoint("a")], device_type=device_type).explain()
+
+
+# ---- what the allocator holds
+
+
+HELD = dataclasses.replace(
+    PLAN, predicted_allocated_bytes=3_000_000, predicted_reserved_bytes=4_000_000, predicted_total_bytes=304_000_000
+)
+
+
+def test_what_is_held_survives_the_way_through_json() -> None:
+    assert Plan.from_json(HELD.to_json()) == HELD
+    assert "3.0 MB allocated, 4.0 MB reserved; 304.0 MB with the context" in HELD.explain()
+
+
+def test_a_plan_of_an_earlier_version_has_no_such_numbers() -> None:
+    fields = json.loads(HELD.to_json())
+    for name in ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes"):
+        del fields[name]
+    assert Plan.from_json(json.dumps(fields)) == PLAN
+
+
+def test_what_is_held_is_a_number_of_bytes() -> None:
+    text = HELD.to_json().replace("304000000", "-1")
+    with pytest.raises(PlanError, match="predicted_total_bytes"):
+        Plan.from_json(text)
+
+
+def test_a_neighbour_is_above_the_budget_with_what_is_reserved_for_it() -> None:
+    chosen = dataclasses.replace(
+        HELD,
+        predicted_reserved_bytes=HELD.predicted_peak_bytes + HELD.budget_bytes,
+        front=(FrontPoint(200, 1.0, "less"), FrontPoint(100, 1.1, "this", is_chosen=True)),
+    )
+    assert "next cheaper: 0.1 kB more, above the budget" in chosen.explain()
+    assert "above the budget" not in dataclasses.replace(chosen, predicted_reserved_bytes=None).explain()

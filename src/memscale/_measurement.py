@@ -45,7 +45,9 @@ class Measurement:
         """Bytes by kind at that peak; they add up to `peak_bytes`."""
         self.timeline: list[Sample] = []
         self.allocator_peak_bytes: int | None = None
-        """The device allocator's own peak, where the device has one."""
+        """The device allocator's own peak of what it has handed out, where the device has one."""
+        self.reserved_peak_bytes: int | None = None
+        """Its peak of what it holds: a budget in GB bounds this."""
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{kind} {self.breakdown[kind] / 1e9:.3f}" for kind in KINDS)
@@ -92,6 +94,7 @@ def measure(device: str | torch.device | None = None) -> Iterator[Measurement]:
             books.write()
             if on_accelerator:
                 measurement.allocator_peak_bytes = torch.accelerator.max_memory_allocated()
+                measurement.reserved_peak_bytes = torch.accelerator.max_memory_reserved()
 
 
 def _device_type(device: str | torch.device | None) -> str:

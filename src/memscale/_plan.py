@@ -258,10 +258,13 @@ class Plan:
     baseline_peak_bytes: int
     """The peak of the unmodified model."""
     predicted_peak_bytes: int
+    """The highest sum of live storages, as `memscale.measure()` shows it."""
     predicted_slowdown: float
     """Predicted step time over that of the unmodified model."""
     budget_bytes: int
+    """What may be reserved on the device; on a CPU, where nothing is reserved: what may be live."""
     fits: bool
+    """Reserved (else live) bytes are within the budget, the total is within the card, and host and disk have room."""
     decision_source: DecisionSource
     mode: str
     device_type: str
@@ -293,6 +296,13 @@ class Plan:
     """What no exact plan could be below at this budget, by the time model (`_decide/bound.py`); None: not looked at."""
     provisional: bool = False
     """In force until a training step has been seen: `predicted_peak_bytes` is what is known to be there at least."""
+    predicted_allocated_bytes: int | None = None
+    """The highest that `torch.accelerator.max_memory_allocated()` will show: live bytes, rounded up, and workspaces.
+    This and the next two are None where no caching allocator is, as on a CPU, and where a step was not recorded."""
+    predicted_reserved_bytes: int | None = None
+    """The highest that `torch.accelerator.max_memory_reserved()` will show, which the budget bounds."""
+    predicted_total_bytes: int | None = None
+    """What the card will hold then: reserved bytes, the context, and what others held when it was planned."""
 
     @property
     def reduction(self) -> float:
@@ -351,6 +361,9 @@ class Plan:
             raise PlanError(f"this is not a plan: {shortened(str(error))}") from error
         for name in ("baseline_peak_bytes", "predicted_peak_bytes", "budget_bytes", "host_bytes", "movable_bytes"):
             _check_count(plan, name, minimum=0)
+        for name in ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes"):
+            if getattr(plan, name) is not None:
+                _check_count(plan, name, minimum=0)
         return plan
 
     def save(self, path: str | pathlib.Path) -> None:

@@ -48,7 +48,8 @@ def test_the_budget_is_the_utilisation_or_the_hard_limit() -> None:
 
 def test_what_others_hold_is_not_ours_to_use() -> None:
     busy = hardware_of(free_bytes=3_000 * MB)
-    assert budget_bytes(busy, Config()) == 3_000 * MB
+    assert budget_bytes(busy, Config()) == 2_550 * MB, "a margin stays"
+    assert budget_bytes(dataclasses.replace(busy, device_type="cpu"), Config()) == 3_000 * MB
 
 
 # ---- 16 bits

@@ -79,6 +79,7 @@ def test_stats_of_a_cpu() -> None:
     stats = checkpoint_all(Mlp()).stats()
     assert stats.device_type == "cpu"
     assert stats.peak_bytes is None
+    assert stats.reserved_peak_bytes is None
     assert stats.num_recomputes == 0
 
 

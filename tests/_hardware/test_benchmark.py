@@ -258,6 +258,10 @@ def state_of_the_card() -> tuple[int, ...]:
     return accelerator.memory_allocated(GPU), accelerator.memory_reserved(GPU), accelerator.max_memory_allocated(GPU)
 
 
+def peaks_of_the_card() -> tuple[int, ...]:
+    return torch.accelerator.max_memory_allocated(GPU), torch.accelerator.max_memory_reserved(GPU)
+
+
 def leave_free(num_bytes: int) -> None:
     simgpu.set_cap(torch.accelerator.memory_reserved(GPU) + num_bytes)
 
@@ -273,10 +277,30 @@ def test_an_accelerator_is_measured_and_gets_everything_back(card: None, small_s
 
 
 def test_an_earlier_peak_is_not_forgotten(card: None, small_sizes: None) -> None:
-    torch.ones(10_000_000, device=GPU)
-    before = torch.accelerator.max_memory_allocated(GPU)
+    torch.ones(20_000_000, device=GPU)
+    before = peaks_of_the_card()
     device_figures(GPU, "card")
-    assert torch.accelerator.max_memory_allocated(GPU) == before
+    assert peaks_of_the_card() == before
+
+
+def test_an_earlier_peak_is_not_raised(card: None, small_sizes: None) -> None:
+    torch.ones(100_000, device=GPU)
+    before = peaks_of_the_card()
+    with pytest.raises(NotMeasuredError, match="peak statistics"):
+        device_figures(GPU, "card")
+    assert peaks_of_the_card() == before
+
+
+def test_little_is_taken_for_it() -> None:
+    assert max(sizes.num_bytes for sizes in benchmark._ON_ACCELERATOR) < 0.3e9
+
+
+def test_never_more_is_taken_than_said(card: None, small_sizes: None) -> None:
+    before = torch.accelerator.memory_allocated(GPU)
+    sizes = benchmark._Sizes(2**18, 512)
+    benchmark._figures(GPU, sizes)
+    torch.accelerator.synchronize(GPU)
+    assert torch.accelerator.max_memory_allocated(GPU) - before <= sizes.num_bytes + 512
 
 
 def test_what_is_measured_with_leaves_half_of_the_free_memory_alone(

@@ -101,7 +101,7 @@ def test_what_is_forgotten_was_never_there() -> None:
 
 
 def test_a_thread_multiplies_for_the_first_time_once() -> None:
-    events = [event for step in log_of(small()).steps for event in step]
+    events = log_of(small()).steps[0]
     assert [event.thread for event in events if isinstance(event, Multiplied)] == ["forward", "backward"]
     index = events.index(Multiplied("forward"))
     assert events[index - 1] == Allocated(events[index - 1].serial, 8 * 2 * WIDTH * 4), "the result comes first"
@@ -220,6 +220,26 @@ def test_what_a_repeated_step_leaves_is_replaced() -> None:
     log.begin_step()
     log.allocate(1, 30 * MIB)  # as a variable that holds the last output
     assert reserved_of(log, num_steps=5).requested_peak_bytes == 2 * 30 * MIB
+
+
+def test_what_has_left_before_the_first_step_does_not_count() -> None:
+    log = AllocationLog()
+    log.allocate(1, 100 * MIB)
+    log.allocate(2, 30 * MIB)
+    log.leave([1])
+    log.begin_step()
+    log.allocate(3, 30 * MIB)
+    log.free(1)  # when the stand-in dies at last
+    log.free(3)
+    assert reserved_of(log, workspace_bytes=0) == Reserved(60 * MIB, 60 * MIB, 60 * MIB)
+
+
+def test_what_a_kernel_takes_inside_itself_is_cached() -> None:
+    log = AllocationLog()
+    log.begin_step()
+    log.pass_by([30 * MIB, 512])
+    log.allocate(1, 40 * MIB)
+    assert reserved_of(log, workspace_bytes=0, num_steps=1) == Reserved(40 * MIB, 40 * MIB, 72 * MIB)
 
 
 def test_a_card_that_is_too_small() -> None:

@@ -68,7 +68,11 @@ def test_a_card_that_is_elsewhere() -> None:
     there = memscale.estimate(model, case("gpt2").batch(0), hardware=Hardware.from_name("RTX 3090"))
     assert there.device_name == "RTX 3090"
     assert there.baseline_peak_bytes != here.baseline_peak_bytes, "its kernels save other tensors"
-    assert there.budget_bytes == int(24 * 2**30 * 0.85)
+    card = Hardware.from_name("RTX 3090")
+    assert there.budget_bytes == int((24 * 2**30 - card.context_bytes) * 0.85)
+    assert here.baseline_reserved_bytes is None, "a CPU reserves nothing"
+    assert there.baseline_reserved_bytes is not None
+    assert there.baseline_reserved_bytes > there.baseline_peak_bytes + 2 * card.workspace_bytes
 
 
 @pytest.mark.parametrize("name", ["none", "sgd", "sgd_momentum", "adam", "adamw", "adagrad", "adafactor", "rmsprop"])

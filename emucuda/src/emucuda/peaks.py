@@ -1,12 +1,13 @@
 """`python -m emucuda.peaks`: what memscale predicts beside what the emulated card takes, one table.
 
-    python -m emucuda.peaks                          # the five published models, plain and wrapped
-    python -m emucuda.peaks bert-base gpt2-medium    # some of them
-    python -m emucuda.peaks --json peaks.json        # the table as data
+    python -m emucuda.peaks                                          # the five published models, plain and wrapped
+    python -m emucuda.peaks bert-base gpt2 --modes plain balanced    # some of them
+    python -m emucuda.peaks --json docs/results/cuda.json            # the table as data; rows that are there stay
 
-Each row is a process of its own on an RTX 3090: three training steps in fp32 with AdamW, figures of the third. All
-figures are GiB, as the published ones. "live" is memscale's prediction of live storages; "allocated", "reserved" and
-"total" (reserved and the context) are what PyTorch and the card say.
+Each row is a process of its own on an RTX 3090: three training steps in fp32 with AdamW, the highest figures of all
+three. All figures are GiB, as the published ones. "live" is memscale's prediction of live storages; then follow what it
+predicts that PyTorch allocates and reserves, what PyTorch did allocate and reserve, and how far off that is.
+A mode is `plain`, or one of memscale.Config with how tensors travel: `balanced-sync`, `balanced-async`.
 """
 
 import argparse
@@ -43,26 +44,42 @@ ROWS = {
     "gpt2-medium": Row("gpt2", 1024, 24, 16, 4, 512, 10.87),
     "gpt2-large": Row("gpt2", 1280, 36, 20, 2, 512, 14.87),
     "gpt2-xl": Row("gpt2", 1600, 48, 25, 1, 512, None),
+    "gpt2": Row("gpt2", 768, 12, 12, 4, 256, None),
 }
-MODES = ("plain", "balanced")
+PUBLISHED = ("bert-base", "bert-large", "gpt2-medium", "gpt2-large", "gpt2-xl")
+MODES = ("plain", "balanced-sync", "balanced-async")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m emucuda.peaks", description="Predicted and emulated peaks.")
-    parser.add_argument("models", nargs="*", default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), help="plain, or modes of memscale.Config")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("models", nargs="*", default=list(PUBLISHED), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help="plain, or e.g. balanced-sync")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file, in the place of those it has")
     options = parser.parse_args(arguments)
     if unknown := set(options.models) - set(ROWS):
         parser.error(f"There is no model {sorted(unknown)[0]!r}. Models are {', '.join(ROWS)}.")
-    print(f"{'model':12} {'mode':13} {'published':>9} {'live':>8} {'allocated':>9} {'reserved':>9} {'total':>8}")
-    measured = []
+    print(_HEADER)
     for name in options.models:
         for mode in options.modes:
-            measured.append(_measured(name, mode))
-            print(_line(measured[-1]), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+            row = _measured(name, mode)
+            print(_line(row), flush=True)
+            if options.json is not None:
+                _write(options.json, row)
+
+
+def _write(path: Path, row: dict[str, Any]) -> None:
+    """Put a row into the file, with what it was measured with."""
+    data = json.loads(path.read_text()) if path.exists() else {"card": "RTX 3090, emulated", "rows": []}
+    rows = [each for each in data["rows"] if (each["model"], each["mode"]) != (row["model"], row["mode"])]
+    data["rows"] = sorted([*rows, row], key=lambda each: (each["model"], each["mode"]))
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """Of the source that memscale and this package are from; empty outside of a repository."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def _measured(name: str, mode: str) -> dict[str, Any]:
@@ -80,25 +97,37 @@ def _measured(name: str, mode: str) -> dict[str, Any]:
     return row
 
 
+_HEADER = (
+    f"{'model':12} {'mode':18} {'published':>9} {'live':>8} | predicted: {'alloc.':>8} {'reserved':>8} | "
+    f"emulated: {'alloc.':>8} {'reserved':>8} {'total':>8} | off by"
+)
+
+
 def _line(row: dict[str, Any]) -> str:
     def gib(value: int | None) -> str:
         return "-" if value is None else f"{value / GIB:.4f}"
 
     published = ROWS[row["model"]].published_gib
-    stated = "" if row["mode"] != "plain" else "OOM" if published is None else f"{published:.2f}"
-    figures = "{:>8} {:>9} {:>9} {:>8}".format(
-        *(gib(row[f"{kind}_bytes"]) for kind in ("live", "allocated", "reserved", "total"))
-    )
+    is_published = row["mode"] == "plain" and row["model"] in PUBLISHED
+    stated = "" if not is_published else "OOM" if published is None else f"{published:.2f}"
+    predicted = f"{gib(row['predicted_allocated_bytes']):>8} {gib(row['predicted_reserved_bytes']):>8}"
+    emulated = " ".join(f"{gib(row[f'{kind}_bytes']):>8}" for kind in ("allocated", "reserved", "total"))
+    off = "out of memory" if row["out_of_memory"] else " ".join(_off(row, kind) for kind in ("allocated", "reserved"))
     return (
-        f"{row['model']:12} {row['mode']:13} {stated:>9} {figures}{'  out of memory' if row['out_of_memory'] else ''}"
+        f"{row['model']:12} {row['mode']:18} {stated:>9} {gib(row['live_bytes']):>8} |            {predicted} |"
+        f"           {emulated} | {off}"
     )
+
+
+def _off(row: dict[str, Any], kind: str) -> str:
+    predicted = row[f"predicted_{kind}_bytes"]
+    return "-" if predicted is None else f"{100 * (predicted / row[f'{kind}_bytes'] - 1):+.2f} %"
 
 
 # ---- on the card
 
 
 def _build(row: Row) -> Any:
-    import torch
     import transformers
 
     sizes: dict[str, Any]
@@ -111,29 +140,61 @@ def _build(row: Row) -> Any:
         sizes = {"hidden_size": row.width, "num_hidden_layers": row.layers, "num_attention_heads": row.heads}
         config = transformers.BertConfig(**sizes, intermediate_size=4 * row.width)
         kind = transformers.BertForMaskedLM
-    with torch.device("cuda"):
-        return kind(config).train()
+    return kind(config).train().cuda()
 
 
-def _wrapped(model: Any, inputs: Any, mode: str) -> int:
-    """Wrap the model; memscale's prediction of live bytes."""
-    import torch
-
+def _wrapped(model: Any, inputs: Any, mode: str) -> dict[str, Any]:
+    """Wrap the model; what memscale predicts."""
     import memscale
+    from memscale.report.explain import what_is_done
 
-    config = memscale.Config(mode=memscale.OptimizationMode(mode), force_optimize=True, enable_logging=False)
+    kind, _, travels = mode.partition("-")
+    config = memscale.Config(
+        mode=memscale.OptimizationMode(kind),
+        async_offload=travels == "async",
+        force_optimize=True,
+        enable_logging=False,
+    )
     memscale.wrap(model, config, sample_input=inputs)
-    torch.cuda.empty_cache()  # segments that only building the model needed are none of the steps'
-    predicted: int = model._memscale_executor.plan.predicted_peak_bytes
-    return predicted
+    return _predicted(model._memscale_executor.plan) | {"what": what_is_done(model._memscale_executor.plan)}
+
+
+def _plain(model: Any, inputs: Any) -> dict[str, Any]:
+    """What memscale predicts of the unmodified model, whether it fits or not."""
+    import memscale
+    from memscale._planning.job import Job
+    from memscale._planning.planner import Planner
+    from memscale._profile.inputs import Inputs
+
+    config = memscale.Config(async_offload=False, enable_logging=False)
+    hardware = memscale.Hardware.detect("cuda")
+    planner = Planner(Job(model, config, hardware, "adamw"), Inputs.from_sample(inputs))
+    held = planner.held((), config)
+    assert held is not None
+    plain = planner.profile.static_bytes + planner.profile.plain.peak_bytes
+    return {
+        "live_bytes": plain,
+        "predicted_allocated_bytes": held.allocated_bytes,
+        "predicted_reserved_bytes": held.reserved_bytes,
+        "what": "nothing",
+    }
+
+
+def _predicted(plan: Any) -> dict[str, Any]:
+    return {
+        "live_bytes": plan.predicted_peak_bytes,
+        "predicted_allocated_bytes": plan.predicted_allocated_bytes,
+        "predicted_reserved_bytes": plan.predicted_reserved_bytes,
+    }
 
 
 def _train(model: Any, inputs: Any, optimizer: Any) -> bool:
-    """Three steps; the peaks are of the last one that began. False: out of memory."""
+    """Three steps. False: out of memory."""
     import torch
 
+    torch.cuda.empty_cache()  # segments that only building the model needed are none of the steps'
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
-        torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         try:
             model(**inputs).loss.backward()
@@ -145,6 +206,7 @@ def _train(model: Any, inputs: Any, optimizer: Any) -> bool:
 
 def _child(name: str, mode: str) -> None:
     import torch
+    import transformers
 
     import emucuda
     import memscale
@@ -154,7 +216,7 @@ def _child(name: str, mode: str) -> None:
     inputs = {"input_ids": ids, "labels": ids}
     model = _build(row)
     optimizer = torch.optim.AdamW(model.parameters())
-    live_bytes = None if mode == "plain" else _wrapped(model, inputs, mode)
+    predicted = _plain(model, inputs) if mode == "plain" else _wrapped(model, inputs, mode)
     fits = _train(model, inputs, optimizer)
     reserved_bytes = torch.cuda.max_memory_reserved()
     figures = {
@@ -164,10 +226,14 @@ def _child(name: str, mode: str) -> None:
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": reserved_bytes,
         "total_bytes": reserved_bytes + emucuda.Settings().context_bytes,
+        "versions": {
+            "torch": str(torch.version.__version__),
+            "transformers": transformers.__version__,
+            "memscale": memscale.__version__,
+            "commit": _commit(),
+        },
     }
-    if live_bytes is None:  # after the figures were read: an estimate takes memory of its own for a moment
-        live_bytes = memscale.estimate(model, inputs, optimizer=optimizer).baseline_peak_bytes
-    print(_MARK + json.dumps(figures | {"live_bytes": live_bytes}), flush=True)
+    print(_MARK + json.dumps(figures | predicted), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memscale._config import Config
-from memscale._decide.budget import Budget, budget_bytes, full_budget
+from memscale._decide.budget import Budget, Held, budget_bytes, full_budget
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
@@ -33,10 +33,13 @@ DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does no
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
 
 
-def needs_optimizing(model: CostModel, config: Config) -> bool:
-    """The smart skip: a model that fits as it is is left alone, unless the user insists."""
+def needs_optimizing(model: CostModel, config: Config, reserve_bytes: int = 0) -> bool:
+    """The smart skip: a model that fits as it is is left alone, unless the user insists.
+
+    `reserve_bytes` is what the allocator holds above what is live.
+    """
     baseline = model.evaluate(Choice())
-    return config.force_optimize or baseline.peak_bytes > budget_bytes(model.hardware, config)
+    return config.force_optimize or baseline.peak_bytes + reserve_bytes > budget_bytes(model.hardware, config)
 
 
 def decide(
@@ -46,12 +49,20 @@ def decide(
     decision_source: DecisionSource = "user_config",
     *,
     margin_bytes: int = 0,
+    reserve_bytes: int = 0,
     rehearsed: Mapping[Choice, int] | None = None,
     raise_if_unfit: bool = True,
 ) -> Plan:
     """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none."""
     model = CostModel(profile, hardware, overlaps=config.async_offload)
-    plan = decide_on(model, config, decision_source, margin_bytes=margin_bytes, rehearsed=rehearsed)
+    plan = decide_on(
+        model,
+        config,
+        decision_source,
+        margin_bytes=margin_bytes,
+        reserve_bytes=reserve_bytes,
+        rehearsed=rehearsed,
+    )
     if raise_if_unfit and not plan.fits:
         raise DoesNotFitError(explain_misfit(profile, plan, config))
     return plan
@@ -63,18 +74,20 @@ def decide_on(
     decision_source: DecisionSource = "user_config",
     *,
     margin_bytes: int = 0,
+    reserve_bytes: int = 0,
     rehearsed: Mapping[Choice, int] | None = None,
 ) -> Plan:
     """The same for somebody who decides on one profile several times; `plan.fits` is False when nothing fits.
 
     `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added. Those
-    that were `rehearsed` count with the peaks that this showed.
+    that were `rehearsed` count with the peaks that this showed. `reserve_bytes` is what the allocator is expected to
+    hold above what is live: a budget bounds both together.
     """
-    eligible = resolve(config, model.hardware)
-    budget, profile = eligible.budget, model.profile
+    eligible, profile = resolve(config, model.hardware), model.profile
+    budget = dataclasses.replace(eligible.budget, device_bytes=max(0, eligible.budget.device_bytes - reserve_bytes))
     baseline = model.evaluate(Choice())
-    if not needs_optimizing(model, config):
-        numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
+    if not needs_optimizing(model, config, reserve_bytes):
+        numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": eligible.budget.device_bytes}
         chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
         candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(baseline)
     else:
@@ -83,7 +96,8 @@ def decide_on(
         chosen, summary = _choose(candidates, baseline, budget, config, expected)
         fits = budget.admits(expected.of(chosen).outcome)
     front = pareto_front(_placeable(candidates, budget), baseline, chosen, profile)
-    plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
+    shown_bytes = eligible.budget.device_bytes
+    plan = write_plan(model, config, decision_source, baseline, chosen, shown_bytes, fits, summary, front, note)
     if not chosen.choice.num_actions:
         plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, eligible)))
     return plan
@@ -147,7 +161,7 @@ def _choose(
     placeable = _placeable(candidates, budget)
     numbers: dict[str, int | float | str] = {
         "baseline_bytes": baseline.peak_bytes,
-        "budget_bytes": budget.device_bytes,
+        "budget_bytes": budget_bytes(expected.model.hardware, config),
         "candidates": len(candidates),
     }
 
@@ -165,12 +179,13 @@ def _choose(
     return min(fitting, key=by_time), Reason("nothing exact fits: the fastest of the others that do", numbers)
 
 
-def confirmed(plan: Plan, peak_bytes: int, *, fits: bool) -> Plan:
+def confirmed(plan: Plan, peak_bytes: int, *, fits: bool, held: Held | None = None) -> Plan:
     """The plan with what its rehearsal showed. Its rule does not go on saying what that has disproved."""
     summary = plan.summary
     if plan.fits and not fits and summary.rule != FORCED:
         summary = Reason(DISPROVED, {**summary.numbers, "predicted_bytes": plan.predicted_peak_bytes})
-    return dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True, summary=summary)
+    plan = dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, fits=fits, rehearsed=True, summary=summary)
+    return plan if held is None else held.written_in(plan)
 
 
 def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:

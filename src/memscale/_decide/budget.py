@@ -1,4 +1,4 @@
-"""What a plan may use of the device, the host and the disk. No torch."""
+"""What a plan may use of the device, the host and the disk; and what the allocator holds for it. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from memscale._config import Config
 from memscale._decide.choice import Outcome
 from memscale._hardware import Hardware
+from memscale._plan import Plan
 
 HOST_MARGIN = 0.1
 """The share of available host memory that offloading leaves alone, unless told how much it may use."""
@@ -29,11 +30,43 @@ class Budget:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a caching allocator hands out and holds for a step, and what that comes to on the card."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+    """Reserved, the context and what others hold."""
+
+    @classmethod
+    def on(cls, hardware: Hardware, allocated_bytes: int, reserved_bytes: int) -> Held:
+        return cls(allocated_bytes, reserved_bytes, reserved_bytes + hardware.held_bytes)
+
+    def fits(self, hardware: Hardware, config: Config) -> bool:
+        """Reserved is within the budget, and the total within the card."""
+        return self.reserved_bytes <= budget_bytes(hardware, config) and self.total_bytes <= hardware.total_bytes
+
+    def written_in(self, plan: Plan) -> Plan:
+        return dataclasses.replace(
+            plan,
+            predicted_allocated_bytes=self.allocated_bytes,
+            predicted_reserved_bytes=self.reserved_bytes,
+            predicted_total_bytes=self.total_bytes,
+        )
+
+
 def budget_bytes(hardware: Hardware, config: Config) -> int:
-    """What a plan may fill: the hard budget, else the utilisation's share of the memory, or what others leave of it."""
+    """What a plan may fill: the hard budget, else the utilisation's share of what the context and others leave.
+
+    The share is one of what is left, so that a margin stays also on a card that others use. Memory of a CPU is shared
+    with everything else on the machine: there it is one of the whole, as long as that is free.
+    """
     if config.memory_budget_gb is not None:
         return round(config.memory_budget_gb * 1e9)
-    return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
+    if hardware.device_type == "cpu":
+        return min(int(hardware.total_bytes * config.target_gpu_utilization), hardware.free_bytes)
+    return int(hardware.free_bytes * config.target_gpu_utilization)
 
 
 def full_budget(hardware: Hardware, config: Config) -> Budget:

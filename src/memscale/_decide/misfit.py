@@ -19,13 +19,16 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     # What no mode turns on is not for everybody.
     exact = dict.fromkeys(technique.switch for technique in TECHNIQUES if technique.is_exact and technique.modes)
     untried = " and ".join(switch for switch in exact if not getattr(config, switch))
+    reserved = plan.predicted_reserved_bytes
+    needed = peak if reserved is None else max(peak, reserved)
     batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
         smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
-    remedies = [*([smaller] if smaller else []), f"raise the budget to {show_bytes(peak)}"]
+    remedies = [*([smaller] if smaller else []), f"raise the budget to {show_bytes(needed)}"]
+    holds = "" if reserved is None else f", for which PyTorch reserves {show_bytes(reserved)},"
     return (
-        f"The peak is {show_bytes(peak)} after every enabled technique (mode {plan.mode}); "
+        f"The peak is {show_bytes(peak)}{holds} after every enabled technique (mode {plan.mode}); "
         f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
         + (f" Sizes that were rehearsed: {tried}{'' if smaller else '; none of them fits'}." if tried else "")
         + (f" Off, and not tried: {untried}." if untried else "")

@@ -39,6 +39,8 @@ class Stats:
     device_type: str
     peak_bytes: int | None
     """The device allocator's peak; None on a CPU, which keeps no such counter: use `memscale.measure()`."""
+    reserved_peak_bytes: int | None
+    """The allocator's peak of what it holds, which a budget bounds; None on a CPU."""
     num_recomputes: int
     """Blocks recomputed in backward."""
     transfers: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -224,6 +226,7 @@ class Executor:
         return Stats(
             device_type=device_type,
             peak_bytes=torch.accelerator.max_memory_allocated() if on_device else None,
+            reserved_peak_bytes=torch.accelerator.max_memory_reserved() if on_device else None,
             num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
             transfers={name: user.stats for name, user in self._offloading.users.items()},
             loss_scale=scale.value if scale is not None else None,

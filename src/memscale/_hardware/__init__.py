@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from memscale._errors import ConfigError, shown
 from memscale._hardware.cards import KNOWN_CARDS, find_card
+from memscale._hardware.footprints import footprint_of
 from memscale._hardware.host import host_memory
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Hardware:
     total_bytes: int
     """Memory of one device; on a CPU-only machine RAM, or the control group's limit when lower."""
     free_bytes: int
-    """What this process may hold in all: free memory and what it holds already."""
+    """What this process may hold in all: free memory and what it holds already. Others have the rest."""
     architecture: str
     supports_bf16: bool
     supports_fp16: bool
@@ -72,6 +73,19 @@ class Hardware:
     """A simulated clock that knows one: while a gradient arrives in host memory, nothing is launched."""
     present: bool = True
     """False for a card from the table that need not be in this machine."""
+    has_caching_allocator: bool = False
+    """PyTorch reserves memory here in segments and keeps them, as on CUDA: a plan is then held to reserved bytes."""
+    context_bytes: int = 0
+    """What the driver takes for a process, by architecture; 0 where nothing is known to be taken."""
+    num_multiprocessors: int = 80
+    """Of a GPU: how much memory some kernels take inside themselves depends on it."""
+    workspace_bytes: int = 0
+    """What each thread that multiplies matrices takes, by architecture."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What this process cannot have: its own context and what others hold. Read from a card that is present."""
+        return max(0, self.total_bytes - self.free_bytes)
 
     @classmethod
     def detect(cls, device: str | torch.device | None = None, offload_dir: str | None = None) -> Hardware:
@@ -116,12 +130,13 @@ class Hardware:
             known = ", ".join(card.name for card in KNOWN_CARDS)
             raise ConfigError(f"no card called {shown(name)} is known; known are: {known}")
         host_total, _ = host_memory()
+        footprint = footprint_of(card.architecture)
         return cls(
             device_type="cuda",
             device_name=card.name,
             device_count=1,
             total_bytes=card.total_bytes,
-            free_bytes=card.total_bytes,
+            free_bytes=card.total_bytes - footprint.context_bytes,
             architecture=card.architecture,
             supports_bf16=card.bf16,
             supports_fp16=True,
@@ -137,6 +152,10 @@ class Hardware:
             blocking_link_bytes_per_s=min(card.link_bytes_per_s, PAGEABLE_BYTES_PER_S),
             launch_s=LAUNCH_S,
             present=False,
+            has_caching_allocator=True,
+            context_bytes=footprint.context_bytes,
+            num_multiprocessors=card.num_multiprocessors,
+            workspace_bytes=footprint.workspace_bytes,
         )
 
     def describe(self) -> str:

@@ -9,8 +9,10 @@ empty; where nothing can be written, every process measures for itself. Processe
 file, for which none of them waits longer than a few seconds. Both files belong to the user alone, and neither is opened
 through a link: what lies behind one is not ours.
 
-An accelerator is measured with buffers that fit into a part of its free memory, and they are given back. On a card that
-is too full, nothing is measured and nothing is remembered.
+An accelerator is measured with buffers that fit into a part of its free memory (0.27 GB at most), and they are given
+back; its peak statistics are as before. On a card that is too full, or whose earlier peak the measurement would raise,
+nothing is measured and nothing is remembered. What stays is the workspace of matrix products, which the first forward
+would take as well.
 """
 
 from __future__ import annotations
@@ -233,13 +235,15 @@ class _Sizes:
 
     @property
     def num_bytes(self) -> int:
-        """Two buffers and two matrices in fp32, and half of the matrices again for those in 16 bits."""
-        return 4 * (2 * self.line + 3 * self.width**2)
+        """Two buffers in fp32, or two matrices: there are never both."""
+        return 4 * 2 * max(self.line, self.width**2)
 
 
 _ON_CPU = _Sizes(2**22, 512)
-_ON_ACCELERATOR = (_Sizes(2**27, 4096), _Sizes(2**26, 4096), _Sizes(2**25, 2048), _Sizes(2**24, 2048))
+_ON_ACCELERATOR = (_Sizes(2**25, 4096), _Sizes(2**24, 4096), _Sizes(2**24, 2048))
 """The largest that leaves half of the free memory alone is taken. Smaller ones would measure a cache."""
+_WORKSPACE_BYTES = 40 * 1024 * 1024
+"""What a library may take beside the matrices that it multiplies, with the segment that it lies in."""
 
 
 def _measure(device: torch.device) -> Figures:
@@ -248,11 +252,15 @@ def _measure(device: torch.device) -> Figures:
     import torch
 
     free_bytes, _ = torch.accelerator.get_memory_info(device)
-    sizes = next((sizes for sizes in _ON_ACCELERATOR if sizes.num_bytes <= free_bytes // 2), None)
-    if sizes is None:
+    if 2 * _ON_ACCELERATOR[-1].num_bytes > free_bytes:
         needed_bytes = 2 * _ON_ACCELERATOR[-1].num_bytes
         raise NotMeasuredError(f"{show_bytes(free_bytes)} of it are free and {show_bytes(needed_bytes)} are needed")
-    with _given_back(device):
+    room_bytes = _room_below_peaks(device)
+    fitting = (sizes for sizes in _ON_ACCELERATOR if 2 * sizes.num_bytes <= free_bytes)
+    sizes = next((s for s in fitting if room_bytes is None or s.num_bytes + _WORKSPACE_BYTES <= room_bytes), None)
+    if sizes is None:
+        raise NotMeasuredError("its peak statistics would change, which count what the program did before")
+    with _given_back(device, resets_peaks=room_bytes is None):
         found = _figures_or_refusal(device, sizes)
     if isinstance(found, str):
         raise NotMeasuredError(found)
@@ -271,35 +279,53 @@ def _figures_or_refusal(device: torch.device, sizes: _Sizes) -> Figures | str:
 def _figures(device: torch.device, sizes: _Sizes) -> Figures:
     import torch
 
-    values = torch.ones(sizes.line, device=device)
-    target, tiny = torch.empty_like(values), torch.ones(1, device=device)
     fastest = _Stopwatch(device).fastest
+    memory, launch_s, links = _memory_figures(fastest, device, sizes.line)
+    fp32, half = (_matmul_flops(fastest, device, sizes.width, dtype) for dtype in (torch.float32, torch.bfloat16))
+    return Figures(fp32, half, memory, launch_s, *links)
+
+
+def _memory_figures(fastest: Any, device: torch.device, line: int) -> tuple[float, float, tuple[float, ...]]:
+    """Bytes a second of the memory, seconds of a launch, and the links of an accelerator. Its buffers end with it."""
+    import torch
+
+    values = torch.ones(line, device=device)
+    target, tiny = torch.empty_like(values), torch.ones(1, device=device)
     memory_s = fastest(lambda: torch.add(values, 1, out=target))
     launch_s = fastest(lambda: [tiny.add_(0) for _ in range(100)]) / 100
-    fp32, half = (_matmul_flops(fastest, device, sizes.width, dtype) for dtype in (torch.float32, torch.bfloat16))
-    figures = Figures(fp32, half, 2 * values.nbytes / memory_s, launch_s)
-    if device.type == "cpu":
-        return figures
-    pinned, pageable = (_link_bytes_per_s(fastest, values, pin_memory=pinned) for pinned in (True, False))
-    return dataclasses.replace(figures, link_bytes_per_s=pinned, blocking_link_bytes_per_s=pageable)
+    kinds = () if device.type == "cpu" else (True, False)
+    links = tuple(_link_bytes_per_s(fastest, values, pin_memory=pinned) for pinned in kinds)
+    return 2 * values.nbytes / memory_s, launch_s, links
+
+
+def _room_below_peaks(device: torch.device) -> int | None:
+    """What can be taken without raising a peak; None: all peaks are of now, and can be set to now again."""
+    import torch
+
+    accelerator = torch.accelerator
+    accelerator.empty_cache()  # so that what is taken does not depend on how the cache is cut up
+    rooms = (
+        accelerator.max_memory_allocated(device) - accelerator.memory_allocated(device),
+        accelerator.max_memory_reserved(device) - accelerator.memory_reserved(device),
+    )
+    return min(rooms) if any(rooms) else None
 
 
 @contextlib.contextmanager
-def _given_back(device: torch.device) -> Iterator[None]:
+def _given_back(device: torch.device, *, resets_peaks: bool) -> Iterator[None]:
     """What the measurement took goes back to the device, not into the allocator's cache.
 
-    The peak statistics are as before where nothing had peaked above what is allocated now. An earlier, higher peak
-    cannot be written back by public API; then they are left alone, and may show the measurement.
+    Peaks cannot be written back by public API, only be set to what there is now: so that is done where they were that,
+    and elsewhere the measurement stays below them.
     """
     import torch
 
-    is_at_peak = torch.accelerator.max_memory_allocated(device) == torch.accelerator.memory_allocated(device)
     try:
         yield
     finally:
         torch.accelerator.synchronize(device)
         torch.accelerator.empty_cache()
-        if is_at_peak:
+        if resets_peaks:
             torch.accelerator.reset_peak_memory_stats(device)
 
 

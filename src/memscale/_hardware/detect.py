@@ -13,6 +13,7 @@ import torch
 from memscale._errors import ConfigError, quoted, shown
 from memscale._hardware import LAUNCH_S, PAGEABLE_BYTES_PER_S, Hardware, benchmark
 from memscale._hardware.cards import find_card
+from memscale._hardware.footprints import footprint_of
 from memscale._hardware.host import cpu_flags, cpu_name, disk_free, host_memory, nearest_existing, resident_bytes
 
 logger = logging.getLogger("memscale")
@@ -85,13 +86,16 @@ def _accelerator_hardware(
     name = str(getattr(properties, "name", device_type))
     card = find_card(name, loosely=True)
     bf16, fast = _half_abilities(module, device_type, properties)
+    architecture = _architecture(properties, device_type)
+    caches = device_type == "cuda"
+    footprint = footprint_of(architecture)
     hardware = Hardware(
         device_type=device_type,
         device_name=name,
         device_count=torch.accelerator.device_count(),
         total_bytes=int(total),
         free_bytes=min(int(total), int(free) + torch.accelerator.memory_reserved(index)),
-        architecture=_architecture(properties, device_type),
+        architecture=architecture,
         supports_bf16=bf16,
         supports_fp16=True,
         has_fast_16bit=fast,
@@ -105,6 +109,10 @@ def _accelerator_hardware(
         link_bytes_per_s=card.link_bytes_per_s if card else _UNKNOWN_LINK_BYTES_PER_S,
         blocking_link_bytes_per_s=PAGEABLE_BYTES_PER_S,
         launch_s=LAUNCH_S,
+        has_caching_allocator=caches,
+        context_bytes=footprint.context_bytes if caches else 0,
+        num_multiprocessors=int(getattr(properties, "multi_processor_count", 80)),
+        workspace_bytes=footprint.workspace_bytes if caches else 0,
     )
     clock = getattr(properties, "clock", None)
     if clock is not None:

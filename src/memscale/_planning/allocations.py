@@ -1,20 +1,25 @@
 """The allocations of whole training steps in their order, and what PyTorch's caching allocator makes of them.
 
-    log = record_steps(rehearsal, model, "adamw")
+    log = record_steps(rehearsal, model, "adamw")                               # of the unmodified model
+    log = record_steps(rehearsal, model, "adamw", attach=attach, rules=rules)   # as a plan changes it
     reserved_of(log, parse_settings("expandable_segments:True"))    # Reserved(allocated_peak_bytes=..., ...)
 
 A step is forward, backward, the optimizer's step and `zero_grad()`. The log has what lives all the time (parameters,
 buffers, the batch), then the first step, in which the optimizer makes its state, and a second one, which is like all
-that follow.
+that follow. Under a plan, parameters that are streamed leave the device before the first step. Forward and backward are
+the same in all steps, and are run once; unless what is attached may learn something in the first.
 
 What is not seen: what a kernel allocates and frees inside itself, other than the workspace of matrix products; and what
-building the model on the device left in the cache. All is on one stream.
+building the model on the device left in the cache. All is on one stream: also what travels on others is allocated on
+that which computes. See NOTE [stream order] in transfers.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import os
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -22,11 +27,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._decide.allocator import AllocatorSettings, Block, CachingAllocator
-from memscale._profile.optimizer_twin import AnyValue, host_counters, optimizer_over
-from memscale._profile.rehearsal import FakeRehearsal, loss_of
+from memscale._decide.allocator import AllocatorSettings, Block, CachingAllocator, parse_settings
+from memscale._errors import ConfigError
+from memscale._hardware import Hardware
+from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
+from memscale._planning.kernel_temporaries import KernelTemporaries
+from memscale._profile.optimizer_twin import optimizer_over
+from memscale._profile.rehearsal import Attach, FakeRehearsal, loss_of
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private
+from memscale._torch.live_bytes import Kind
+
+logger = logging.getLogger("memscale")
 
 WORKSPACE_BYTES = 8_519_680
 """Of cuBLAS, on cards up to sm_89: two buffers of 4 MiB and eight of 16 KiB. From sm_90 on it is 32 MiB."""
@@ -59,7 +71,12 @@ class Multiplied:
     thread: Thread
 
 
-Event = Allocated | Freed | Multiplied
+@dataclasses.dataclass(frozen=True, slots=True)
+class Emptied:
+    """What is cached goes back to the card, as by `torch.accelerator.empty_cache()`."""
+
+
+Event = Allocated | Freed | Multiplied | Emptied
 
 
 class AllocationLog:
@@ -79,8 +96,10 @@ class AllocationLog:
     def _now(self) -> list[Event]:
         return self.steps[-1] if self.steps else self.before
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> list[Event]:
+        """What comes from here on, which is filled as it comes."""
         self.steps.append([])
+        return self.steps[-1]
 
     def allocate(self, key: int, num_bytes: int) -> None:
         old = self._serials.get(key)
@@ -91,7 +110,25 @@ class AllocationLog:
             self._free_serial(old)
 
     def free(self, key: int) -> None:
-        self._free_serial(self._serials.pop(key))
+        serial = self._serials.pop(key, None)
+        if serial is not None:  # else it has left the device before
+            self._free_serial(serial)
+
+    def pass_by(self, sizes: Iterable[int]) -> None:
+        """A kernel allocates these inside itself, and frees them when it has all of them."""
+        serials = []
+        for num_bytes in sizes:
+            serials.append(self._num_allocations)
+            self._num_allocations += 1
+            self._now.append(Allocated(serials[-1], num_bytes))
+        for serial in serials:
+            self._now.append(Freed(serial))
+
+    def leave(self, keys: Iterable[int]) -> None:
+        """What lives under these keys leaves the device, and what is cached with it."""
+        for key in keys:
+            self.free(key)
+        self._now.append(Emptied())
 
     def _free_serial(self, serial: int) -> None:
         if serial not in self._forgotten:
@@ -116,66 +153,117 @@ class AllocationLog:
 class EventRecorder(SegmentRecorder):
     """Feeds a log."""
 
-    def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog) -> None:
+    def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog, kernels: KernelTemporaries | None = None) -> None:
         super().__init__(rehearsal.device_type, rehearsal.rounding_bytes, counts_fakes=rehearsal.is_fake)
-        self.log = self._events = log
+        self._kernels = kernels
+        self._is_dropout = False
+        self.log = self.events = log
         self.thread: Thread = "forward"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._is_dropout = func is _aten.native_dropout.default
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in PRODUCTS:
-            self._events.multiply(self.thread)
+            self.events.multiply(self.thread)
+        elif self._kernels is not None:
+            self.events.pass_by(self._kernels.inside(func, args, result))
         return result
 
+    def see_all(self, tree: Any, kind: Kind | None = None) -> None:
+        """The mask of a dropout is allocated before its result."""
+        super().see_all(tree[::-1] if self._is_dropout else tree, kind)
+
     def forget(self, tensors: list[torch.Tensor]) -> None:
-        self._events.forget(private.storage_key(tensor.untyped_storage()) for tensor in tensors)
+        self.events.forget(private.storage_key(tensor.untyped_storage()) for tensor in tensors)
 
 
 def record_steps(
-    rehearsal: FakeRehearsal, model: nn.Module, optimizer: str | Optimizer, *, num_steps: int = 2
+    rehearsal: FakeRehearsal,
+    model: nn.Module,
+    optimizer: str | Optimizer,
+    *,
+    num_steps: int = 2,
+    learns: bool = False,
+    attach: Attach | None = None,
+    rules: BucketRules | None = None,
+    hardware: Hardware | None = None,
 ) -> AllocationLog:
-    """Whole steps of the unmodified model on this stage, with an optimizer by name or the one that the user has.
+    """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
-    `model` is the user's, of which the stage has a copy. "none" is training without an optimizer.
+    `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. `attach` puts a
+    plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, what its
+    kernels allocate inside themselves is in the log, too. `learns`: the second step may differ from the first.
     """
     log = AllocationLog()
-    recorder = EventRecorder(rehearsal, log)
+    recorder = EventRecorder(rehearsal, log, None if hardware is None else KernelTemporaries(hardware))
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
         recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
         recorder.see_all(rehearsal.inputs.tensors(), "other")
-        stepping = _optimizer_on(rehearsal, model, optimizer)
-        for _ in range(num_steps):
-            log.begin_step()
-            _record_step(rehearsal, recorder, stepping)
+        stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
+        if attach is not None:
+            undo.callback(attach(rehearsal.model).detach)
+        away = _leave_home(recorder, rehearsal, stand_ins)
+        stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules)
+        parts = [_record_parts(rehearsal, recorder, stepping, num_steps - learns)]
+        if learns:
+            parts.insert(0, _record_parts(rehearsal, recorder, stepping, 1))
+        log.steps = [step for part in parts for step in part]
     return log
 
 
-def _optimizer_on(rehearsal: FakeRehearsal, model: nn.Module, optimizer: str | Optimizer) -> Optimizer | None:
+def _leave_home(recorder: EventRecorder, rehearsal: FakeRehearsal, stand_ins: dict[int, nn.Parameter]) -> set[int]:
+    """The ids of stand-ins that the plan streams: they leave the device."""
+    staying = {id(parameter) for parameter in rehearsal.model.parameters()}
+    away = [parameter for parameter in stand_ins.values() if id(parameter) not in staying]
+    if away:
+        recorder.events.leave({private.storage_key(parameter.untyped_storage()) for parameter in away})
+    return {id(parameter) for parameter in away}
+
+
+def _optimizer_on(
+    rehearsal: FakeRehearsal,
+    recorder: EventRecorder,
+    model: nn.Module,
+    optimizer: str | Optimizer,
+    stand_ins: dict[int, nn.Parameter],
+    away: set[int],
+    rules: BucketRules | None,
+) -> SteppedOptimizer | None:
     if optimizer == "none":
         return None
-    copies = zip(model.parameters(), rehearsal.model.parameters(), strict=True)
-    stand_ins = {id(original): copy for original, copy in copies}
-    return optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
+    stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
+    ids = {id(copy): original for original, copy in stand_ins.items()}
+    return SteppedOptimizer(stepping, ids, away, rules, recorder.forget if rehearsal.emulates_gpu else None)
 
 
-def _record_step(rehearsal: FakeRehearsal, recorder: EventRecorder, optimizer: Optimizer | None) -> None:
+def _record_parts(
+    rehearsal: FakeRehearsal, recorder: EventRecorder, optimizer: SteppedOptimizer | None, num_steps: int
+) -> list[list[Event]]:
+    """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps."""
+    log = recorder.events
     with recorder:
+        passed = log.begin_step()
         recorder.thread = "forward"
+        if rehearsal.holds_gradients:
+            rehearsal.hold_gradients(recorder)
         loss = loss_of(rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs))
         recorder.thread = "backward"
         loss.backward()
         recorder.thread = "forward"
-        if optimizer is not None:
-            with AnyValue():
+        stepped = []
+        for _ in range(num_steps):
+            stepped.append(log.begin_step())
+            if optimizer is not None:
                 optimizer.step()
-            if rehearsal.emulates_gpu:
-                recorder.forget(host_counters(optimizer))
+    ended = log.begin_step()
+    del loss
     for parameter in rehearsal.model.parameters():
         parameter.grad = None
+    return [[*passed, *events, *ended] for events in stepped]
 
 
 # ---- what the allocator makes of it
@@ -191,6 +279,17 @@ class Reserved:
     """What is handed out for them."""
     reserved_peak_bytes: int
     """What is held for that."""
+
+
+def allocator_settings() -> AllocatorSettings:
+    """As this process has configured PyTorch's allocator by its environment; the defaults where the model of it does
+    not know a setting."""
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    try:
+        return parse_settings(text)
+    except ConfigError as error:
+        logger.info("Reserved memory is predicted for PyTorch's default allocator settings: %s.", error)
+        return AllocatorSettings()
 
 
 def reserved_of(
@@ -209,6 +308,7 @@ def reserved_of(
     memory = CachingAllocator(settings, capacity_bytes)
     replay = _Replay(memory, workspace_bytes)
     replay.play(log.before)
+    memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
     for index in range(num_steps):
         repeated = index >= len(log.steps)
         replay.play(log.steps[-1] if repeated else log.steps[index])
@@ -234,6 +334,8 @@ class _Replay:
                     self._memory.free(old)
             elif isinstance(event, Multiplied):
                 self._multiply(event.thread)
+            elif isinstance(event, Emptied):
+                self._memory.empty_cache()
             elif event.serial in self._blocks:  # else it was made before the step, and went when that was first played
                 self._memory.free(self._blocks.pop(event.serial))
 

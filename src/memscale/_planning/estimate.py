@@ -31,7 +31,9 @@ class ModeEstimate:
     predicted_peak_bytes: int
     predicted_slowdown: float
     fits: bool
+    """Reserved bytes are within the budget (on a CPU: live ones), the total within the card, and the rest has room."""
     plan: Plan
+    """With all of its numbers: allocated, reserved, total, and what waits on the host or on disk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Estimate:
     device_name: str
     optimizer_name: str
     inputs: tuple[str, ...]
+    baseline_reserved_bytes: int | None = None
+    """What PyTorch's allocator reserves for the plain step; None where none does, as on a CPU."""
     advice: str = ""
     """When no mode fits: a batch or a sequence length that the last of them was found to fit, if any was."""
 
@@ -104,6 +108,7 @@ def estimate(
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
     profile = planner.profile
     baseline = planner.cost_model(config).peak_of(profile.plain, Choice())
+    held = planner.held((), config)
     budget = budget_bytes(hardware, config)
     recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
     advice = find_smaller(planner, config.replace(mode=mode), plan) if recommended is None else None
@@ -111,12 +116,13 @@ def estimate(
         baseline_peak_bytes=baseline,
         breakdown=breakdown_at_peak(profile, baseline),
         budget_bytes=budget,
-        baseline_fits=baseline <= budget,
+        baseline_fits=baseline <= budget and (held is None or held.fits(hardware, config)),
         by_mode=by_mode,
         recommended_mode=recommended,
         device_name=hardware.device_name,
         optimizer_name=profile.optimizer.name,
         inputs=next(iter(by_mode.values())).plan.inputs,
+        baseline_reserved_bytes=None if held is None else held.reserved_bytes,
         advice="" if advice is None else advice.remedy,
     )
 

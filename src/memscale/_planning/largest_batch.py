@@ -146,7 +146,8 @@ class _Search:
             self.on_progress(f"{name}: rehearsing at {size}")
             confirmed = self._confirmed(size, plan, config)
             # What was drawn from small sizes is wrong by a share of the size.
-            share = plan.predicted_peak_bytes / max(1, confirmed.predicted_peak_bytes)
+            needed_bytes = max(confirmed.predicted_peak_bytes, confirmed.predicted_reserved_bytes or 0)
+            share = plan.predicted_peak_bytes / max(1, needed_bytes)
             if confirmed.fits:
                 best = size
             else:
@@ -228,7 +229,7 @@ class _Search:
             planner.profile = seen  # what was tried: it may be planned for in full
         else:
             peak_bytes = planner.cost_model(config).evaluate(Choice()).peak_bytes
-            confirmed = dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, rehearsed=True)
+            confirmed = planner.confirm(dataclasses.replace(plan, predicted_peak_bytes=peak_bytes), config)
         fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
         return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)
 

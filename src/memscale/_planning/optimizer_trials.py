@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from memscale._config import AsyncOffloadConfig
 from memscale._decide.eligible import has_next_tier
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
+from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
 from memscale._profile import OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, optimizer_cost
@@ -100,6 +101,30 @@ class OptimizerCosts:
             idle=self._idle,
             prepare=self._preparation(optimizer),
         )
+
+    def rules(
+        self,
+        *,
+        moves: bool,
+        eight_bit: bool,
+        streams: bool,
+        in_buckets: bool,
+        resident_share: float,
+        window_bytes: int,
+    ) -> BucketRules | None:
+        """How the optimizer itself steps under such a plan; None: as a whole.
+
+        `NotImplementedError` where another steps in its place, or one that fake tensors are not enough for.
+        """
+        packs = eight_bit and self._can_pack
+        if (eight_bit and self._replacement is not None) or self._preparation(self._optimizer) is not None:
+            raise NotImplementedError("the steps of bitsandbytes' own optimizers are not recorded")
+        if not _is_separable(self._optimizer) or not (moves or packs or streams or in_buckets):
+            return None
+        stepping = self._stepping(moves=moves and self._has_next_tier, eight_bit=packs)
+        if in_buckets and not stepping.moves and not packs:
+            stepping = self._in_step_buckets()
+        return BucketRules(stepping, window_bytes, stepping.block_size, resident_share)
 
     def _preparation(self, optimizer: str | Optimizer) -> Prepare | None:
         if isinstance(optimizer, str) or not is_of_bitsandbytes(optimizer):

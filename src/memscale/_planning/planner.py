@@ -18,16 +18,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._config import Config
+from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide import confirmed, decide, decide_on, full_front, needs_optimizing
-from memscale._decide.budget import full_budget
+from memscale._decide.allocator import AllocatorSettings
+from memscale._decide.budget import Held, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
+from memscale._errors import quoted
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
-from memscale._plan import Action, FrontPoint, MixedPrecision, Plan, StreamParameters
+from memscale._plan import (
+    Action,
+    FrontPoint,
+    MixedPrecision,
+    OffloadOptimizer,
+    Plan,
+    QuantizeOptimizer,
+    StepInBuckets,
+    StreamParameters,
+)
+from memscale._planning.allocations import allocator_settings, record_steps, reserved_of
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.tile_sizes import Tiles, find_tiles
@@ -76,13 +88,14 @@ class Planner:
         self._tiles: Tiles | None = None
         self._traces: dict[Hashable, StepTrace] = {}
         """Rehearsals, by what was done, without the reasons for it, and whether transfers overlapped."""
+        self._held_by: dict[Hashable, Held | None] = {}
         self.skipped_inside = False
         self._known_cost_model: CostModel | None = None
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
         config = strategy.config
-        if not needs_optimizing(self.cost_model(config), config):
+        if not needs_optimizing(self.cost_model(config), config, self._first_reserve(config)):
             return self._decide_and_rehearse(strategy)
         *levels, last = self._levels(config)
         for level in levels:
@@ -119,29 +132,37 @@ class Planner:
     def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
         margin_bytes, rehearsed = 0, dict[Choice, int]()
+        reserve_bytes = self._first_reserve(strategy.config)
         for attempt in range(_MAX_REHEARSALS + 1):
             decided = decide_on(
                 self.cost_model(strategy.config),
                 strategy.config,
                 strategy.source,
                 margin_bytes=margin_bytes,
+                reserve_bytes=reserve_bytes,
                 rehearsed=rehearsed,
             )
             plan = self.confirm(decided, strategy.config)
             if plan.fits or not decided.fits:
                 break
+            if plan.predicted_reserved_bytes is not None:
+                # Plans hold about as much above what is live as this one does.
+                above_bytes = plan.predicted_reserved_bytes - plan.predicted_peak_bytes
+                reserve_bytes = max(reserve_bytes, above_bytes)
             # What this plan was above the model: with so much to spare it is not chosen again.
             margin_bytes = max(margin_bytes, plan.predicted_peak_bytes - decided.predicted_peak_bytes)
             rehearsed[choice_of(plan.actions, self.profile)] = plan.predicted_peak_bytes
             if attempt + 2 > _MAX_REHEARSALS:
                 margin_bytes = plan.budget_bytes  # the last time, only what was traced as a whole is trusted
+                if plan.predicted_reserved_bytes is not None:
+                    reserve_bytes = plan.budget_bytes  # and of that only the lowest
             logger.debug("the rehearsal peaked %s above the peak model: deciding again", show_bytes(margin_bytes))
         return plan
 
     def confirm(self, plan: Plan, config: Config) -> Plan:
         """The number holds: run this very plan on the stage, and promise what that shows."""
         if not plan.actions:
-            return dataclasses.replace(plan, rehearsed=True)  # the profile was such a run
+            return self._confirm_plain(plan, config)
         trace = self._rehearsed(plan.actions, config)
         choice = choice_of(plan.actions, self.profile)
         if choice.run.quantizes_optimizer:
@@ -149,7 +170,72 @@ class Planner:
         peak_bytes = self._peak_of(trace, choice, config)
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
-        return confirmed(plan, peak_bytes, fits=fits)
+        held = self.held(plan.actions, config) if fits else None
+        if held is not None:
+            fits = held.fits(self.hardware, config)
+        return confirmed(plan, peak_bytes, fits=fits, held=held)
+
+    def _confirm_plain(self, plan: Plan, config: Config) -> Plan:
+        """Its live bytes were confirmed by the profile, which was such a run."""
+        held = self.held((), config) if plan.fits else None
+        if held is None:
+            return dataclasses.replace(plan, rehearsed=True)
+        return confirmed(plan, plan.predicted_peak_bytes, fits=held.fits(self.hardware, config), held=held)
+
+    # ---- what the allocator holds
+
+    def held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
+        """By the model of the caching allocator, fed with whole steps; None where there is no such allocator, or where
+        the steps cannot be recorded."""
+        if not self.hardware.has_caching_allocator:
+            return None
+        key = (*map(_without_reason, actions), config.async_offload)
+        if key not in self._held_by:
+            self._held_by[key] = self._record_held(actions, config)
+        return self._held_by[key]
+
+    def _record_held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
+        transfers = config.async_config or AsyncOffloadConfig()
+        kinds = {type(action) for action in actions}
+        try:
+            rules = self.costs.rules(
+                moves=OffloadOptimizer in kinds,
+                eight_bit=QuantizeOptimizer in kinds,
+                streams=StreamParameters in kinds,
+                in_buckets=StepInBuckets in kinds,
+                resident_share=max((a.resident_share for a in actions if isinstance(a, OffloadOptimizer)), default=0.0),
+                window_bytes=transfers.window_bytes,
+            )
+            log = record_steps(
+                self.rehearsal,
+                self.model,
+                self.job.optimizer,
+                learns=config.async_offload and StreamParameters in kinds,
+                attach=self._attacher(actions, config) if actions else None,
+                rules=rules,
+                hardware=self.hardware,
+            )
+        except Exception as error:  # a third party's optimizer on fake tensors, or one of bitsandbytes
+            logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
+            return None
+        found = reserved_of(log, self._allocator, workspace_bytes=self.hardware.workspace_bytes)
+        return Held.on(self.hardware, found.allocated_peak_bytes, found.reserved_peak_bytes)
+
+    @functools.cached_property
+    def _allocator(self) -> AllocatorSettings:
+        """As this process would run; a card elsewhere is taken to have PyTorch's defaults."""
+        return allocator_settings() if self.hardware.present else AllocatorSettings()
+
+    def _first_reserve(self, config: Config) -> int:
+        """What is expected to be held above what is live: that of the plain step, where that could be left alone."""
+        if not self.hardware.has_caching_allocator:
+            return 0
+        least_bytes = 2 * self.hardware.workspace_bytes
+        baseline_bytes = self.cost_model(config).evaluate(Choice()).peak_bytes
+        if config.force_optimize or baseline_bytes + least_bytes > budget_bytes(self.hardware, config):
+            return least_bytes
+        held = self.held((), config)
+        return least_bytes if held is None else max(least_bytes, held.reserved_bytes - baseline_bytes)
 
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key = (*map(_without_reason, actions), config.async_offload)

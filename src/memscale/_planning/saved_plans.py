@@ -65,12 +65,13 @@ def refuse_plan(plan: Plan, hardware: Hardware, config: Config) -> None:
 
 def _refuse_misfit(plan: Plan, hardware: Hardware, config: Config) -> None:
     here = full_budget(hardware, config)
-    peak, device, host, disk = map(
-        show_bytes, (plan.predicted_peak_bytes, here.device_bytes, here.host_bytes, here.disk_bytes)
-    )
-    if plan.predicted_peak_bytes > here.device_bytes:
+    reserved_bytes = plan.predicted_reserved_bytes if hardware.has_caching_allocator else None
+    needed_bytes = max(plan.predicted_peak_bytes, reserved_bytes or 0)
+    needed, device, host, disk = map(show_bytes, (needed_bytes, here.device_bytes, here.host_bytes, here.disk_bytes))
+    if needed_bytes > here.device_bytes:
+        does = "peaks at" if reserved_bytes is None else "reserves"
         raise DoesNotFitError(
-            f"the plan, made for {plan.device_name}, peaks at {peak}; the budget here, on "
+            f"the plan, made for {plan.device_name}, {does} {needed}; the budget here, on "
             f"{hardware.device_name}, is {device}. {_AGAIN}"
         )
     if not here.admits(Outcome(plan.predicted_peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)):

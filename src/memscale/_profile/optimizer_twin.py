@@ -140,6 +140,12 @@ def optimizer_over(
     return _same_class(twin.optimizer, chosen)
 
 
+def over_parameters(optimizer: Optimizer, inside: Collection[int]) -> Optimizer:
+    """The same optimizer, without state, over those of its parameters that have these ids."""
+    groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in optimizer.param_groups]
+    return _same_class(optimizer, groups)
+
+
 def host_counters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Step counters in its state, which stay on the host while parameters are on a device, unless the step is fused
     or capturable."""
@@ -465,12 +471,8 @@ class _Twin:
                 trained = {id(p): self._fakes[id(p)] for p in members if id(p) in self._fakes}
                 yield sum(parameter.nbytes for parameter in members), trained
 
-    def _over(self, inside: set[int]) -> Optimizer:
-        groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
-        return _same_class(self.optimizer, groups)
-
     def _try_bucket(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> _BucketCost:
-        optimizer = self._over({id(fake) for fake in bucket.values()})
+        optimizer = over_parameters(self.optimizer, {id(fake) for fake in bucket.values()})
         trial = self._tried(optimizer, bucket, tuple(map(how.packs, bucket)))
         counters = self._counter_bytes(trial.optimizer)
         state_bytes = trial.state_bytes - counters

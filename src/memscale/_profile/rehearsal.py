@@ -126,12 +126,13 @@ class Rehearsal:
 
     def _step(self, recorder: SegmentRecorder) -> None:
         if self.holds_gradients:
-            self._hold_gradients(recorder)
+            self.hold_gradients(recorder)
         loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))
         recorder.move_to("backward", "", -1)
         loss.backward()
 
-    def _hold_gradients(self, recorder: SegmentRecorder) -> None:
+    def hold_gradients(self, recorder: SegmentRecorder) -> None:
+        """Those of earlier batches, before a step."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and name not in self.untrained:
                 parameter.grad = torch.zeros_like(parameter)

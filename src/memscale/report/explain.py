@@ -122,6 +122,7 @@ def _number_lines(plan: Plan) -> list[str]:
         f"  planned:   {show_bytes(plan.predicted_peak_bytes)} peak ({plan.reduction:.1%} less, {how}), "
         f"{plan.predicted_slowdown:.2f}x the time, {'fits' if plan.fits else 'does not fit'}",
         *_bound_lines(plan),
+        *_held_lines(plan),
     ]
 
 
@@ -133,6 +134,20 @@ def _bound_lines(plan: Plan) -> list[str]:
     return [
         f"  bound:     {plan.predicted_slowdown / least:.2f}x of the least time that any exact plan could take here, "
         f"which is {least:.2f}x"
+    ]
+
+
+def _held_lines(plan: Plan) -> list[str]:
+    """What the allocator and the card hold, and what waits elsewhere; nothing where no allocator keeps memory."""
+    if plan.predicted_allocated_bytes is None or plan.predicted_reserved_bytes is None:
+        return []
+    allocated, reserved = show_bytes(plan.predicted_allocated_bytes), show_bytes(plan.predicted_reserved_bytes)
+    total = show_bytes(plan.predicted_total_bytes or 0)
+    beside = [(plan.host_bytes, "on the host"), (plan.movable_bytes, "on the host or the disk")]
+    waits = " and ".join(f"{show_bytes(num_bytes)} {where}" for num_bytes, where in beside if num_bytes)
+    return [
+        f"  card:      {allocated} allocated, {reserved} reserved; {total} with the context and what others hold",
+        *([f"  waiting:   {waits}"] if waits else []),
     ]
 
 
@@ -184,8 +199,8 @@ def _front_lines(plan: Plan) -> list[str]:
     lines = ["Peak against time, by the peak model:", *table(cells, underlined=True)]
     if plan.chosen is not None:
         lines += [
-            _neighbour("next cheaper", plan.next_cheaper, plan.chosen, plan.budget_bytes),
-            _neighbour("next smaller", plan.next_smaller, plan.chosen, plan.budget_bytes),
+            _neighbour("next cheaper", plan.next_cheaper, plan.chosen, _live_budget_bytes(plan)),
+            _neighbour("next smaller", plan.next_smaller, plan.chosen, _live_budget_bytes(plan)),
         ]
     return [*lines, *note]
 
@@ -194,6 +209,13 @@ def _front_cells(point: FrontPoint) -> tuple[str, ...]:
     mark = ">" if point.is_chosen else ""
     what = point.what if point.is_exact else f"{point.what} (not exact)"
     return mark, show_bytes(point.peak_bytes), f"{point.slowdown:.2f}x", what
+
+
+def _live_budget_bytes(plan: Plan) -> int:
+    """What may be live: what the allocator holds above that is taken to be the same for other plans."""
+    reserved_bytes = plan.predicted_reserved_bytes
+    above_bytes = 0 if reserved_bytes is None else reserved_bytes - plan.predicted_peak_bytes
+    return plan.budget_bytes - max(0, above_bytes)
 
 
 def _neighbour(name: str, point: FrontPoint | None, chosen: FrontPoint, budget_bytes: int) -> str:

@@ -33,7 +33,7 @@ def estimate_lines(name: str, num_parameters: int, hardware: Hardware, result: E
         f"{name}: {any_plan.model_class}, {num_parameters / 1e6:,.1f} M parameters, on {result.device_name}",
         f"batch: {'; '.join(result.inputs)}; optimizer: {result.optimizer_name}",
         "",
-        f"A plain training step peaks at {both_units(result.baseline_peak_bytes)}; "
+        f"A plain training step peaks at {both_units(result.baseline_peak_bytes)}{_reserved_words(result)}; "
         f"the budget is {both_units(result.budget_bytes)}: {'fits' if result.baseline_fits else 'does not fit'}.",
         *_breakdown_lines(result),
         "",
@@ -42,6 +42,11 @@ def estimate_lines(name: str, num_parameters: int, hardware: Hardware, result: E
         _recommendation(result),
         _provenance(hardware, any_plan),
     ]
+
+
+def _reserved_words(result: Estimate) -> str:
+    reserved_bytes = result.baseline_reserved_bytes
+    return "" if reserved_bytes is None else f", for which PyTorch reserves {reserved_bytes / 1e9:.3f} GB"
 
 
 def fit_lines(name: str, result: Fit) -> list[str]:
@@ -81,15 +86,20 @@ def _breakdown_lines(result: Estimate) -> list[str]:
 
 
 def _mode_lines(result: Estimate) -> list[str]:
-    header = ("mode", "peak GB", "peak GiB", "less", "time", "fits", "what is done")
-    return table([header, *(_mode_cells(mode, entry) for mode, entry in result.by_mode.items())], left=(0, 5, 6))
+    reserves = result.baseline_reserved_bytes is not None
+    held = ("reserved GB", "total GB") if reserves else ()
+    header = ("mode", "peak GB", "peak GiB", *held, "less", "time", "fits", "what is done")
+    cells = [header, *(_mode_cells(mode, entry, reserves) for mode, entry in result.by_mode.items())]
+    return table(cells, left=(0, len(header) - 2, len(header) - 1))
 
 
-def _mode_cells(mode: OptimizationMode, entry: ModeEstimate) -> tuple[str, ...]:
+def _mode_cells(mode: OptimizationMode, entry: ModeEstimate, reserves: bool) -> tuple[str, ...]:
+    held = (entry.plan.predicted_reserved_bytes, entry.plan.predicted_total_bytes) if reserves else ()
     return (
         mode.value,
         f"{entry.predicted_peak_bytes / 1e9:.3f}",
         f"{entry.predicted_peak_bytes / GIB:.3f}",
+        *("-" if num_bytes is None else f"{num_bytes / 1e9:.3f}" for num_bytes in held),
         f"{max(0.0, entry.plan.reduction):.1%}",
         f"{entry.predicted_slowdown:.2f}x",
         "yes" if entry.fits else "no",

@@ -304,6 +304,8 @@ def attach(
     streamer.homes.move_in(model, streamed)
     streamer.make_room_for_landings()
     following.follow_all()
+    if not is_fake:
+        torch.accelerator.empty_cache()  # else the segments that parameters have left stay reserved for nobody
     return streamer
 
 

@@ -1,0 +1,233 @@
+"""An optimizer's step as a plan takes it, on the stage: whole, part by part, or in buckets whose state waits elsewhere.
+
+    stepping = SteppedOptimizer(optimizer, ids, away, rules, forget)
+    stepping.step()             # what it allocates and frees is in the recorder's log, in the executor's order
+
+The executor's own buckets (`techniques.offload.optimizer`) do not run on fake tensors, which have no addresses and no
+values. What they allocate is small and in a fixed order, so that this order is gone through here: see
+NOTE [what a bucket costs] in buckets.py and `AdoptedOptimizer._step_one`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memscale._profile.optimizer_twin import AnyValue, Stepping, host_counters, over_parameters
+from memscale._torch.optimizer_steps import parameters_of
+from memscale.techniques.optimizer8bit.blocks import CHUNK_ELEMENTS
+
+Forget = Callable[[list[torch.Tensor]], None]
+"""Told of tensors that are on the host in truth."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketRules:
+    """How a plan lets an optimizer step."""
+
+    stepping: Stepping
+    window_bytes: int
+    """More than this is never on its way to another tier."""
+    block_size: int
+    """Elements that share a scale, of what waits in 8 bits."""
+    resident_share: float = 0.0
+    """Of the state that could wait elsewhere, what stays on the device."""
+
+
+class SteppedOptimizer:
+    """Steps on fake parameters.
+
+    `ids` are those of the user's parameters, by the ids of their stand-ins; stand-ins that are `away` are streamed.
+    Without `rules` the optimizer steps as a whole. `forget` is None where counters are on the host by themselves.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        ids: Mapping[int, int],
+        away: Collection[int] = (),
+        rules: BucketRules | None = None,
+        forget: Forget | None = None,
+    ) -> None:
+        self._forget = forget
+        self._whole = optimizer if rules is None else None
+        self._buckets = [] if rules is None else _split(optimizer, ids, away, rules)
+        self._prefetches = rules is not None and rules.stepping.prefetches
+        self._tables: torch.Tensor | None = None
+        self._rules = rules
+
+    def step(self) -> None:
+        """With the gradients that there are."""
+        with AnyValue():
+            if self._whole is not None:
+                self._whole.step()
+                self._forget_counters(self._whole)
+            else:
+                self._step_buckets([bucket for bucket in self._buckets if bucket.has_gradients])
+
+    def _step_buckets(self, buckets: Sequence[_Bucket]) -> None:
+        self._make_tables(buckets)
+        to_come = [bucket for bucket in buckets if bucket.moves]
+        leaving: _Bucket | None = None
+        for bucket in buckets:
+            was_whole = bucket.is_laid_out or not bucket.moves
+            bucket.bring()
+            if bucket.moves:
+                to_come.remove(bucket)
+                _let_go(leaving)
+            if to_come and self._prefetches and was_whole:
+                to_come[0].start()
+            bucket.optimizer.step()
+            self._forget_counters(bucket.optimizer)
+            bucket.park()
+            leaving = bucket if bucket.moves else leaving
+        _let_go(leaving)
+
+    def _make_tables(self, buckets: Sequence[_Bucket]) -> None:
+        """What packing keeps on the device from the first step on."""
+        if self._rules is not None and buckets and self._tables is None:
+            num_bytes = self._rules.stepping.tables_bytes(buckets[0].optimizer, "cuda")
+            self._tables = torch.empty(num_bytes, dtype=torch.uint8, device=buckets[0].device)
+
+    def _forget_counters(self, optimizer: Optimizer) -> None:
+        if self._forget is not None:
+            self._forget(host_counters(optimizer))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """A state tensor, and how it waits in its bucket."""
+
+    parameter: torch.Tensor
+    name: Any
+    offset: int
+    waiting_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def is_packed(self) -> bool:
+        return self.waiting_bytes < self.num_elements * self.dtype.itemsize
+
+
+class _Bucket:
+    """A few parameters, which are stepped together."""
+
+    def __init__(self, optimizer: Optimizer, ids: Mapping[int, int], rules: BucketRules, *, stays: bool) -> None:
+        self.optimizer = optimizer
+        self.moves = rules.stepping.moves and not stays
+        self._stays = stays
+        self._ids = ids
+        self._rules = rules
+        self._slots: tuple[_Slot, ...] | None = None
+        self._num_bytes = 0
+        self._memory: torch.Tensor | None = None
+        """On the device now: coming, stepped, or on its way out; between steps, where it waits there."""
+
+    @property
+    def device(self) -> torch.device:
+        return parameters_of(self.optimizer)[0].device
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
+
+    @property
+    def is_laid_out(self) -> bool:
+        return self._slots is not None
+
+    def start(self) -> None:
+        """Memory for what waits elsewhere."""
+        if self._slots and self._memory is None:
+            self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
+
+    def bring(self) -> None:
+        self.start()
+        for slot in self._slots or ():
+            self.optimizer.state[slot.parameter][slot.name] = self._brought(slot)
+
+    def _brought(self, slot: _Slot) -> torch.Tensor:
+        assert self._memory is not None
+        if not slot.is_packed:
+            line = self._memory.narrow(0, slot.offset, slot.waiting_bytes)
+            line = line[: slot.num_elements * slot.dtype.itemsize].view(slot.dtype)
+            return line.as_strided(slot.shape, slot.stride)
+        tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self.device)
+        for elements in _chunks(slot.num_elements):
+            torch.empty(elements, dtype=torch.float32, device=self.device)
+        return tensor
+
+    def park(self) -> None:
+        """Lay the state out, the first time; pack it, and let it wait."""
+        if self._slots is None:
+            self._lay_out()
+        for slot in self._slots or ():
+            if slot.is_packed:
+                self._pack(slot)
+            del self.optimizer.state[slot.parameter][slot.name]
+        sent_at_once = not self._rules.stepping.prefetches or self._num_bytes > self._rules.window_bytes
+        if self.moves and sent_at_once:
+            self._memory = None
+
+    def _lay_out(self) -> None:
+        slots, offset = [], 0
+        for parameter in parameters_of(self.optimizer):
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                waiting_bytes = self._waiting_bytes(parameter, name, value)
+                if waiting_bytes is not None:
+                    shape, stride = tuple(value.shape), tuple(value.stride())
+                    slots.append(_Slot(parameter, name, offset, waiting_bytes, value.dtype, shape, stride))
+                    offset += waiting_bytes
+        self._slots, self._num_bytes = tuple(slots), offset
+        self.start()
+
+    def _waiting_bytes(self, parameter: torch.Tensor, name: Any, value: object) -> int | None:
+        if self._stays or not isinstance(value, torch.Tensor):
+            return None
+        return self._rules.stepping.waiting_bytes(self.optimizer, self._ids[id(parameter)], name, value)
+
+    def _pack(self, slot: _Slot) -> None:
+        """What the kernel gives is copied into its place, chunk by chunk."""
+        for elements in _chunks(slot.num_elements):
+            codes = torch.empty(elements, dtype=torch.uint8, device=self.device)
+            scales = torch.empty(-(-elements // self._rules.block_size), dtype=torch.float32, device=self.device)
+            del codes, scales
+
+    def let_go(self) -> None:
+        """Its memory has been copied out."""
+        if self.moves:
+            self._memory = None
+
+
+def _let_go(bucket: _Bucket | None) -> None:
+    if bucket is not None:
+        bucket.let_go()
+
+
+def _chunks(num_elements: int) -> Iterator[int]:
+    for start in range(0, num_elements, CHUNK_ELEMENTS):
+        yield min(CHUNK_ELEMENTS, num_elements - start)
+
+
+def _split(optimizer: Optimizer, ids: Mapping[int, int], away: Collection[int], rules: BucketRules) -> list[_Bucket]:
+    """Neighbours, cut where a parameter that is streamed lies between them: that one is on another device."""
+    members = []
+    for is_away, same in itertools.groupby(parameters_of(optimizer), key=lambda parameter: id(parameter) in away):
+        run = [] if is_away else list(same)
+        members += [[run[i] for i in indices] for indices in rules.stepping.split([p.nbytes for p in run])]
+    sizes = [sum(parameter.nbytes for parameter in inside) for inside in members]
+    stays = rules.stepping.stays(sizes, rules.resident_share)
+    return [
+        _Bucket(over_parameters(optimizer, set(map(id, inside))), ids, rules, stays=does_stay)
+        for inside, does_stay in zip(members, stays, strict=True)
+    ]

@@ -1,0 +1,72 @@
+"""An optimizer's step as a plan takes it: what it allocates, held against what the optimizer's costs say."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from memscale import Config, Hardware
+from memscale._planning.allocations import Allocated, AllocationLog, Freed, record_steps, reserved_of
+from memscale._planning.job import Job
+from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._profile.inputs import Inputs
+from memscale._profile.rehearsal import FakeRehearsal
+from tests.models import features, small
+
+MIB = 1 << 20
+
+
+def costs_of(model: nn.Module, *, overlaps: bool) -> OptimizerCosts:
+    config = Config(async_offload=overlaps, enable_logging=False)
+    return OptimizerCosts(Job(model, config, Hardware.from_name("RTX 3090"), "adamw"))
+
+
+def log_of(model: nn.Module, costs: OptimizerCosts, *, moves: bool, eight_bit: bool = False) -> AllocationLog:
+    rules = costs.rules(moves=moves, eight_bit=eight_bit, streams=False, window_bytes=64 * MIB)
+    rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
+    return record_steps(rehearsal, model, "adamw", rules=rules)
+
+
+def bytes_after(log: AllocationLog, num_steps: int) -> int:
+    live: dict[int, int] = {}
+    for events in (log.before, *log.steps[:num_steps]):
+        for event in events:
+            if isinstance(event, Allocated):
+                live[event.serial] = event.num_bytes
+            elif isinstance(event, Freed):
+                live.pop(event.serial, None)
+    return sum(-(-num_bytes // 512) * 512 for num_bytes in live.values())
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_waits_elsewhere_is_gone_after_a_step(overlaps: bool) -> None:
+    model = small()
+    costs = costs_of(model, overlaps=overlaps)
+    log = log_of(model, costs, moves=True)
+    assert bytes_after(log, 1) - bytes_after(log, 0) == costs.cost().offloaded_state_bytes
+    assert bytes_after(log, 2) == bytes_after(log, 1)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_peak_is_what_the_costs_say(overlaps: bool) -> None:
+    """Of the optimizer alone: the model of costs and the recording go through the same buckets."""
+    model = small()
+    costs = costs_of(model, overlaps=overlaps)
+    log = log_of(model, costs, moves=True)
+    found = costs.cost()
+    assert found.offloaded_step_bytes is not None
+    gradients = sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+    expected = bytes_after(log, 0) + found.offloaded_state_bytes + gradients + found.offloaded_step_bytes
+    assert reserved_of(log, workspace_bytes=0).requested_peak_bytes <= expected
+
+
+def test_in_8_bits_less_stays() -> None:
+    model = nn.Sequential(nn.Linear(features(0).shape[-1], 256), nn.Linear(256, 256))
+    costs = costs_of(model, overlaps=False)
+    packed, whole = (log_of(model, costs, moves=False, eight_bit=eight_bit) for eight_bit in (True, False))
+    assert bytes_after(packed, 2) < bytes_after(whole, 2)
+
+
+def test_a_plan_that_leaves_the_optimizer_alone_has_no_rules() -> None:
+    costs = costs_of(small(), overlaps=False)
+    assert costs.rules(moves=False, eight_bit=False, streams=False, window_bytes=64 * MIB) is None

@@ -1,0 +1,86 @@
+"""Predictions held against what PyTorch's CUDA build took on the emulated card: `docs/results/cuda.json`.
+
+The file is written by `make cuda` (`python -m emucuda.peaks --json docs/results/cuda.json`); these tests need neither
+that build nor a card.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from memscale import Config, Hardware, zoo
+from memscale._decide.policy import choose_strategy
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._profile.inputs import Inputs
+from memscale.report.explain import what_is_done
+
+ROWS: list[dict[str, Any]] = json.loads(
+    (pathlib.Path(__file__).parents[2] / "docs" / "results" / "cuda.json").read_text()
+)["rows"]
+BATCHES = {
+    "bert-base": (16, 128),
+    "bert-large": (16, 128),
+    "gpt2": (4, 256),
+    "gpt2-medium": (4, 512),
+    "gpt2-large": (2, 512),
+    "gpt2-xl": (1, 512),
+}
+IN_EVERY_RUN = {("gpt2", "plain"), ("gpt2", "conservative-sync")}
+
+
+def cases() -> list[Any]:
+    def lanes(row: dict[str, Any]) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] if (row["model"], row["mode"]) in IN_EVERY_RUN else [pytest.mark.full]
+
+    return [pytest.param(row, id=f"{row['model']} {row['mode']}", marks=lanes(row)) for row in ROWS]
+
+
+TOO_LOW = {("bert-base", "aggressive-async", "allocated"): 0.011}
+"""Rows that miss the bar, and by how much they may: what kernels take inside themselves in 16 bits is not all known."""
+
+
+def check(row: dict[str, Any], kind: str, predicted_bytes: int, within: float) -> None:
+    """Within a share of what was measured, and hardly ever below it."""
+    lowest = TOO_LOW.get((row["model"], row["mode"], kind), 0.005)
+    assert -lowest <= predicted_bytes / row[f"{kind}_bytes"] - 1 <= within
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} {row['mode']}")
+def test_what_was_predicted_there(row: dict[str, Any]) -> None:
+    assert not row["out_of_memory"]
+    check(row, "allocated", row["predicted_allocated_bytes"], 0.005)
+    check(row, "reserved", row["predicted_reserved_bytes"], 0.03)
+    assert row["versions"]["torch"].startswith("2.13.0")
+    assert row["versions"]["commit"]
+
+
+@pytest.mark.parametrize("row", cases())
+def test_what_is_predicted_now(row: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = zoo.build(row["model"])
+    ids = torch.zeros(BATCHES[row["model"]], dtype=torch.long)
+    mode, _, travels = row["mode"].partition("-")
+    config = Config(
+        mode="balanced" if mode == "plain" else mode,
+        async_offload=travels == "async",
+        force_optimize=True,
+        enable_logging=False,
+    )
+    job = Job(model, config, Hardware.from_name("RTX 3090"), "adamw")
+    planner = Planner(job, Inputs((), {"input_ids": ids, "labels": ids}))
+    if mode == "plain":
+        held = planner.held((), config)
+    else:
+        plan = planner.plan(choose_strategy(config))
+        assert what_is_done(plan) == row["what"], "another plan than the one that was measured: run `make cuda` again"
+        held = planner.held(plan.actions, config)
+    assert held is not None
+    check(row, "allocated", held.allocated_bytes, 0.005)
+    check(row, "reserved", held.reserved_bytes, 0.03)

@@ -1,0 +1,111 @@
+"""A budget bounds reserved bytes where an allocator caches, and live ones elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from memscale import Config, Hardware, Plan
+from memscale._decide.policy import choose_strategy
+from memscale._errors import DoesNotFitError
+from memscale._planning import make_plan
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._planning.saved_plans import refuse_plan
+from memscale._profile.inputs import Inputs
+
+CARD = dataclasses.replace(Hardware.from_name("RTX 3090"), host_available_bytes=10**11, host_total_bytes=10**11)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def stack() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(Layer() for _ in range(6)))
+
+
+def planned(hardware: Hardware = CARD, **fields: object) -> Plan:
+    config = Config(enable_logging=False, async_offload=False, **fields)  # type: ignore[arg-type]
+    job = Job(stack(), config, hardware, "adamw")
+    planner = Planner(job, Inputs((torch.empty(4096, 512, device="meta"),), {}))
+    return planner.plan(choose_strategy(config))
+
+
+def test_a_plain_plan_states_three_numbers() -> None:
+    plan = planned()
+    assert plan.actions == ()
+    assert plan.predicted_allocated_bytes is not None
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_total_bytes is not None
+    assert plan.predicted_peak_bytes + 2 * CARD.workspace_bytes <= plan.predicted_allocated_bytes
+    assert plan.predicted_allocated_bytes <= plan.predicted_reserved_bytes
+    assert plan.predicted_total_bytes == plan.predicted_reserved_bytes + CARD.context_bytes
+
+
+def test_reserved_bytes_decide_whether_it_fits_as_it_is() -> None:
+    plain = planned()
+    assert plain.predicted_reserved_bytes is not None
+    between = (plain.predicted_peak_bytes + plain.predicted_reserved_bytes) / 2
+    plan = planned(memory_budget_gb=between / 1e9)
+    assert plan.actions, "live bytes would fit, and what is reserved for them does not"
+    assert plan.fits
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_reserved_bytes <= plan.budget_bytes == round(between)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_what_is_promised_is_reserved(share: float) -> None:
+    plain = planned()
+    budget = share * plain.predicted_peak_bytes
+    plan = planned(memory_budget_gb=budget / 1e9)
+    assert plan.fits
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_reserved_bytes <= budget
+
+
+def test_a_budget_above_the_card_does_not_make_it_fit() -> None:
+    plain = planned()
+    assert plain.predicted_reserved_bytes is not None
+    full = dataclasses.replace(CARD, free_bytes=plain.predicted_reserved_bytes - 1)
+    assert planned(full, memory_budget_gb=20).predicted_reserved_bytes != plain.predicted_reserved_bytes
+
+
+def test_without_a_caching_allocator_nothing_is_reserved() -> None:
+    elsewhere = dataclasses.replace(CARD, has_caching_allocator=False, workspace_bytes=0)
+    plan = planned(elsewhere)
+    assert plan.predicted_reserved_bytes is None
+    assert plan.predicted_allocated_bytes is None
+    assert plan.predicted_total_bytes is None
+    assert "reserved" not in plan.explain()
+
+
+def test_the_numbers_are_in_the_json_and_in_words() -> None:
+    plan = planned()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.predicted_reserved_bytes is not None
+    assert f"{plan.predicted_reserved_bytes / 1e6:.1f} MB reserved" in plan.explain()
+
+
+def test_a_saved_plan_is_refused_where_its_reserved_bytes_do_not_fit() -> None:
+    plan = planned()
+    assert plan.predicted_reserved_bytes is not None
+    config = Config(memory_budget_gb=(plan.predicted_reserved_bytes - 1) / 1e9, enable_logging=False)
+    with pytest.raises(DoesNotFitError, match="reserves"):
+        refuse_plan(plan, CARD, config)
+
+
+def test_what_does_not_fit_says_how_much_would_be_reserved() -> None:
+    config = Config(mode="conservative", memory_budget_gb=0.25, enable_logging=False, async_offload=False)
+    job = Job(stack(), config, CARD, "adamw")
+    with pytest.raises(DoesNotFitError, match="raise the budget to"):
+        make_plan(job, Inputs((torch.empty(64, 512, device="meta"),), {}))
