@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from memscale import Config, Hardware
@@ -21,8 +24,10 @@ def costs_of(model: nn.Module, *, overlaps: bool) -> OptimizerCosts:
     return OptimizerCosts(Job(model, config, Hardware.from_name("RTX 3090"), "adamw"))
 
 
-def log_of(model: nn.Module, costs: OptimizerCosts, *, moves: bool, eight_bit: bool = False) -> AllocationLog:
-    rules = costs.rules(moves=moves, eight_bit=eight_bit, streams=False, window_bytes=64 * MIB)
+def log_of(
+    model: nn.Module, costs: OptimizerCosts, *, moves: bool, eight_bit: bool = False, **how: Any
+) -> AllocationLog:
+    rules = costs.rules(moves=moves, eight_bit=eight_bit, streams=False, window_bytes=64 * MIB, **how)
     rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
     return record_steps(rehearsal, model, "adamw", rules=rules)
 
@@ -65,6 +70,33 @@ def test_in_8_bits_less_stays() -> None:
     costs = costs_of(model, overlaps=False)
     packed, whole = (log_of(model, costs, moves=False, eight_bit=eight_bit) for eight_bit in (True, False))
     assert bytes_after(packed, 2) < bytes_after(whole, 2)
+
+
+def deep() -> nn.Sequential:
+    """Several buckets of 16 MiB of parameters."""
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(features(0).shape[-1], 2048), *(nn.Linear(2048, 2048) for _ in range(4)))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_share_of_the_state_stays(overlaps: bool) -> None:
+    model = deep()
+    costs = costs_of(model, overlaps=overlaps)
+    share = costs.cost().share(0.5)
+    log = log_of(model, costs, moves=True, resident_share=0.5)
+    stays = bytes_after(log, 1) - bytes_after(log, 0)
+    assert costs.cost().offloaded_state_bytes < stays < costs.cost().state_bytes
+    assert stays == share.state_bytes
+    assert bytes_after(log, 2) == bytes_after(log, 1)
+
+
+def test_a_step_in_buckets_takes_less_and_keeps_its_state() -> None:
+    model = deep()
+    costs = costs_of(model, overlaps=False)
+    in_buckets, whole = (log_of(model, costs, moves=False, in_buckets=is_cut) for is_cut in (True, False))
+    assert bytes_after(in_buckets, 2) == bytes_after(whole, 2)
+    peaks = [reserved_of(log, workspace_bytes=0).requested_peak_bytes for log in (in_buckets, whole)]
+    assert peaks[0] < peaks[1]
 
 
 def test_a_plan_that_leaves_the_optimizer_alone_has_no_rules() -> None:

@@ -108,9 +108,9 @@ class OptimizerCosts:
         moves: bool,
         eight_bit: bool,
         streams: bool,
-        in_buckets: bool,
-        resident_share: float,
         window_bytes: int,
+        in_buckets: bool = False,
+        resident_share: float = 0.0,
     ) -> BucketRules | None:
         """How the optimizer itself steps under such a plan; None: as a whole.
 
