@@ -73,8 +73,9 @@ $(CUDA_STAMP): pyproject.toml emucuda/pyproject.toml constraints.txt
 	@touch $@
 
 cuda: $(CUDA_STAMP)
-	$(CUDA_BIN)/python -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests --ignore emucuda/tests/card
+	$(CUDA_BIN)/python -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests --ignore emucuda/tests/card --ignore emucuda/tests/memscale
 	$(CUDA_BIN)/python -m emucuda --races --kernels -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/card
+	$(CUDA_BIN)/python -m emucuda --races --lag 100000 -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/memscale
 	$(CUDA_BIN)/python -m emucuda.peaks
 
 format: $(STAMP)

@@ -103,13 +103,13 @@ class Distance:
         return self.mean <= MEAN_BOUND[self.precision] and self.largest <= LARGEST_BOUND[self.precision]
 
 
-def measure_distance(name: str, kind: Literal["bfloat16", "float16"]) -> Distance:
-    exact, ours = (_curve(name, each) for each in ("float32", kind))
+def measure_distance(name: str, kind: Literal["bfloat16", "float16"], num_steps: int = NUM_BOUNDED_STEPS) -> Distance:
+    exact, ours = (_curve(name, each, num_steps) for each in ("float32", kind))
     distances = [abs(a - b) / a for a, b in zip(exact, ours, strict=True)]
     return Distance(name, kind, statistics.fmean(distances), max(distances), exact[0], exact[-1])
 
 
-def _curve(name: str, kind: Any) -> list[float]:
+def _curve(name: str, kind: Any, num_steps: int) -> list[float]:
     entry, losses = case(name), []
     torch.manual_seed(11)
     model = entry.build()
@@ -117,7 +117,7 @@ def _curve(name: str, kind: Any) -> list[float]:
     with contextlib.ExitStack() as undo:
         if kind != "float32":
             autocast.attach(MixedPrecision(kind), model, "cpu", undo)
-        for step in range(NUM_BOUNDED_STEPS):
+        for step in range(num_steps):
             loss = entry.loss(model(**entry.batch(step % 8)))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

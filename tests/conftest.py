@@ -34,7 +34,6 @@ from memscale._torch.overrides import ForwardOverride, OwnHook
 _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()
 _STARTED_S = pytest.StashKey[float]()
-_LIVE_BYTES = pytest.StashKey[int]()
 MOST_KEPT_BYTES = 1_000_000
 """Constants that libraries make on their first use."""
 _AUTOGRAD_LETS_GO_S = 60.0
@@ -125,35 +124,41 @@ def _registering_new(kind: type, *args: Any, **kwargs: Any) -> Any:
     return instance
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_module_keeps_tensors(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What one file of tests keeps alive would be counted in the measured peaks of the next."""
-    known = request.session.stash  # what was left at the end of a file is what the next one finds
-    before = known[_LIVE_BYTES] if _LIVE_BYTES in known else _live_bytes()
-    yield
-    known[_LIVE_BYTES] = _live_bytes()
-    kept = known[_LIVE_BYTES] - before
-    assert kept < MOST_KEPT_BYTES, f"{kept:,} bytes of tensors outlive this file"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections(_no_module_keeps_tensors: None) -> Iterator[None]:
-    """Leak checks collect garbage in every test; what was imported need not be walked through each time.
-
-    For one file only: tensors among what is frozen are not seen by `measure()`, and come back into sight at the end.
-    """
-    gc.collect()  # garbage that is frozen, also that of counting live bytes, would outlive every test of the file
+@pytest.fixture(scope="session", autouse=True)
+def _quick_collections() -> None:
+    """Leak checks collect garbage in every test; what was imported need not be walked through each time."""
+    gc.collect()  # see `freeze_what_is_left`
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_module_keeps_tensors(_quick_collections: None) -> Iterator[None]:
+    """A file of tests leaves no tensors behind but constants."""
     yield
-    gc.unfreeze()
+    freeze_what_is_left()
 
 
-def _live_bytes() -> int:
-    assert not gc.get_freeze_count(), "what is frozen would not be counted, and come into sight in another file"
+def freeze_what_is_left() -> None:
+    """Put what is alive out of sight of the collector, and so of `measure()`: it must be little.
+
+    It stays there, so that a file or a test costs no more after many others than after none.
+    """
     gc.collect()
     with measure("cpu") as living:
         pass
-    return living.peak_bytes
+    kept = living.peak_bytes
+    assert kept < MOST_KEPT_BYTES, f"{kept:,} bytes of tensors outlive their tests"
+    del living
+    gc.collect()  # garbage that is frozen, also that of counting, would outlive every test
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def plain_runs() -> Iterator[dict[Any, Any]]:
+    """Runs of plain models, by case, for the tests of one file: each is trained once."""
+    runs: dict[Any, Any] = {}
+    yield runs
+    runs.clear()  # the last test still holds them
 
 
 @pytest.fixture(autouse=True)

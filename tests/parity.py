@@ -130,15 +130,23 @@ def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return bool(a.isnan().any()) and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def assert_same_training(case: Case, prepare: Prepare, **loop: Any) -> tuple[Record, Any]:
-    """Train a prepared model and an untouched copy of it; compare everything. Returns what `prepare` returned, too."""
+def assert_same_training(
+    case: Case, prepare: Prepare, plain_runs: dict[Any, Record] | None = None, **loop: Any
+) -> tuple[Record, Any]:
+    """Train a prepared model and an untouched copy of it; compare everything. Returns what `prepare` returned, too.
+
+    `plain_runs` keeps what the untouched copies have done, so that each is trained once for several tests.
+    """
     seed(1)
     model = case.build()
     twin = copy.deepcopy(model)
     prepared = prepare(model)
     ours = train(model, case, **loop)
-    theirs = train(twin, case, **loop)
-    assert_same(ours, theirs)
+    known: dict[Any, Record] = {} if plain_runs is None else plain_runs
+    key = case.name, tuple(sorted((name, str(value)) for name, value in loop.items()))
+    if key not in known:
+        known[key] = train(twin, case, **loop)
+    assert_same(ours, known[key])
     return ours, prepared
 
 

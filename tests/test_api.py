@@ -6,6 +6,7 @@ import inspect
 import logging
 import pathlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -271,5 +272,42 @@ def test_public_docstrings_teach(name: str) -> None:
     assert f"memscale.{name}(" in text
     for argument in inspect.signature(function).parameters:
         assert f"    {argument}: " in text
+    assert "Raises:" in text
+    assert "Returns:" in text or inspect.signature(function).return_annotation in (None, "None")
+
+
+CLASSES = [name for name in memscale.__all__ if inspect.isclass(getattr(memscale, name))]
+"""Every public class; an error's example is that of its base."""
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if not name.endswith("Error")])
+def test_public_classes_show_how_they_are_used(name: str) -> None:
+    _, *example = (inspect.getdoc(getattr(memscale, name)) or "").splitlines()
+    assert any("memscale." in line for line in example)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_is_public_in_a_class_is_documented(name: str) -> None:
+    for member, value in vars(getattr(memscale, name)).items():
+        if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
+            assert inspect.getdoc(value), f"{name}.{member}"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Config.replace,
+        memscale.Hardware.detect,
+        memscale.Hardware.from_name,
+        memscale.Plan.from_json,
+        memscale.Plan.load,
+        memscale.Plan.save,
+    ],
+    ids=lambda function: function.__qualname__,
+)
+def test_public_methods_with_arguments_teach(function: Callable[..., object]) -> None:
+    text = inspect.getdoc(function) or ""
+    for argument in inspect.signature(function).parameters:
+        assert argument == "self" or f"    {argument}: " in text
     assert "Raises:" in text
     assert "Returns:" in text or inspect.signature(function).return_annotation in (None, "None")

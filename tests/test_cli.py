@@ -40,6 +40,9 @@ MODEL_FILE = """
     def bare():
         return nn.Sequential(*(Block() for _ in range(6)))
 
+    def short():
+        return nn.Sequential(Block(), Block()), torch.zeros(512, 64)
+
     def wrong_sample():
         return build()[0], torch.zeros(512, 63)
 
@@ -182,7 +185,7 @@ def test_estimate_under_a_budget_lowers_the_peak(shell: Shell, model_file: str) 
 
 
 def test_estimate_says_when_nothing_fits(shell: Shell, model_file: str) -> None:
-    text = shell("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--budget", "0.000001")
+    text = shell("estimate", f"{model_file}:short", "--gpu", "RTX 3090", "--budget", "0.000001")
     assert "does not fit." in text
     assert "No mode fits: the lowest peak is" in text
 
@@ -243,7 +246,7 @@ def test_progress_on_a_terminal_is_a_status_that_goes_away(shell: Shell, monkeyp
 
 def test_plan_is_written_and_can_be_loaded(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "plan.json"
-    text = shell("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--force", "--output", str(output))
+    text = shell("plan", f"{model_file}:short", "--gpu", "RTX 3090", "--force", "--output", str(output))
     plan = memscale.Plan.load(output)
     assert plan.actions
     assert plan.explain().partition("\n\n")[0] in text
@@ -251,7 +254,7 @@ def test_plan_is_written_and_can_be_loaded(shell: Shell, model_file: str, tmp_pa
 
 
 def test_plan_as_json_is_the_plan(shell: Shell, model_file: str) -> None:
-    text = shell("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--force", "--json")
+    text = shell("plan", f"{model_file}:short", "--gpu", "RTX 3090", "--force", "--json")
     assert memscale.Plan.from_json(text).to_json() == text
 
 
@@ -277,7 +280,7 @@ def test_peak_against_time_is_drawn(shell: Shell, model_file: str, tmp_path: pat
 
 
 def test_a_plan_that_does_not_fit_exits_with_1(shell: Shell, model_file: str) -> None:
-    sentence = shell.complaint("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--budget", "0.000001", code=1)
+    sentence = shell.complaint("plan", f"{model_file}:short", "--gpu", "RTX 3090", "--budget", "0.000001", code=1)
     assert "the budget is" in sentence
 
 
@@ -446,7 +449,7 @@ def test_gpt2_xl_does_not_fit_as_it_is(shell: Shell) -> None:
 
 
 def test_fit_finds_the_largest_batch(shell: Shell, model_file: str) -> None:
-    arguments = ("fit", f"{model_file}:build", "--gpu", "RTX 3090", "--budget", "0.05", "--mode", "conservative")
+    arguments = ("fit", f"{model_file}:short", "--gpu", "RTX 3090", "--budget", "0.05", "--mode", "conservative")
     text = shell(*arguments)
     assert "conservative: rehearsing at" in shell.stderr
     sizes = {

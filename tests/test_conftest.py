@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from hypothesis import settings
 
-from tests.conftest import pytest_collectstart, pytest_ignore_collect, with_files_shuffled
+import memscale
+from memscale._torch.live_bytes import LiveBytes
+from tests.conftest import _BORN, freeze_what_is_left, pytest_collectstart, pytest_ignore_collect, with_files_shuffled
 
 pytestmark = pytest.mark.unit
 
@@ -58,6 +62,21 @@ def test_files_are_shuffled_and_their_tests_are_not(request: pytest.FixtureReque
     state = random.getstate()
     assert with_files_shuffled(items, 1) == with_files_shuffled(items[::1], 1)
     assert random.getstate() == state
+
+
+def test_what_is_left_is_out_of_sight_and_little() -> None:
+    kept = torch.ones(1000)
+    freeze_what_is_left()
+    with memscale.measure("cpu") as seen:
+        pass
+    assert seen.peak_bytes == 0
+    del seen
+    gc.collect()
+    assert not any(isinstance(each, LiveBytes) for each in _BORN), "counting leaves nothing in the frozen part"
+    large = torch.ones(1_000_000)
+    with pytest.raises(AssertionError, match=r"4,000,\d+ bytes of tensors outlive their tests"):
+        freeze_what_is_left()
+    del kept, large
 
 
 INNER = """

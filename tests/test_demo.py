@@ -18,7 +18,7 @@ import transformers  # noqa: F401  its own set-up is not a trace that a test lea
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 _SIZES = {
-    "layers": 4,
+    "layers": 3,
     "width": 32,
     "heads": 2,
     "vocabulary": 64,

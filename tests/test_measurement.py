@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +11,15 @@ from torch.utils import _python_dispatch
 
 import memscale
 from memscale._torch.live_bytes import KINDS, LiveBytes
+from tests.conftest import freeze_what_is_left
 
 F32 = 4
 
 
 @pytest.fixture(autouse=True)
-def _no_old_models() -> Iterator[None]:
-    """Models that earlier tests left would be counted here; frozen objects are out of the collector's sight."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def _no_old_models() -> None:
+    """What earlier tests left would be counted here."""
+    freeze_what_is_left()
 
 
 # ---- the books

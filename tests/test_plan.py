@@ -20,6 +20,7 @@ from memscale._plan import (
     Checkpoint,
     OffloadOptimizer,
     QuantizeOptimizer,
+    StepInBuckets,
     StreamParameters,
     TileAttention,
     TileHead,
@@ -83,6 +84,7 @@ ACTIONS = (
     TileHead("head", 8),
     TileMlp("blocks.0.mlp", 2),
     TileAttention("blocks.0.attention", 16),
+    StepInBuckets(1000),
     OffloadOptimizer(1000),
     QuantizeOptimizer(1000),
 )

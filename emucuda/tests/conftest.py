@@ -1,7 +1,8 @@
-"""Two suites: the tests in this folder start programs on the card; those in `card/` run on it themselves.
+"""Three suites: the tests in this folder start programs on the card; `card/` and `memscale/` run on it themselves.
 
-python -m pytest tests --ignore tests/card
+python -m pytest tests --ignore tests/card --ignore tests/memscale
 python -m emucuda --races --kernels -m pytest tests/card
+python -m emucuda --races --lag 100000 -m pytest emucuda/tests/memscale  # from the repository, with MemScale
 """
 
 import json

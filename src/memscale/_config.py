@@ -17,10 +17,14 @@ _MAX_GB = 1e9
 
 
 class OptimizationMode(str, enum.Enum):
-    """How far MemScale may go; an explicit `Config` field always wins over the mode."""
+    """How far MemScale may go; an explicit `Config` field always wins over the mode.
+
+    model = memscale.wrap(model, memscale.Config(mode=memscale.OptimizationMode.AGGRESSIVE))
+    model = memscale.wrap(model, memscale.Config(mode="aggressive"))  # the same
+    """
 
     CONSERVATIVE = "conservative"
-    """Checkpointing only: exact, and the cheapest in time."""
+    """Checkpointing, and the optimizer's step in buckets: exact, and the cheapest in time."""
     BALANCED = "balanced"
     """Checkpointing and offloading: exact."""
     AGGRESSIVE = "aggressive"
@@ -31,6 +35,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
     OptimizationMode.CONSERVATIVE: {
         "enable_checkpointing": True,
         "enable_offloading": False,
+        "enable_bucketed_step": True,
         "enable_tiling": False,
         "enable_kept_offload": False,
         "use_mixed_precision": False,
@@ -39,6 +44,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
     OptimizationMode.BALANCED: {
         "enable_checkpointing": True,
         "enable_offloading": True,
+        "enable_bucketed_step": True,
         "enable_tiling": False,
         "enable_kept_offload": False,
         "use_mixed_precision": False,
@@ -47,6 +53,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
     OptimizationMode.AGGRESSIVE: {
         "enable_checkpointing": True,
         "enable_offloading": True,
+        "enable_bucketed_step": True,
         "enable_tiling": True,
         "enable_kept_offload": False,
         "use_mixed_precision": True,  # a wish: planning follows it where the hardware has fast 16-bit math
@@ -62,7 +69,15 @@ def modes_of(technique: str) -> frozenset[OptimizationMode]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AsyncOffloadConfig:
-    """How transfers between the device and the host overlap with compute."""
+    """How transfers between the device and the host overlap with compute.
+
+        model = memscale.wrap(model, async_config=memscale.AsyncOffloadConfig(prefetch_depth=4))
+
+    Without one, the plan chooses windows and depths from the budget. Each field says below what it bounds.
+
+    Raises:
+        ConfigError: A value is outside what is allowed; the message names the field and the range.
+    """
 
     pinned_pool_bytes: int = 512 * 1024 * 1024
     """Pinned host memory through which transfers between a device and the disk go; beside `max_cpu_offload_gb`."""
@@ -94,7 +109,15 @@ class AsyncOffloadConfig:
 class Config:
     """What the user wishes. A technique left at `None` is set as the mode says, once, at construction.
 
-    Nothing is detected, measured or written here: what of it the hardware can follow is found out by planning.
+        config = memscale.Config(mode="aggressive", memory_budget_gb=8.0, use_8bit_optimizer=False)
+        model = memscale.wrap(model, config)
+
+    Nothing is detected, measured or written here: what of it the hardware can follow is found out by planning. A config
+    cannot be changed; `config.replace(memory_budget_gb=6.0)` is a copy with another budget. Each field says below what
+    it means.
+
+    Raises:
+        ConfigError: A value is outside what is allowed; the message names the field, the value and the range.
     """
 
     mode: OptimizationMode = OptimizationMode.BALANCED
@@ -103,6 +126,8 @@ class Config:
     """Recompute activations in backward instead of keeping them (exact)."""
     enable_offloading: bool | None = None
     """Let tensors wait on the host or on disk (exact)."""
+    enable_bucketed_step: bool | None = None
+    """Step a few parameters at a time, where the optimizer updates each by itself (exact)."""
     enable_tiling: bool | None = None
     """Compute the largest tensors tile by tile (exact up to the order of summation)."""
     enable_kept_offload: bool | None = None
@@ -184,7 +209,20 @@ class Config:
         return changed
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed. Techniques that were left to the mode are resolved again."""
+        """A copy with some fields changed. Techniques that were left to the mode are resolved again.
+
+            smaller = config.replace(memory_budget_gb=6.0)
+
+        Args:
+            changes: Fields and their new values.
+
+        Returns:
+            Another `Config`; this one stays as it is.
+
+        Raises:
+            ConfigError: A value is outside what is allowed.
+            TypeError: There is no such field.
+        """
         kept = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

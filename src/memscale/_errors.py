@@ -44,7 +44,13 @@ def shown(value: object) -> str:
 
 
 class MemScaleError(Exception):
-    """Base of every error that MemScale raises on its own account."""
+    """Base of every error that MemScale raises on its own account.
+
+    try:
+        memscale.wrap(model, memscale.Config(memory_budget_gb=2.0), batch)
+    except memscale.DoesNotFitError as error:
+        print(error)  # what was tried, the numbers, and a batch or a mode that does fit
+    """
 
 
 class ConfigError(MemScaleError, ValueError):

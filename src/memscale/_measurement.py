@@ -30,7 +30,12 @@ class Sample:
 
 
 class Measurement:
-    """What `measure()` saw. Grows while the context is open."""
+    """What `measure()` saw. Grows while the context is open.
+
+    with memscale.measure() as measured:
+        train_one_step(model)
+    print(measured.peak_bytes, measured.breakdown["activations"])
+    """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type

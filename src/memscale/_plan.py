@@ -116,16 +116,42 @@ OPTIMIZER_BUCKET_BYTES = 16 * 1024 * 1024
 """Planned buckets: state is brought to the device in pieces that belong to parameters of this many bytes."""
 
 
+STEP_BUCKET_BYTES = 64 * 1024 * 1024
+"""Planned buckets of a step whose state stays where it is. Larger than those that travel: few of them keep the host's
+share of the step small, and temporaries of so many bytes are little beside a state that is all on the device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInBuckets(Action):
+    """The optimizer steps a few parameters at a time, and needs temporaries for these; its state stays where it is."""
+
+    bucket_bytes: int
+    """Bytes of parameters that are stepped at once; a larger parameter is stepped alone."""
+    reason: Reason = Reason("asked for")
+
+    def __post_init__(self) -> None:
+        _check_count(self, "bucket_bytes", minimum=1)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadOptimizer(Action):
     """Optimizer state waits on the next tier; the step runs bucket by bucket."""
 
     bucket_bytes: int
     """Bytes of parameters whose state is brought to the device at once."""
+    resident_share: float = 0.0
+    """The share of the state, by bytes of parameters, that stays on the device. Whole buckets stay, never more than the
+    share, spread evenly, so that a bucket travels while those that stay are stepped."""
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
         _check_count(self, "bucket_bytes", minimum=1)
+        share = self.resident_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise PlanError(
+                f"OffloadOptimizer with resident_share={shown(share)} is not allowed; it must be a number from 0 up "
+                "to, but not including, 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,7 +244,15 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be done, what it will peak at, what it will cost, and why."""
+    """What will be done, what it will peak at, what it will cost, and why.
+
+        with memscale.optimize(model, sample_input=batch) as executor:
+            print(executor.plan.explain())
+            executor.plan.save("plan.json")
+        executor = memscale.execute(other_model, memscale.Plan.load("plan.json"))
+
+    A plan is data: it can be saved, read, compared and edited, and does nothing until it is executed.
+    """
 
     actions: tuple[Action, ...]
     baseline_peak_bytes: int
@@ -255,6 +289,8 @@ class Plan:
     """Why a policy chose this mode; None: the user did."""
     conditions: Conditions | None = None
     """None in a plan that was not written by `decide`, or that an earlier version saved."""
+    least_slowdown: float | None = None
+    """What no exact plan could be below at this budget, by the time model (`_decide/bound.py`); None: not looked at."""
     provisional: bool = False
     """In force until a training step has been seen: `predicted_peak_bytes` is what is known to be there at least."""
 
@@ -291,11 +327,24 @@ class Plan:
         return next((index for index, point in enumerate(self.front) if point.is_chosen), len(self.front))
 
     def to_json(self) -> str:
+        """The plan as JSON: the same bytes for the same plan, on every machine."""
         return _json.dumps(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; `PlanError` says what is wrong with anything else."""
+        """The plan that `to_json` wrote.
+
+            assert memscale.Plan.from_json(plan.to_json()) == plan
+
+        Args:
+            text: What `to_json` has returned.
+
+        Returns:
+            An equal plan.
+
+        Raises:
+            PlanError: The text is no plan; the message says what is wrong with it.
+        """
         try:
             plan: Plan = _json.decode(cls, _json.loads(text))
         except (ValueError, AttributeError) as error:
@@ -305,10 +354,34 @@ class Plan:
         return plan
 
     def save(self, path: str | pathlib.Path) -> None:
+        """Write the plan to a file, as JSON.
+
+            executor.plan.save("plan.json")
+
+        Args:
+            path: The file; what is there is overwritten.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
+        """Read a plan that was saved.
+
+            executor = memscale.execute(model, memscale.Plan.load("plan.json"))
+
+        Args:
+            path: The file that `save` wrote.
+
+        Returns:
+            An equal plan.
+
+        Raises:
+            PlanError: The file holds no plan; the message says what is wrong with it.
+            OSError: The file cannot be read.
+        """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

@@ -165,27 +165,33 @@ def plan(
     _check_writable("--output", output)
     _check_writable("--pareto", pareto)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
-    from memscale._planning import make_plan
-    from memscale._planning.job import Job
-
-    fronts: list[tuple[FrontPoint, ...]] = []
     with _progress(f"planning {model} on fake tensors"), _quiet():
-        made = make_plan(
-            Job(subject.model, config, subject.hardware, optimizer),
-            subject.inputs,
-            on_front=None if pareto is None else fronts.append,
-        )
-    if pareto is not None:
-        from memscale.report.pareto_svg import draw
-
-        made = dataclasses.replace(made, front=fronts[0], front_note="")
-        _write("--pareto", pareto, draw(made, made.front))
-    if output is not None:
-        _write("--output", output, made.to_json())
+        made = _make_plan(subject, config, optimizer, with_front=pareto is not None)
+    _write_plan(made, output, pareto)
     _print_plan(made, as_json=as_json, explain=explain)
     for path in (output, pareto):
         if path is not None:
             print(f"written to {path}", file=sys.stderr)
+
+
+def _make_plan(subject: _Subject, config: Config, optimizer: str, *, with_front: bool) -> Plan:
+    """The plan; with the front of everything that the mode allows, where it is to be drawn."""
+    from memscale._planning import make_plan
+    from memscale._planning.job import Job
+
+    fronts: list[tuple[FrontPoint, ...]] = []
+    job = Job(subject.model, config, subject.hardware, optimizer)
+    made = make_plan(job, subject.inputs, on_front=fronts.append if with_front else None)
+    return dataclasses.replace(made, front=fronts[0], front_note="") if with_front else made
+
+
+def _write_plan(made: Plan, output: pathlib.Path | None, pareto: pathlib.Path | None) -> None:
+    if pareto is not None:
+        from memscale.report.pareto_svg import draw
+
+        _write("--pareto", pareto, draw(made, made.front))
+    if output is not None:
+        _write("--output", output, made.to_json())
 
 
 def _print_plan(made: Plan, *, as_json: bool, explain: bool) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from memscale import Config
 from memscale._decide import decide, full_front
 from memscale._decide.choice import Choice, RunOptions, actions_of, block_actions, choice_of
+from memscale._decide.cost_model import CostModel
 from memscale._plan import Checkpoint, OffloadActivations, StreamParameters, TileAttention, TileHead, TileMlp
 from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, STREAM, STREAM_OFFLOAD, Profile, TraceKey
 from memscale.techniques import TREATMENTS
@@ -48,6 +49,7 @@ runs = st.builds(
     streams_rest=st.booleans(),
     precision=st.sampled_from(("", "bfloat16", "float16")),
     quantizes_optimizer=st.booleans(),
+    steps_in_buckets=st.booleans(),
 )
 
 
@@ -56,7 +58,10 @@ def choices(draw: st.DrawFn) -> Choice:
     """Any treatment of any block, in the model's order."""
     treatments = draw(st.tuples(*(st.sampled_from(TREATMENTS) for _ in BLOCKS)))
     treated = zip(BLOCKS, treatments, strict=True)
-    return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), draw(runs))
+    run = draw(runs)
+    if run.offloads_optimizer:
+        run = dataclasses.replace(run, offloads_optimizer=draw(st.sampled_from((1.0, 0.25, 0.03125))))
+    return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), run)
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
@@ -95,7 +100,7 @@ def test_a_plan_of_finely_tiled_attention_is_the_point_that_is_marked() -> None:
     config = Config(mode="aggressive", force_optimize=True, use_mixed_precision=False, use_8bit_optimizer=False)
     plan = decide(profile, hardware, config)
     assert any(isinstance(action, TileAttention) and action.rows == 64 for action in plan.actions)  # sixteen tiles
-    [chosen] = [point for point in full_front(profile, hardware, config, plan) if point.is_chosen]
+    [chosen] = [point for point in full_front(CostModel(profile, hardware), config, plan) if point.is_chosen]
     assert chosen.peak_bytes == plan.predicted_peak_bytes
     assert "tile attention: 64 queries" in chosen.what
     assert chosen.peak_bytes < plan.baseline_peak_bytes - 100 * MB

@@ -82,7 +82,7 @@ def test_what_fits_is_left_alone() -> None:
     assert plan.predicted_slowdown == 1.0
     assert "skip" in plan.summary.rule
     assert plan.summary.numbers["baseline_bytes"] == BASELINE
-    assert not needs_optimizing(PROFILE, HARDWARE, Config())
+    assert not needs_optimizing(CostModel(PROFILE, HARDWARE), Config())
 
 
 def test_exactly_the_budget_fits_and_one_byte_less_does_not() -> None:
@@ -303,7 +303,7 @@ from memscale._profile.inputs import Inputs
 from tests.profiles import hardware_of
 torch.set_num_threads(1)
 with torch.device("meta"):
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(4)))
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(2)))
     inputs = Inputs((torch.zeros(8, 32, 64),))
 config = Config(mode=sys.argv[1], force_optimize=True)
 sys.stdout.write(make_plan(Job(model, config, hardware_of()), inputs).to_json())

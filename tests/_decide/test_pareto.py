@@ -99,7 +99,7 @@ def test_what_fits_as_it_is_says_that_nothing_else_was_looked_into() -> None:
     plan = plan_within(2 * BASELINE)
     assert [point.what for point in plan.front] == ["nothing"]
     assert "nothing else was looked into" in plan.explain()
-    front = full_front(PROFILE, HARDWARE, Config(memory_budget_gb=2 * BASELINE / 1e9), plan)
+    front = full_front(CostModel(PROFILE, HARDWARE), Config(memory_budget_gb=2 * BASELINE / 1e9), plan)
     assert front[0].is_chosen
     assert len(front) > 5
 

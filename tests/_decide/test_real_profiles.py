@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memscale
-from memscale import Config, DoesNotFitError, Hardware, OptimizationMode
-from memscale._decide import decide
+from memscale import Config, Hardware, OptimizationMode
+from memscale._decide import decide, decide_on
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
@@ -44,9 +44,14 @@ def profile_of(name: str) -> Profile:
     return planner.profile
 
 
+@functools.cache
+def model_of(name: str) -> CostModel:
+    """One for all budgets: what can be chosen is searched once for each mode."""
+    return CostModel(profile_of(name), CARD, overlaps=Config().async_offload)
+
+
 def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:
-    config = Config(mode=mode, memory_budget_gb=budget_bytes / 1e9)
-    return decide(profile_of(name), CARD, config, raise_if_unfit=False)
+    return decide_on(model_of(name), Config(mode=mode, memory_budget_gb=budget_bytes / 1e9))
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turns(NAMES, MODES))
@@ -153,11 +158,13 @@ def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> Non
     faster = dataclasses.replace(card, memory_bytes_per_s=1e13, link_bytes_per_s=1e8, launch_s=1e-4)
     lowest = min(all_peaks(CostModel(profile, card), RunOptions()))
     for hardware in (card, faster):
-        assert decide(profile, hardware, plain).predicted_peak_bytes == lowest
+        model = CostModel(profile, hardware)
+        assert decide_on(model, plain).predicted_peak_bytes == lowest
         within = Config(memory_budget_gb=lowest / 1e9, enable_offloading=False)
-        assert decide(profile, hardware, within).predicted_peak_bytes <= lowest
-        with pytest.raises(DoesNotFitError):
-            decide(profile, hardware, within.replace(memory_budget_gb=(lowest - 1) / 1e9))
+        fitting = decide_on(model, within)
+        assert fitting.fits
+        assert fitting.predicted_peak_bytes <= lowest
+        assert not decide_on(model, within.replace(memory_budget_gb=(lowest - 1) / 1e9)).fits
     both = [decide(profile, hardware, Config(force_optimize=True)).predicted_peak_bytes for hardware in (card, faster)]
     assert both[0] == both[1] <= lowest
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import search as benchmark
 from memscale import Config
-from memscale._decide import decide
+from memscale._decide import decide, decide_on
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.lowest_peak import Room
@@ -167,8 +167,7 @@ def test_no_shape_is_slower_with_a_larger_budget(seed: int, shape: str, shares: 
     top = model.evaluate(Choice()).peak_bytes
 
     def plan_in(budget_bytes: float) -> Plan:
-        config = Config(memory_budget_gb=budget_bytes / 1e9)
-        return decide(model.profile, model.hardware, config, raise_if_unfit=False)
+        return decide_on(model, Config(memory_budget_gb=budget_bytes / 1e9))
 
     plans = [plan_in(share * top) for share in sorted(shares)]
     for tighter, looser in itertools.pairwise(plans):
@@ -176,7 +175,7 @@ def test_no_shape_is_slower_with_a_larger_budget(seed: int, shape: str, shares: 
             assert looser.fits
             assert looser.predicted_slowdown <= tighter.predicted_slowdown
     assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans if plan.fits)
-    lowest = decide(model.profile, model.hardware, Config(force_optimize=True)).predicted_peak_bytes
+    lowest = decide_on(model, Config(force_optimize=True)).predicted_peak_bytes
     assert plan_in(lowest).fits
     assert not plan_in(lowest - 1).fits
 
@@ -203,19 +202,19 @@ def test_streaming_a_block_does_not_hide_ways_that_leave_the_optimizer_in_one_pi
         assert min(fitting, key=lambda candidate: candidate.outcome.step_ms).choice.blocks == (best,)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_kinds", [1, 2, 8])
-def test_as_good_as_brute_force_on_eight_blocks(num_kinds: int) -> None:
+@pytest.mark.parametrize("num_blocks", [6, pytest.param(8, marks=[pytest.mark.full, pytest.mark.slow])])
+def test_as_good_as_brute_force_on_many_blocks(num_blocks: int, num_kinds: int) -> None:
     """Treatments are limited to four a block, so that brute force ends within a test."""
     kinds = [
         Block(keeps=60 + 37 * i, temporaries=11 * i % 50, parameters=5 + 9 * i, time=40 + 53 * i % 200)
         for i in range(8)
     ]
-    found = {f"b.{i}": kinds[i * num_kinds // 8] for i in range(8)}
+    found = {f"b.{i}": kinds[i * num_kinds // num_blocks] for i in range(num_blocks)}
     model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=2e9))
     treatments = (CHECKPOINT, OFFLOAD, STREAM)
     ours = [c.outcome for c in search(model, [RunOptions()], treatments, counts_waiting=False)]
-    rows = itertools.product((KEEP, *treatments), repeat=8)
+    rows = itertools.product((KEEP, *treatments), repeat=num_blocks)
     everything = [
         model.evaluate(Choice(tuple((n, t) for n, t in zip(found, row, strict=True) if t != KEEP))) for row in rows
     ]
@@ -242,11 +241,8 @@ def test_what_is_offered_is_what_the_model_says(found: dict[str, Block], counts_
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(models(max_size=16), st.lists(st.integers(50, 4000), min_size=2, max_size=5))
 def test_a_larger_budget_is_never_slower_and_is_kept(found: dict[str, Block], budgets: list[int]) -> None:
-    profile, hardware = full_profile(found), hardware_of(link_bytes_per_s=1e9)
-    plans = [
-        decide(profile, hardware, Config(memory_budget_gb=budget / 1e3), raise_if_unfit=False)
-        for budget in sorted(budgets)
-    ]
+    model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=1e9))
+    plans = [decide_on(model, Config(memory_budget_gb=budget / 1e3)) for budget in sorted(budgets)]
     for tighter, looser in itertools.pairwise(plans):
         if tighter.fits:
             assert looser.fits

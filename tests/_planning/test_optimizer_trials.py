@@ -19,12 +19,15 @@ from memscale import Config
 from memscale._decide.policy import Strategy
 from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
-from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StreamParameters
+from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StepInBuckets, StreamParameters
+from memscale._planning import optimizer_trials
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
+from memscale.techniques.offload.optimizer import in_buckets
+from memscale.techniques.offload.optimizer.adoption import adopt
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from tests.lanes import in_turns
@@ -52,7 +55,7 @@ def train(width: int, config: Config) -> tuple[Plan, list[int]]:
     x = x.to("simgpu")
     gc.collect()
     peaks = []
-    for _ in range(3):
+    for _ in range(2):  # the first makes the state, the second finds it
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
         optimizer.zero_grad()
@@ -97,6 +100,70 @@ def test_offloading_the_state_of_a_small_model_would_gain_nothing(simgpu_device:
     plan, peaks = train(SMALL, config_of())
     assert OffloadOptimizer not in {type(action) for action in plan.actions}
     assert plan.predicted_peak_bytes == max(peaks)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Steps in buckets of 1 MiB of parameters: a block or less."""
+    for module in (in_buckets, optimizer_trials):
+        monkeypatch.setattr(module, "STEP_BUCKET_BYTES", 1 << 20)
+    return 1 << 20
+
+
+@pytest.mark.parametrize("mode", ["conservative", "balanced"])
+def test_a_step_in_buckets_peaks_as_predicted(mode: str, small_buckets: int, simgpu_device: Any) -> None:
+    """To the byte, the step that makes the state included; in every mode, and it is the first thing that is done."""
+    config = config_of(mode=mode, enable_offloading=False)
+    plan, peaks = train(LARGE, config)
+    assert [type(action) for action in plan.actions] == [StepInBuckets]
+    assert plan.predicted_peak_bytes == max(peaks) < plan.baseline_peak_bytes
+    numbers = plan.actions[0].reason.numbers
+    assert numbers["frees_bytes"] == plan.baseline_peak_bytes - plan.predicted_peak_bytes
+    assert numbers["in_buckets_bytes"] < numbers["at_once_bytes"]
+    budget = plan.predicted_peak_bytes / 1e9
+    chosen, _ = train(LARGE, config_of(mode=mode).replace(force_optimize=False, memory_budget_gb=budget))
+    assert [type(action) for action in chosen.actions] == [StepInBuckets]
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_share_of_the_state_peaks_as_predicted(share: float, way: str, simgpu_device: Any) -> None:
+    """To the byte, the step that makes the state included; the less there is to save, the more of it stays."""
+    config = config_of(async_offload=way == "async")
+    lowest, _ = train(LARGE, config)
+    budget = lowest.predicted_peak_bytes + share * (lowest.baseline_peak_bytes - lowest.predicted_peak_bytes)
+    plan, peaks = train(LARGE, config.replace(force_optimize=False, memory_budget_gb=budget / 1e9))
+    (action,) = plan.actions
+    assert isinstance(action, OffloadOptimizer)
+    assert 0 < action.resident_share < 1
+    assert plan.predicted_peak_bytes == max(peaks) <= budget
+    assert "of its state" in plan.explain()
+
+
+@pytest.mark.parametrize(("options", "can"), [({}, True), ({"foreach": True}, True), ({"foreach": False}, False)])
+def test_the_cost_of_a_step_in_buckets(
+    options: dict[str, Any], can: bool, small_buckets: int, simgpu_device: Any
+) -> None:
+    model = Mlp(width=LARGE, depth=4)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    predicted = OptimizerCosts(Job(model, Config(), Hardware.detect("simgpu"), optimizer)).cost()
+    assert (predicted.bucketed_step_bytes is not None) == can
+    if not can:
+        return
+    model.to("simgpu")
+    with contextlib.ExitStack() as undo:
+        adopt(model, None, None, small_buckets, undo)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        optimizer.step()
+        launches = simgpu.counters().kernels
+        optimizer.step()
+        assert predicted.bucketed_launches == simgpu.counters().kernels - launches
+        peak_bytes = torch.accelerator.max_memory_allocated() - before
+        assert predicted.state_bytes + predicted.bucketed_step_bytes == peak_bytes
+        assert predicted.bucketed_step_bytes < predicted.step_bytes
 
 
 @pytest.mark.parametrize(

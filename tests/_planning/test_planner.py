@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memscale import Config, Hardware
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
+from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, OFFLOAD, STREAM, STREAM_OFFLOAD, TraceKey
+from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, OFFLOAD, STREAM, STREAM_OFFLOAD, Profile, TraceKey, layers
 from memscale._profile.inputs import Inputs, derive_inputs
 from tests.models import WIDTH, Chain, TwoLinears
 
@@ -43,6 +47,30 @@ def test_inputs_that_wait_elsewhere_are_freed_by_the_blocks_that_sent_them() -> 
         assert model.saved_bytes(last, offloading) - model.saved_bytes(last, treatment) == BOUNDARY_BYTES
         extra_ms = model.extra_ms(last, offloading) - model.extra_ms(last, treatment)
         assert extra_ms >= 2 * BOUNDARY_BYTES / planner.hardware.link_bytes_per_s * 1e3
+
+
+def test_blocks_are_found_once_and_a_cost_model_is_built_once_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the longest way: the mode allows everything, and nothing fits before all of it was looked into."""
+    searched: list[nn.Module] = []
+    profiles: list[Profile] = []
+    walk, build = layers._walk_blocks, CostModel.__init__
+
+    def counted_walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        searched.extend([module] if not prefix else [])
+        return walk(prefix, module)
+
+    def counted_build(self: CostModel, profile: Profile, *args: Any, **options: Any) -> None:
+        profiles.append(profile)
+        build(self, profile, *args, **options)
+
+    monkeypatch.setattr(layers, "_walk_blocks", counted_walk)
+    monkeypatch.setattr(CostModel, "__init__", counted_build)
+    model = Chain(*(TwoLinears() for _ in range(12)))  # deep enough to be tried at a fraction of its depth
+    config = CONFIG.replace(mode="aggressive", use_mixed_precision=False)
+    inputs = Inputs(args=(torch.empty(1 << 12, WIDTH, device="meta"),))
+    assert make_plan(Job(model, config, Hardware.from_name("T4")), inputs).actions
+    assert len(searched) == 1
+    assert len({id(profile) for profile in profiles}) == len(profiles) > 1
 
 
 def test_the_lowest_plan_lets_inputs_of_recomputed_blocks_wait_elsewhere() -> None:

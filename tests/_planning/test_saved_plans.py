@@ -28,44 +28,49 @@ from tests.parity import plan_of
 
 QUIET = Config(enable_logging=False)
 
-MAKE = """
-import sys, torch, simgpu, memscale
+MAKE_AND_RUN = """
+import sys, gc, json, torch, simgpu, memscale
 from tests.models import Mlp
 torch.set_num_threads(1)
-config = memscale.Config(device="simgpu", memory_budget_gb=float(sys.argv[2]), enable_logging=False, async_offload=True,
-                         async_config=memscale.AsyncOffloadConfig(min_tensor_bytes=1024, window_bytes=20_000))
-with memscale.optimize(Mlp(depth=4), config=config, sample_input=torch.zeros(64, 64)) as executor:
-    executor.plan.save(sys.argv[1])
-"""
+made, executed, budget_gb = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
-RUN = """
-import sys, json, torch, simgpu, memscale
-from tests.models import Mlp
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = Mlp(depth=4)
-if sys.argv[1] == "plain":
-    model.to("simgpu")
-    moved = None
-else:
-    executor = memscale.execute(model, memscale.Plan.load(sys.argv[1]))
-optimizer = torch.optim.AdamW(model.parameters())
-x = torch.randn(64, 64).to("simgpu")
-losses = []
-for _ in range(3):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item().hex())
-    del loss
-if sys.argv[1] != "plain":
-    moved = executor.traffic()
-    assert executor.settings.asynchronous
-    memscale.detach(model)
-weights = [float(p.detach().cpu().double().sum()).hex() for p in model.parameters()]
-print(json.dumps([losses, weights, torch.accelerator.max_memory_allocated(), moved]))
+def make():
+    config = memscale.Config(device="simgpu", memory_budget_gb=budget_gb, enable_logging=False, async_offload=True,
+                             async_config=memscale.AsyncOffloadConfig(min_tensor_bytes=1024, window_bytes=20_000))
+    with memscale.optimize(Mlp(depth=4), config=config, sample_input=torch.zeros(64, 64)) as executor:
+        executor.plan.save(made)
+
+def run(path):
+    gc.collect()
+    torch.accelerator.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    model, moved = Mlp(depth=4), None
+    if path is None:
+        model.to("simgpu")
+    else:
+        executor = memscale.execute(model, memscale.Plan.load(path))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(64, 64).to("simgpu")
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item().hex())
+        del loss
+    peak_bytes = torch.accelerator.max_memory_allocated()
+    if path is not None:
+        moved = executor.traffic()
+        assert executor.settings.asynchronous
+        memscale.detach(model)
+    weights = [float(p.detach().cpu().double().sum()).hex() for p in model.parameters()]
+    return losses, weights, peak_bytes, moved
+
+make()
+print(json.dumps([run(executed), run(None)]))
 """
+"""Makes a plan, executes one, which may be another process's, and trains the plain model."""
 
 
 def apart(code: str, *args: str, **environment: str) -> str:
@@ -78,15 +83,16 @@ def apart(code: str, *args: str, **environment: str) -> str:
 @pytest.mark.slow
 def test_the_same_in_other_processes_bytes_and_bits(tmp_path: pathlib.Path) -> None:
     path, again = tmp_path / "plan.json", tmp_path / "again.json"
-    apart(MAKE, str(path), "0.0008", PYTHONHASHSEED="1", MEMSCALE_MEASURE="0")
-    apart(MAKE, str(again), "0.0008", PYTHONHASHSEED="2", MEMSCALE_CACHE_DIR=str(tmp_path))
+    paths, budget_gb = (str(path), str(path)), "0.0008"
+    first, plain = json.loads(apart(MAKE_AND_RUN, *paths, budget_gb, PYTHONHASHSEED="1", MEMSCALE_MEASURE="0"))
+    paths = (str(again), str(path))
+    elsewhere = {"PYTHONHASHSEED": "2", "MEMSCALE_CACHE_DIR": str(tmp_path)}
+    second, plain_there = json.loads(apart(MAKE_AND_RUN, *paths, budget_gb, **elsewhere))
     assert path.read_bytes() == again.read_bytes()
     plan = Plan.load(path)
     assert any(isinstance(action, StreamParameters) for action in plan.actions)
-    plain = json.loads(apart(RUN, "plain"))
-    first = json.loads(apart(RUN, str(path), PYTHONHASHSEED="3", MEMSCALE_MEASURE="0"))
-    second = json.loads(apart(RUN, str(path), PYTHONHASHSEED="4", MEMSCALE_CACHE_DIR=str(tmp_path)))
     assert first == second
+    assert plain == plain_there
     assert first[:2] == plain[:2]
     assert first[2] == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
     assert first[2] <= plan.budget_bytes < plain[2]

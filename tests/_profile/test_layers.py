@@ -41,7 +41,7 @@ def test_every_parameter_belongs_to_one_layer(entry: Case) -> None:
 
 def _spines(model: nn.Module) -> list[nn.Module]:
     """Modules that are cut open: they hold blocks. Parameters of their own are nobody's."""
-    inside = {id(part) for piece in find_pieces(model).values() for part in piece.modules()}
+    inside = {id(part) for piece in find_pieces(model, find_blocks(model)).values() for part in piece.modules()}
     return [module for module in model.modules() if id(module) not in inside]
 
 

@@ -223,6 +223,20 @@ def test_broken_numbers_are_not_expected() -> None:
     FakeRehearsal(Decides(way), Inputs((IDS,)), "cpu").run()
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda ids, x: x - x.amax(1, keepdim=True),  # backward compares x with what was the highest
+        lambda ids, x: torch.where(x == x.detach().clone(), x, -x),
+        lambda ids, x: torch.where(x != x.flip(0), x, -x),
+    ],
+    ids=["amax", "eq", "ne"],
+)
+def test_floats_that_are_compared_with_each_other_decide_no_size(way: Callable[..., torch.Tensor]) -> None:
+    model, inputs = Decides(way), Inputs((IDS,))
+    assert FakeRehearsal(model, inputs, "cpu").run().peak_bytes == RealStep(model, inputs, "cpu", 1).run().peak_bytes
+
+
 def test_a_mask_of_floats_shows_everything() -> None:
     model, inputs = Decides(lambda ids, x: x[x[..., 0] > 0]), Inputs((IDS,))
     whole = Decides(lambda ids, x: x[ids > -1])

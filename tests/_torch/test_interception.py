@@ -106,3 +106,32 @@ def test_what_a_class_inherits_it_inherits_again() -> None:
     assert (Child().answer(), Base().answer()) == ("ours base", "base")
     undo()
     assert "answer" not in vars(Child)
+
+
+class Housed:
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    @property
+    def device(self) -> str:
+        """Where it is."""
+        return self.place
+
+    @device.setter
+    def device(self, place: str) -> None:
+        self.place = place
+
+
+def test_reading_a_property_can_be_answered() -> None:
+    class Inheriting(Housed):
+        pass
+
+    original, mine, other = vars(Housed)["device"], Inheriting("here"), Housed("here")
+    leave = intercept(Housed, "device", lambda pass_on, it: f"not {pass_on(it)}" if it is mine else pass_on(it))
+    assert (mine.device, other.device) == ("not here", "here")
+    assert Housed.device.__doc__ == "Where it is."
+    mine.device = "there"
+    assert mine.device == "not there"
+    leave()
+    assert mine.device == "there"
+    assert vars(Housed)["device"] is original

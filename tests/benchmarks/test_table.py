@@ -178,11 +178,19 @@ def test_a_killed_run_goes_on_and_its_numbers_hold(tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.slow
-def test_predictions_for_a_card() -> None:
-    results = {result.variant: result for result in runs.predict(Subject("GPT-2 small", "gpt2", 1, 64, None, 0.8))}
+@pytest.mark.parametrize(
+    "subject",
+    [
+        Subject("BERT-Mini", "bert-mini", 32, 64, None, 0.6),
+        pytest.param(Subject("GPT-2 small", "gpt2", 1, 64, None, 0.8), marks=pytest.mark.full),
+    ],
+    ids=lambda subject: subject.title,
+)
+def test_predictions_for_a_card(subject: Subject) -> None:
+    results = {result.variant: result for result in runs.predict(subject)}
     assert list(results) == list(runs.VARIANTS)
     plain = results["plain"].predicted_bytes
     assert results["aggressive exact"].predicted_bytes < results["balanced"].predicted_bytes < plain
     assert results["aggressive"].predicted_bytes <= results["aggressive exact"].predicted_bytes
-    assert results["budget"].predicted_bytes <= 0.8e9
+    assert results["budget"].predicted_bytes <= subject.published_optimised_gb * 1e9
     assert results["budget"].predicted_slowdown < results["balanced"].predicted_slowdown

@@ -45,7 +45,7 @@ def samples(count: int, length: int = LENGTH, seed: int = 0) -> list[dict[str, t
 def build() -> GPT2LMHeadModel:
     torch.manual_seed(1)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
     return GPT2LMHeadModel(config)
 
@@ -276,15 +276,16 @@ class Overflow(TrainerCallback):
 
 def test_an_fp16_run_resumes_with_its_scale(tmp_path, fp16):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0}
-    whole = wrap(make_trainer(tmp_path / "whole", callbacks=[Overflow(1)], **options), use_mixed_precision=True)
+    only_fp16 = {"use_mixed_precision": True, "enable_checkpointing": False}  # beside it: test_fp16_in_the_trainer
+    whole = wrap(make_trainer(tmp_path / "whole", callbacks=[Overflow(1)], **options), **only_fp16)
     whole.train()
     assert executor_of(whole.model).stats().num_skipped_steps == 1
-    first = wrap(make_trainer(tmp_path / "parts", callbacks=[Overflow(1)], **options), use_mixed_precision=True)
+    first = wrap(make_trainer(tmp_path / "parts", callbacks=[Overflow(1)], **options), **only_fp16)
     first.add_callback(StopAt(3))
     first.train()
     saved = json.loads((tmp_path / "parts" / "checkpoint-3" / STATE_FILE).read_text())
     assert saved == {"loss_scale": {"scale": 2.0**15, "good_steps": 1, "num_skipped_steps": 1}}
-    second = wrap(make_trainer(tmp_path / "parts", model=build(), **options), use_mixed_precision=True)
+    second = wrap(make_trainer(tmp_path / "parts", model=build(), **options), **only_fp16)
     second.train(resume_from_checkpoint=True)
     assert losses(second)[3:] == losses(whole)[3:]
     assert executor_of(second.model).state_dict() == executor_of(whole.model).state_dict()
@@ -295,6 +296,10 @@ def test_an_fp16_run_resumes_with_its_scale(tmp_path, fp16):
 
 
 # ---- the 8-bit optimizer
+
+
+ONLY_8_BITS = {"use_8bit_optimizer": True, "enable_checkpointing": False}
+"""Beside other techniques: test_the_full_stack_in_the_trainer."""
 
 
 def inner(trainer: Trainer) -> Any:
@@ -317,7 +322,7 @@ def wide() -> GPT2LMHeadModel:
 )
 def test_the_8_bit_class_comes_through_the_trainers_creation(tmp_path, optim, kind):
     options = {"optim": optim, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1}
-    trainer = wrap(make_trainer(tmp_path, model=wide(), **options), use_8bit_optimizer=True)
+    trainer = wrap(make_trainer(tmp_path, model=wide(), **options), **ONLY_8_BITS)
     trainer.train()
     optimizer = inner(trainer)
     assert type(optimizer) is kind
@@ -335,7 +340,7 @@ def test_the_8_bit_class_comes_through_the_trainers_creation(tmp_path, optim, ki
 
 
 def test_an_optimizer_that_is_bitsandbytes_own_already_is_left_alone(tmp_path):
-    trainer = wrap(make_trainer(tmp_path, model=wide(), optim="lion_8bit"), use_8bit_optimizer=True)
+    trainer = wrap(make_trainer(tmp_path, model=wide(), optim="lion_8bit"), **ONLY_8_BITS)
     trainer.train()
     assert type(inner(trainer)) is bnb.optim.Lion
     memscale.detach(trainer)
@@ -343,12 +348,12 @@ def test_an_optimizer_that_is_bitsandbytes_own_already_is_left_alone(tmp_path):
 
 def test_an_8_bit_run_resumes_bit_for_bit(tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = wrap(make_trainer(tmp_path / "whole", model=wide(), **options), use_8bit_optimizer=True)
+    whole = wrap(make_trainer(tmp_path / "whole", model=wide(), **options), **ONLY_8_BITS)
     whole.train()
-    first = wrap(make_trainer(tmp_path / "parts", model=wide(), **options), use_8bit_optimizer=True)
+    first = wrap(make_trainer(tmp_path / "parts", model=wide(), **options), **ONLY_8_BITS)
     first.add_callback(StopAt(3))
     first.train()
-    second = wrap(make_trainer(tmp_path / "parts", model=wide(), **options), use_8bit_optimizer=True)
+    second = wrap(make_trainer(tmp_path / "parts", model=wide(), **options), **ONLY_8_BITS)
     second.train(resume_from_checkpoint=True)
     assert losses(second)[3:] == losses(whole)[3:]
     for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):

@@ -21,6 +21,10 @@ from tests.lanes import some
 from tests.techniques.optimizer8bit.test_in_place import unavailable
 
 QUIET = Config(mode="aggressive", force_optimize=True, enable_logging=False)
+ONLY_8_BITS = QUIET.replace(
+    enable_checkpointing=False, enable_offloading=False, enable_tiling=False, use_mixed_precision=False
+)
+"""For tests of what happens to the optimizer: planning for the rest would take most of their time."""
 
 
 def build(device: str = "cpu") -> GPT2LMHeadModel:
@@ -169,7 +173,7 @@ def test_an_error_leaves_the_optimizer_as_it_was() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(memscale.DoesNotFitError):
         memscale.apply_all_optimizations(
-            model, optimizer, Config(mode="aggressive", memory_budget_gb=1e-6, enable_logging=False), batch(0)
+            model, optimizer, ONLY_8_BITS.replace(force_optimize=False, memory_budget_gb=1e-6), batch(0)
         )
     assert executor_of(model) is None
     assert list(optimizer.state_dict()["param_groups"][0]) == list(saved["param_groups"][0])
@@ -208,7 +212,7 @@ def test_without_a_counterpart_the_optimizer_is_named_once() -> None:
     model = build()
     optimizer = torch.optim.NAdam(model.parameters())
     with pytest.warns(UserWarning, match="NAdam has no 8-bit counterpart"):
-        _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+        _, same = memscale.apply_all_optimizations(model, optimizer, ONLY_8_BITS, sample_input=batch(0))
     assert same is optimizer
     step(model, optimizer, 0)
     memscale.detach(model)
@@ -218,17 +222,17 @@ def test_calling_it_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the pair, and with the optimizer that was replaced: no state is lost either way."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    _, first = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    _, first = memscale.apply_all_optimizations(model, optimizer, ONLY_8_BITS, sample_input=batch(0))
     step(model, first, 0)
-    _, second = memscale.apply_all_optimizations(model, first, QUIET, sample_input=batch(0))
+    _, second = memscale.apply_all_optimizations(model, first, ONLY_8_BITS, sample_input=batch(0))
     assert second is first
     found = {outcome.technique: outcome for outcome in executor_of(model).outcomes}
     assert "by itself" in found["8-bit optimizer"].detail
     step(model, second, 1)
     assert {entry["step"] for entry in second.state.values()} == {2}
     memscale.detach(model)
-    _, third = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
-    _, fourth = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    _, third = memscale.apply_all_optimizations(model, optimizer, ONLY_8_BITS, sample_input=batch(0))
+    _, fourth = memscale.apply_all_optimizations(model, optimizer, ONLY_8_BITS, sample_input=batch(0))
     assert type(fourth) is bnb.optim.AdamW8bit
     assert fourth is not third
     assert {entry["step"] for entry in fourth.state.values()} == {1}
@@ -239,9 +243,9 @@ def test_the_optimizer_of_an_earlier_call_refuses_to_step() -> None:
     """Beside its successor it would train the same weights with state that is no longer theirs."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    _, first = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    _, first = memscale.apply_all_optimizations(model, optimizer, ONLY_8_BITS, sample_input=batch(0))
     step(model, first, 0)
-    _, second = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+    _, second = memscale.apply_all_optimizations(model, optimizer, ONLY_8_BITS, sample_input=batch(0))
     weights = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(memscale.MemScaleError, match="AdamW8bit is that of an earlier"):
         step(model, first, 1)
@@ -256,7 +260,7 @@ def test_without_bitsandbytes_it_warns_once_and_trains(monkeypatch: pytest.Monke
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.warns(UserWarning, match="bitsandbytes") as caught:
-        _, same = memscale.apply_all_optimizations(model, optimizer, QUIET, sample_input=batch(0))
+        _, same = memscale.apply_all_optimizations(model, optimizer, ONLY_8_BITS, sample_input=batch(0))
     assert len(caught) == 1
     step(model, same, 0)  # no second warning: warnings are errors here
     assert same is optimizer

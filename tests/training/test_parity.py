@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memscale
-from tests.lanes import some
+from tests.lanes import pairwise, some
 from tests.models import ODD_CASES, SUITE, Case, Chain, Mlp, TwoLinears, case, odd, square_loss
 from tests.parity import (
     SELECTIVE,
@@ -47,29 +47,29 @@ def recomputes(executor: Any) -> int:
 
 
 @by_name
-def test_every_block_checkpointed(entry: Case) -> None:
-    _, executor = assert_same_training(entry, checkpoint_all)
+def test_every_block_checkpointed(entry: Case, plain_runs: dict[Any, Record]) -> None:
+    _, executor = assert_same_training(entry, checkpoint_all, plain_runs)
     assert recomputes(executor) > 0
 
 
 @by_name
-def test_every_second_block_checkpointed(entry: Case) -> None:
-    _, executor = assert_same_training(entry, lambda model: checkpoint_all(model, every=2))
+def test_every_second_block_checkpointed(entry: Case, plain_runs: dict[Any, Record]) -> None:
+    _, executor = assert_same_training(entry, lambda model: checkpoint_all(model, every=2), plain_runs)
     assert recomputes(executor) > 0
 
 
 @by_name
-def test_selectively_checkpointed(entry: Case) -> None:
-    _, executor = assert_same_training(entry, lambda model: checkpoint_all(model, keep=SELECTIVE))
+def test_selectively_checkpointed(entry: Case, plain_runs: dict[Any, Record]) -> None:
+    _, executor = assert_same_training(entry, lambda model: checkpoint_all(model, keep=SELECTIVE), plain_runs)
     assert recomputes(executor) > 0
 
 
-@pytest.mark.parametrize("entry", some(SUITE, "mlp", "resnet", "gpt2", "t5", "lora llama", "nested"))
-def test_wrapped(entry: Case) -> None:
+@pytest.mark.parametrize("entry", some(SUITE, "mlp", "resnet", "gpt2", "lora llama", "nested"))
+def test_wrapped(entry: Case, plain_runs: dict[Any, Record]) -> None:
     def prepare(model: nn.Module) -> nn.Module:
         return memscale.wrap(model, QUIET, sample_input=entry.batch(0))
 
-    _, model = assert_same_training(entry, prepare)
+    _, model = assert_same_training(entry, prepare, plain_runs)
     assert model._memscale_executor.plan.actions
     assert recomputes(model._memscale_executor) > 0
 
@@ -120,11 +120,16 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=str)
-@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2", "lora llama"])
-def test_loops(name: str, loop: str) -> None:
-    assert_same_training(case(name), checkpoint_all, **LOOPS[loop])
-    assert_same_training(case(name), lambda model: checkpoint_all(model, keep=SELECTIVE), **LOOPS[loop])
+@pytest.mark.parametrize(
+    ("name", "loop", "keep"),
+    pairwise(["mlp", "resnet", "gpt2", "lora llama"], list(LOOPS), ["full", "selective"]),
+)
+def test_loops(name: str, loop: str, keep: str, plain_runs: dict[Any, Record]) -> None:
+    kept = SELECTIVE if keep == "selective" else ()
+    _, executor = assert_same_training(
+        case(name), lambda model: checkpoint_all(model, keep=kept), plain_runs, **LOOPS[loop]
+    )
+    assert recomputes(executor) > 0
 
 
 @pytest.mark.parametrize("keep", [(), SELECTIVE], ids=["full", "selective"])

@@ -29,7 +29,7 @@ MixedPrecision.choose_dtype = staticmethod(lambda *args, **kwargs: "float16")  #
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Dropout(0.2)) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Dropout(0.2)) for _ in range(2))
         self.head = nn.Linear(96, 4)
     def forward(self, x):
         for block in self.blocks:

@@ -18,7 +18,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
-from memscale._decide.pareto import by_peak, by_time, pareto_front
+from memscale._decide.pareto import by_peak, by_time, pareto_front, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
@@ -33,10 +33,10 @@ DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does no
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
 
 
-def needs_optimizing(profile: Profile, hardware: Hardware, config: Config) -> bool:
+def needs_optimizing(model: CostModel, config: Config) -> bool:
     """The smart skip: a model that fits as it is is left alone, unless the user insists."""
-    baseline = CostModel(profile, hardware).evaluate(Choice())
-    return config.force_optimize or baseline.peak_bytes > budget_bytes(hardware, config)
+    baseline = model.evaluate(Choice())
+    return config.force_optimize or baseline.peak_bytes > budget_bytes(model.hardware, config)
 
 
 def decide(
@@ -49,16 +49,31 @@ def decide(
     rehearsed: Mapping[Choice, int] | None = None,
     raise_if_unfit: bool = True,
 ) -> Plan:
-    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none.
+    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none."""
+    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    plan = decide_on(model, config, decision_source, margin_bytes=margin_bytes, rehearsed=rehearsed)
+    if raise_if_unfit and not plan.fits:
+        raise DoesNotFitError(explain_misfit(profile, plan, config))
+    return plan
+
+
+def decide_on(
+    model: CostModel,
+    config: Config,
+    decision_source: DecisionSource = "user_config",
+    *,
+    margin_bytes: int = 0,
+    rehearsed: Mapping[Choice, int] | None = None,
+) -> Plan:
+    """The same for somebody who decides on one profile several times; `plan.fits` is False when nothing fits.
 
     `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added. Those
     that were `rehearsed` count with the peaks that this showed.
     """
-    eligible = resolve(config, hardware)
-    budget = eligible.budget
-    model = CostModel(profile, hardware, overlaps=eligible.overlaps)
+    eligible = resolve(config, model.hardware)
+    budget, profile = eligible.budget, model.profile
     baseline = model.evaluate(Choice())
-    if not needs_optimizing(profile, hardware, config):
+    if not needs_optimizing(model, config):
         numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
         chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
         candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(baseline)
@@ -71,8 +86,6 @@ def decide(
     plan = write_plan(model, config, decision_source, baseline, chosen, budget.device_bytes, fits, summary, front, note)
     if not chosen.choice.num_actions:
         plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, eligible)))
-    if raise_if_unfit and not plan.fits:
-        raise DoesNotFitError(explain_misfit(profile, plan, config))
     return plan
 
 
@@ -166,10 +179,9 @@ def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
     return [c for c in candidates if anywhere.admits(c.outcome)]
 
 
-def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
+def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
     """The front of everything that was profiled, where a plan may carry less; the plan's own point is marked."""
-    eligible = resolve(config, hardware)
-    model = CostModel(profile, hardware, overlaps=eligible.overlaps)
+    eligible, profile = resolve(config, model.hardware), model.profile
     baseline = model.evaluate(Choice())
     candidates = _placeable(find_candidates(model, baseline, eligible), eligible.budget)
     wanted = choice_of(plan.actions, profile)
@@ -178,7 +190,15 @@ def full_front(profile: Profile, hardware: Hardware, config: Config, plan: Plan)
 
 
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
-    """What is eligible and no other candidate beats. It does not depend on the device's budget."""
+    """What is eligible and no other candidate beats. It does not depend on the device's budget, so it is found once."""
+    key = dataclasses.replace(eligible, budget=dataclasses.replace(eligible.budget, device_bytes=0))
+    found: list[Candidate] | None = model.candidates.get(key)
+    if found is None:
+        found = model.candidates[key] = _find_candidates(model, baseline, eligible)
+    return found
+
+
+def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
     runs, budget = list(_runs(model, eligible)), eligible.budget
     found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
     for treatment in model.whole_treatments:
@@ -189,6 +209,10 @@ def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> 
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
     room = Room(budget.host_bytes, budget.disk_bytes)
     found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
+    found = [candidate for candidate in found if _gains_by_buckets(model, candidate)]
+    for is_exact in (True, False):
+        alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
+        found += _with_shares(model, alike, counts_waiting=counts_waiting)
     return found or [Candidate(Choice(), baseline)]
 
 
@@ -200,6 +224,39 @@ def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
         # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
         if model.optimizer.can_step(run):
             yield run
+
+
+def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bool) -> list[Candidate]:
+    """Plans that send the optimizer's state away, with a share of it left on the device; those that nothing beats.
+
+    Where host or disk may be what a plan fails on, those that are beaten in peak and time may be what is left.
+
+    State is on the device all the time, so leaving more of it there moves a whole front up by as many bytes: the blocks
+    of plans that send all of it away are those of plans that send some.
+    """
+    away = [c for c in found if c.choice.run.offloads_optimizer and model.optimizer.cost(c.choice.run).shares]
+    shared = []
+    for candidate in away if counts_waiting else undominated(away):
+        choice, shares = candidate.choice, model.optimizer.cost(candidate.choice.run).shares
+        runs = [dataclasses.replace(choice.run, offloads_optimizer=1.0 - share.resident_share) for share in shares]
+        outcomes = model.evaluate_runs(choice, runs)
+        shared += [Candidate(Choice(choice.blocks, run), one) for run, one in zip(runs, outcomes, strict=True)]
+    if counts_waiting:
+        return shared
+    kept = {id(candidate) for candidate in undominated([*found, *shared])}
+    return [candidate for candidate in shared if id(candidate) in kept]
+
+
+def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
+    """Whether the peak would be higher if the step did not run in buckets; True where it does not.
+
+    What gains nothing by it is no candidate, so plans whose peak is elsewhere are what they were without it.
+    """
+    choice = candidate.choice
+    if not choice.run.steps_in_buckets:
+        return True
+    at_once = dataclasses.replace(choice, run=dataclasses.replace(choice.run, steps_in_buckets=False))
+    return candidate.outcome.peak_bytes < model.evaluate(at_once).peak_bytes
 
 
 def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:

@@ -28,11 +28,14 @@ class RunOptions:
     """Rows of logits at once; 0: the head is not tiled."""
     num_tiles: int = 0
     """Into how many tiles attention and MLPs are cut inside the blocks; 0: they are not."""
-    offloads_optimizer: bool = False
+    offloads_optimizer: float = 0.0
+    """The share of the optimizer's state that waits elsewhere."""
     streams_rest: bool = False
     """Embeddings, norms and heads are streamed, too."""
     precision: Precision = ""
     quantizes_optimizer: bool = False
+    steps_in_buckets: bool = False
+    """The optimizer is stepped a few parameters at a time, its state where it is."""
 
     @property
     def techniques(self) -> tuple[Technique, ...]:

@@ -62,6 +62,8 @@ class CostModel:
                 self._whole[key] = trace
         self._sizes = _sizes_of(self._stretches)
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
+        self.candidates: dict[object, Any] = {}
+        """What searches on this model have found, by what was eligible. See `find_candidates`."""
 
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
@@ -197,6 +199,20 @@ class CostModel:
 
     def evaluate(self, choice: Choice) -> Outcome:
         """The peak, the time and the waiting bytes of a step under this choice."""
+        return self.evaluate_runs(choice, [choice.run])[0]
+
+    def evaluate_runs(self, choice: Choice, runs: Sequence[RunOptions]) -> list[Outcome]:
+        """A choice's blocks with each of these runs, which differ from its own by what the optimizer does alone."""
+        run, extras, live, peak, total_ms = self._walked(choice)
+        outcomes = []
+        for other in runs:
+            more = self._static_bytes(other, extras) - self._static_bytes(run, extras)
+            in_step = live + round(self.optimizer.step_bytes(other, extras.streamed_bytes))
+            outcomes.append(self._outcome(other, extras, max(peak, in_step) + more, total_ms))
+        return outcomes
+
+    def _walked(self, choice: Choice) -> tuple[RunOptions, Extras, int, int, float]:
+        """What is live after backward, the peak up to there, and how long that takes."""
         treated, run = dict(choice.blocks), choice.run
         owners = [treated.get(owner, KEEP) if owner else None for owner in self.owners]
         stretches = {how: self.rest(run) if how is None else self.treated(run, how) for how in {None, *owners}}
@@ -208,8 +224,7 @@ class CostModel:
             peak = max(peak, live + stretch.peak_bytes)
             live += stretch.net_bytes
             total_ms += stretch.ms
-        peak = max(peak, live + round(self.optimizer.step_bytes(run, extras.streamed_bytes)))
-        return self._outcome(run, extras, peak, total_ms)
+        return run, extras, live, peak, total_ms
 
     def evaluate_whole(self, treatment: Treatment) -> Outcome:
         """Every block treated so, by a trace that cannot be mixed with others."""
@@ -235,7 +250,7 @@ class CostModel:
         state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
         step: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
         if optimizer is not None:
-            state, step = self.optimizer.manner(run).exact_bytes(optimizer)
+            state, step = self.optimizer.manner(run).exact_bytes(optimizer, run)
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
     def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
@@ -300,6 +315,18 @@ class CostModel:
             if option is not None and option.slowed_ms is not None:
                 compute_ms = option.slowed_ms(self, getattr(run, option.field), compute_ms)
         return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
+
+    def least_compute_ms(self) -> float:
+        """Forward and backward with every stretch in the cheapest exact way that was traced, and no transfers."""
+        busy = {
+            key: [self.pace.busy_ms(segments) for _, segments in self._grouped(trace)]
+            for key, trace in self._traces.items()
+            if not key.precision
+        }
+        mixed = [found for key, found in busy.items() if key not in self._whole]
+        whole = [sum(found) for key, found in busy.items() if key in self._whole]
+        cheapest: float = sum(map(min, zip(*mixed, strict=True)))
+        return min([cheapest, *whole])
 
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """What the machinery of a treatment takes, beside what is computed again."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from memscale._decide.choice import RunOptions
 from memscale._decide.step_time import Moved, Pace, optimizer_calls_ms
-from memscale._profile import OptimizerCost, Profile
+from memscale._profile import OptimizerCost, Profile, StateShare
 from memscale.techniques.technique import StepManner
 
 
@@ -20,6 +20,7 @@ class OptimizerModel:
     def __init__(self, profile: Profile, pace: Pace) -> None:
         self.profile = profile
         self.pace = pace
+        self._bucketed_ms: dict[RunOptions, float] = {}
         self._block_bytes = sum(layer.trainable_bytes for layer in profile.layers if layer.is_block)
         self._other_bytes = sum(layer.trainable_bytes for layer in profile.layers if not layer.is_block)
 
@@ -42,7 +43,9 @@ class OptimizerModel:
         return next(manners, AT_ONCE)
 
     def can_step(self, run: RunOptions) -> bool:
-        return self.manner(run).can_step(self.cost(run))
+        """In one manner, and the optimizer in that."""
+        manners = [t for t in run.techniques if t.state is not None and t.state.manner is not None]
+        return len(manners) < 2 and self.manner(run).can_step(self.cost(run))
 
     # ---- bytes
 
@@ -57,6 +60,21 @@ class OptimizerModel:
     def step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """What the step needs on top."""
         return self.manner(run).step_bytes(self, run, streamed_bytes)
+
+    def unstreamed_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
+        """State of what is not streamed."""
+        whole, rest = self.cost(run).state_bytes, self.profile.rest_optimizer
+        if rest is None:
+            return whole + 0 * streamed_bytes
+        # State of embeddings is not quantised.
+        return self.left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
+
+    def state_of_streamed_byte(self) -> float:
+        """State that leaves the device with each trainable byte of a block that is streamed."""
+        rest = self.profile.rest_optimizer
+        if rest is None or not self._block_bytes:
+            return 0.0
+        return max(0, self.profile.optimizer.state_bytes - rest.state_bytes) / self._block_bytes
 
     def largest_left(self, run: RunOptions, whole: int, rest: int, streamed_bytes: Any) -> Any:
         """Of a cost of the largest part, which is there until the last block is streamed."""
@@ -102,22 +120,39 @@ class OptimizerModel:
             moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
         return share * moved_bytes / self.pace.hardware.memory_bytes_per_s * 1e3 + calls_ms
 
-    def in_buckets_ms(self, cost: OptimizerCost) -> float:
-        """Bucket by bucket. Side by side, one is stepped and leaves while the next arrives, and both are waited for.
+    def bucketed_ms(self, cost: OptimizerCost, share: Any) -> Any:
+        """A few parameters at a time, with the state where it is: more launches, and Python around each bucket."""
+        num_launches, host_ms = share * cost.bucketed_launches, share * self.pace.buckets_ms(cost.num_step_buckets)
+        return self.pace.slowest_ms(self.compute_ms(cost, share), num_launches, Moved(), host_ms)
+
+    def in_buckets_ms(self, run: RunOptions, resident_share: float) -> float:
+        """Bucket by bucket. Side by side, one that travels leaves while the next arrives, and both are waited for by
+        the next that travels; those that stay are stepped in between.
 
         See NOTE [what a bucket costs] in techniques/offload/optimizer/buckets.py.
         """
+        if run not in self._bucketed_ms:
+            cost = self.cost(run)
+            self._bucketed_ms[run] = self._travelling_ms(cost, cost.share(resident_share))
+        return self._bucketed_ms[run]
+
+    def _travelling_ms(self, cost: OptimizerCost, share: StateShare | None) -> float:
         pace, sizes = self.pace, cost.bucket_bytes or (cost.state_bytes,)
-        compute_ms, num_launches, num_bytes = self.compute_ms(cost, 1.0), cost.bucket_launches, sum(sizes)
+        stays = (False,) * len(sizes) if share is None else share.stays
+        compute_ms, num_launches = self.compute_ms(cost, 1.0), cost.bucket_launches
         if not pace.overlaps:
-            return float(pace.slowest_ms(compute_ms, num_launches, Moved(2 * len(sizes), num_bytes, num_bytes)))
-        total_ms = last_ms = 0.0
-        for size in sizes:
-            share, arrives_ms = size / max(1, num_bytes), pace.link_ms(size)
-            total_ms += max(arrives_ms, last_ms) if pace.hardware.link_directions > 1 else arrives_ms + last_ms
-            stepped_ms = pace.slowest_ms(share * compute_ms, num_launches / len(sizes), Moved(2))
-            last_ms = stepped_ms + pace.link_ms(size)
-        return float(total_ms + last_ms)
+            away = [size for size, does_stay in zip(sizes, stays, strict=True) if not does_stay]
+            return float(pace.slowest_ms(compute_ms, num_launches, Moved(2 * len(away), sum(away), sum(away))))
+        now_ms = sent_ms = asked_ms = 0.0
+        for size, does_stay in zip(sizes, stays, strict=True):
+            if not does_stay and pace.hardware.link_directions > 1:
+                now_ms = asked_ms = max(now_ms, sent_ms, asked_ms + pace.link_ms(size))
+            elif not does_stay:
+                now_ms = asked_ms = max(now_ms, sent_ms) + pace.link_ms(size)
+            copies, part = Moved(0 if does_stay else 2), size / max(1, sum(sizes))
+            now_ms += float(pace.slowest_ms(part * compute_ms, num_launches / len(sizes), copies))
+            sent_ms = sent_ms if does_stay else now_ms + pace.link_ms(size)
+        return max(now_ms, sent_ms)
 
 
 class _AtOnce:
@@ -127,12 +162,7 @@ class _AtOnce:
         return True
 
     def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        """State of what is not streamed."""
-        whole, rest = model.cost(run).state_bytes, model.profile.rest_optimizer
-        if rest is None:
-            return whole + 0 * streamed_bytes
-        # State of embeddings is not quantised.
-        return model.left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
+        return model.unstreamed_bytes(run, streamed_bytes)
 
     def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         whole = model.cost(run).state_bytes
@@ -161,7 +191,7 @@ class _AtOnce:
             num_launches = num_launches + (split - num_launches) * (share < 1)
         return model.pace.slowest_ms(compute_ms, num_launches, Moved())
 
-    def exact_bytes(self, cost: OptimizerCost) -> tuple[int, int]:
+    def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
         return cost.state_bytes, cost.step_bytes
 
 

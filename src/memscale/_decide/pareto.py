@@ -20,14 +20,14 @@ def pareto_front(
 ) -> tuple[FrontPoint, ...]:
     """The highest peak first. What is not exact is offered only below everything that is; thinned to what differs."""
     found = list(candidates)
-    front = _undominated(c for c in found if c.choice.run.is_exact)
-    lossy = _undominated(c for c in found if not c.choice.run.is_exact)
+    front = undominated(c for c in found if c.choice.run.is_exact)
+    lossy = undominated(c for c in found if not c.choice.run.is_exact)
     front += [c for c in lossy if not front or c.outcome.peak_bytes < front[-1].outcome.peak_bytes]
     kept = _thinned(front, chosen, baseline.peak_bytes)
     return tuple(_point(candidate, baseline, profile, is_chosen=candidate is chosen) for candidate in kept)
 
 
-def _undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
+def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Fastest first, that is from high to low."""
     found: list[Candidate] = []
     for candidate in sorted(candidates, key=by_time):

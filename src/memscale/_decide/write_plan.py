@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from memscale._config import AsyncOffloadConfig, Config
+from memscale._decide.bound import least_ms
 from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible
@@ -66,7 +68,15 @@ def write_plan(
         front=front,
         front_note=front_note,
         conditions=_conditions(model.hardware, config),
+        least_slowdown=_least_slowdown(model, baseline, max(budget_bytes, outcome.peak_bytes)),
     )
+
+
+def _least_slowdown(model: CostModel, baseline: Outcome, budget_bytes: int) -> float | None:
+    """Rounded down: a bound is not to be above what it bounds."""
+    if not baseline.step_ms:
+        return None
+    return max(1.0, math.floor(least_ms(model, budget_bytes) / baseline.step_ms * 1e4) / 1e4)
 
 
 def _conditions(hardware: Hardware, config: Config) -> Conditions:

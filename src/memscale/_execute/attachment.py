@@ -36,6 +36,8 @@ class HeldState:
     moves: bool
     """State waits on the next tier."""
     packer: Packer | None
+    resident_share: float = 0.0
+    """The share of what could wait there that stays on the device."""
 
 
 class Attachment:
@@ -78,9 +80,16 @@ class Attachment:
     def find_module(self, action: LayerAction) -> nn.Module:
         return find_module(self.model, action.module_fqn)
 
-    def hold_state(self, actions: Sequence[Action], *, moves: bool = False, packer: Packer | None = None) -> None:
+    def hold_state(
+        self,
+        actions: Sequence[Action],
+        *,
+        moves: bool = False,
+        packer: Packer | None = None,
+        resident_share: float = 0.0,
+    ) -> None:
         """Adopt the model's optimizer, with all that is said about its state: what waits packed is what travels."""
-        self._held.append(HeldState(tuple(actions), moves, packer))
+        self._held.append(HeldState(tuple(actions), moves, packer, resident_share))
 
     def open_tier(self) -> Transfers:
         """The one tier that all of the plan share; `StoreFullError` if it has no room for what is known to wait."""

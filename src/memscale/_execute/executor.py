@@ -50,7 +50,12 @@ class Stats:
 
 
 class Executor:
-    """What is attached to one model. Taking it off leaves the model as it was."""
+    """What is attached to one model. Taking it off leaves the model as it was.
+
+    with memscale.optimize(model, optimizer, sample_input=batch) as executor:
+        train(model, optimizer)
+        print(executor.plan.explain(), executor.stats())
+    """
 
     def __init__(
         self, model: nn.Module, settings: ExecutionSettings | None = None, optimizer: Optimizer | None = None
@@ -74,6 +79,7 @@ class Executor:
 
     @property
     def model(self) -> nn.Module:
+        """The model that it is attached to, which it does not keep alive."""
         model = self._model()
         if model is None:
             raise ReferenceError("the model of this executor is gone")
@@ -182,6 +188,7 @@ class Executor:
         return self.settings.device_of(self.model).type
 
     def on_detach(self, callback: Any, *args: Any) -> None:
+        """Call this when everything is taken off, after what was attached later."""
         self._undo.callback(callback, *args)
 
     def detach(self) -> None:
@@ -210,6 +217,7 @@ class Executor:
         return self._offloading.traffic()
 
     def stats(self) -> Stats:
+        """What was done since it was attached: peak, recomputations, bytes that were moved and time that was waited."""
         scale = self._precision.scale if self._precision is not None else None
         device_type = self.plan.device_type if self.plan is not None else "cpu"
         on_device = device_type != "cpu" and torch.accelerator.is_available()

@@ -149,10 +149,11 @@ class Offloading:
         packer = packers[0](undo) if packers else None
         bucket_bytes = min(action.bucket_bytes for one in held for action in one.actions)
         store = transfers.store if transfers is not None else None
+        share = max(one.resident_share for one in held)
         known = self._optimizer() if self._optimizer is not None else None
         if known is None:
-            return adoption.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room)
-        return adoption.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room)
+            return adoption.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
+        return adoption.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
 
     def _host_has_room(self, budget: int | None, waiting_bytes: int | None) -> bool:
         """Whether all that waits is known to fit in host memory, so that nothing in it needs to leave for the disk."""

@@ -26,7 +26,12 @@ PAGEABLE_BYTES_PER_S = 8e9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
-    """The device that computes, the host beside it and the disk below, as numbers."""
+    """The device that computes, the host beside it and the disk below, as numbers.
+
+    here = memscale.Hardware.detect()
+    there = memscale.Hardware.from_name("RTX 3090")
+    print(memscale.estimate(model, batch, hardware=there).recommended_mode)
+    """
 
     device_type: str
     device_name: str
@@ -70,14 +75,40 @@ class Hardware:
 
     @classmethod
     def detect(cls, device: str | torch.device | None = None, offload_dir: str | None = None) -> Hardware:
-        """Read this machine. `device=None`: its accelerator if it has one, else the CPU."""
+        """Read this machine.
+
+            print(memscale.Hardware.detect().describe())
+
+        Args:
+            device: The device that is to compute; None: the machine's accelerator if it has one, else the CPU.
+            offload_dir: A directory on the disk that tensors may wait on; None: there is no disk tier.
+
+        Returns:
+            What there is to spend, with figures of speed that were measured or that the card's table says.
+
+        Raises:
+            ConfigError: PyTorch knows no such device, or this machine has none.
+        """
         from memscale._hardware.detect import detect_hardware  # loads torch, which the data does without
 
         return detect_hardware(device, offload_dir)
 
     @classmethod
     def from_name(cls, name: str) -> Hardware:
-        """A known card with this machine's host beside it, both idle."""
+        """A known card with this machine's host beside it, both idle.
+
+            card = memscale.Hardware.from_name("RTX 3090")
+
+        Args:
+            name: The name of a card, as `memscale estimate --gpu` takes it.
+
+        Returns:
+            The card's memory and speeds; it need not be in this machine.
+
+        Raises:
+            ConfigError: No such card is known; the message lists those that are.
+            TypeError: The name is not a string.
+        """
         if not isinstance(name, str):
             raise TypeError(f"Hardware.from_name takes the name of a card as a string, not {type(name).__name__}")
         card = find_card(name)

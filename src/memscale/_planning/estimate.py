@@ -12,7 +12,6 @@ from memscale import _json
 from memscale._config import Config, OptimizationMode
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
-from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
@@ -37,7 +36,12 @@ class ModeEstimate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a training step would peak at."""
+    """What a training step would peak at.
+
+    found = memscale.estimate(model, batch)
+    for mode, entry in found.by_mode.items():
+        print(mode.value, entry.predicted_peak_bytes, entry.predicted_slowdown, entry.fits)
+    """
 
     baseline_peak_bytes: int
     breakdown: dict[str, int]
@@ -54,6 +58,7 @@ class Estimate:
     """When no mode fits: a batch or a sequence length that the last of them was found to fit, if any was."""
 
     def to_json(self) -> str:
+        """The estimate as JSON, the plan of each mode included."""
         return _json.dumps(self)
 
 
@@ -98,7 +103,7 @@ def estimate(
         plan = planner.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
     profile = planner.profile
-    baseline = CostModel(profile, hardware).peak_of(profile.plain, Choice())
+    baseline = planner.cost_model(config).peak_of(profile.plain, Choice())
     budget = budget_bytes(hardware, config)
     recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
     advice = find_smaller(planner, config.replace(mode=mode), plan) if recommended is None else None

@@ -2,7 +2,8 @@
 
 A step is profiled at two sizes with all that the modes allow: for a batch, what fits plain training, and twice that.
 Between and beyond them profiles are drawn (`profile_scaling`), so any size can be decided in no time. What comes out is
-rehearsed at its very size, and the search goes on from there if the rehearsal says otherwise.
+rehearsed at its very size, and the search goes on from there if the rehearsal says otherwise. That is a good guess; the
+answer is the size that has a plan, made as `wrap` makes one, while the next size has none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from memscale._config import SWITCHES, Config, OptimizationMode
 from memscale._decide import decide
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
-from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._errors import ProfileError
 from memscale._hardware import Hardware
@@ -37,9 +37,7 @@ logger = logging.getLogger("memscale")
 Vary = Literal["batch", "seq"]
 MAX_SIZE = 1 << 20
 _MAX_ROUNDS = 4
-"""Rehearsals of one answer."""
-_WORTH_ANOTHER = 1.02
-"""An answer that was rehearsed and fits is not improved by less than this."""
+"""Rehearsals of one guess."""
 _WORTH_LOOKING = 0.95
 """Where a drawn peak is less than this share of the rehearsed one, steps of about that size are profiled."""
 _PLAIN = dict.fromkeys(SWITCHES, False)
@@ -121,31 +119,65 @@ class _Search:
             lambda size: Planner(job, inputs_at(size), costs=costs)
         )
         self.anchors = anchors
+        self._plans: dict[tuple[int, Config], Plan] = {}
 
     def largest(self, config: Config, name: str, at_least: Fitting | None = None) -> Fitting:
-        """The largest size whose plan fits, rehearsed at that size."""
+        """The largest size that has a plan which fits: the next size has none."""
         self._look_into_everything(config, name)
+        known = at_least.size if at_least is not None else 0
+        guess = max(known, self._guess(config, name, known))
+        low, high = self._bracket(guess, config, name)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._full_plan(middle, config, name).fits else (low, middle)
+        if not low:
+            return _none()
+        return _fitting(low, self._full_plan(low, config, name), is_limited=low == self.limit)
+
+    def _guess(self, config: Config, name: str, known: int) -> int:
+        """By drawn profiles, each rehearsed at its size: the largest that was found to fit; 0 where none was."""
         budget = budget_bytes(self.hardware, config)
-        best = _none() if at_least is None or not at_least.size else at_least
-        share, upper, is_found = 1.0, self.limit, False
+        share, upper, best = 1.0, self.limit, known
         anchors = self.anchors
         for _ in range(_MAX_ROUNDS):
             size, plan = self._solve(config, int(budget * share), upper)
-            if plan is None or size <= best.size or (is_found and size < best.size * _WORTH_ANOTHER):
+            if plan is None or size <= best:
                 break
             self.on_progress(f"{name}: rehearsing at {size}")
             confirmed = self._confirmed(size, plan, config)
             # What was drawn from small sizes is wrong by a share of the size.
             share = plan.predicted_peak_bytes / max(1, confirmed.predicted_peak_bytes)
             if confirmed.fits:
-                best, is_found = _fitting(size, confirmed, is_limited=size == self.limit), True
+                best = size
             else:
-                upper = min(size - 1, int(size / _WORTH_ANOTHER))
+                upper = size - 1
                 if share < _WORTH_LOOKING and self.anchors == anchors and size > 2:
                     self.anchors, share = (size // 2, size), 1.0
                     self._look_into_everything(config, name)
         self.anchors = anchors
         return best
+
+    def _bracket(self, guess: int, config: Config, name: str) -> tuple[int, int]:
+        """A size that fits, or 0, and a larger one that does not: by ever longer strides from the guess."""
+        low, high, stride = 0, self.limit + 1, 1
+        size = min(max(guess, 1), self.limit)
+        while low < size < high:
+            if self._full_plan(size, config, name).fits:
+                low, size = size, min(size + stride, self.limit)
+            else:
+                high, size = size, size - stride
+            if low and high <= self.limit:
+                break
+            stride *= 2
+        return low, high
+
+    def _full_plan(self, size: int, config: Config, name: str) -> Plan:
+        """What `wrap` would do with a batch of this size."""
+        key = (size, config)
+        if key not in self._plans:
+            self.on_progress(f"{name}: planning for {size}")
+            self._plans[key] = self.planner_at(size).plan(choose_strategy(config))
+        return self._plans[key]
 
     def _look_into_everything(self, config: Config, name: str) -> None:
         self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
@@ -188,12 +220,14 @@ class _Search:
         planner = self.planner_at(size)
         budget = budget_bytes(self.hardware, config)
         if plan.actions:
+            seen = planner.profile
             if size not in self.anchors:  # what the techniques cost there was drawn, not tried
-                drawn, seen = self._profile_at(size), planner.profile
+                drawn = self._profile_at(size)
                 planner.profile = dataclasses.replace(drawn, plain=seen.plain, input_bytes=seen.input_bytes)
             confirmed = planner.confirm(plan, config)
+            planner.profile = seen  # what was tried: it may be planned for in full
         else:
-            peak_bytes = CostModel(planner.profile, self.hardware).evaluate(Choice()).peak_bytes
+            peak_bytes = planner.cost_model(config).evaluate(Choice()).peak_bytes
             confirmed = dataclasses.replace(plan, predicted_peak_bytes=peak_bytes, rehearsed=True)
         fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
         return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)

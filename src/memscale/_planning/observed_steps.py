@@ -78,7 +78,7 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
     actions: list[Action] = [dataclasses.replace(action, reason=reason) for action in blocks]
     can_move = eligible.has(OPTIMIZER) and state.offloaded_step_bytes is not None
     if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
-        actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason))
+        actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason=reason))
     if eligible.half_type is not None and eligible.must_use(PRECISION):
         actions.append(MixedPrecision(eligible.half_type, reason))
     return _provisional(model, config, hardware, tuple(actions), state.name, budget_bytes), treatment
@@ -242,7 +242,8 @@ class ObservedSteps(StepWatcher):
         if self.config.use_8bit_optimizer:
             profile = dataclasses.replace(profile, eight_bit_optimizer=costs.eight_bit())
         if TraceKey(STREAM) in profile.variants:
-            rest = costs.cost(without=_streamed(model, tuple(find_blocks(model))))
+            blocks = tuple(layer.module_fqn for layer in profile.layers if layer.is_block)
+            rest = costs.cost(without=_streamed(model, blocks))
             profile = dataclasses.replace(profile, rest_optimizer=rest)
         return profile
 

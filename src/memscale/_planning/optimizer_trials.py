@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memscale._config import AsyncOffloadConfig
 from memscale._decide.eligible import has_next_tier
-from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer
+from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.job import Job
 from memscale._profile import OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, optimizer_cost
-from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, rounded, split_into_buckets
+from memscale.techniques.offload.optimizer.buckets import (
+    SMALL_BYTES,
+    choose_resident,
+    rounded,
+    split_into_buckets,
+)
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
 from memscale.techniques.offload.store.stores import PART_BYTES
@@ -31,6 +37,9 @@ from memscale.techniques.optimizer8bit.eight_bit import (
     moments_of,
 )
 from memscale.techniques.optimizer8bit.twins import is_of_bitsandbytes, prepare_twin
+
+RESIDENT_SHARES = tuple(number / 32 for number in range(1, 32))
+"""Shares of the state that plans may leave on the device."""
 
 
 class OptimizerCosts:
@@ -46,6 +55,7 @@ class OptimizerCosts:
         self._replacement = job.replacement
         self._device_type = job.hardware.device_type
         self._prefetches = job.config.async_offload
+        self._window_bytes = (job.config.async_config or AsyncOffloadConfig()).window_bytes
         self._has_next_tier = has_next_tier(job.config, job.hardware)
         self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
@@ -85,6 +95,7 @@ class OptimizerCosts:
             resident=self._stepping(moves=False) if packs else None,
             offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
             parts=self._stepping(moves=False, eight_bit=False) if is_separable else None,
+            in_buckets=self._in_step_buckets() if is_separable and not packs else None,
             without=without,
             idle=self._idle,
             prepare=self._preparation(optimizer),
@@ -100,6 +111,11 @@ class OptimizerCosts:
         """None where there is no state."""
         return self.cost(eight_bit=True) if self.cost().state_bytes else None
 
+    def _in_step_buckets(self) -> _InBuckets:
+        """The state stays where it is."""
+        in_parts = self._stepping(moves=False, eight_bit=False)
+        return dataclasses.replace(in_parts, bucket_bytes=STEP_BUCKET_BYTES)
+
     def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
         return _InBuckets(
@@ -110,6 +126,8 @@ class OptimizerCosts:
             block_size=action.block_size,
             device_type=self._device_type,
             bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else BYTES_AT_ONCE,
+            window_bytes=self._window_bytes,
+            resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
         )
 
 
@@ -138,6 +156,11 @@ class _InBuckets:
     block_size: int
     device_type: str
     bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
+    window_bytes: int = 0
+    resident_shares: tuple[float, ...] = ()
+
+    def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
+        return choose_resident(sizes, resident_share, self.bucket_bytes)
 
     def split(self, sizes: list[int]) -> list[list[int]]:
         return split_into_buckets(sizes, self.bucket_bytes)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from memscale._config import Config
-from memscale._decide import confirmed, decide, full_front, needs_optimizing
+from memscale._decide import confirmed, decide, decide_on, full_front, needs_optimizing
 from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, Outcome, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
@@ -26,18 +27,17 @@ from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
-from memscale._plan import Action, FrontPoint, MixedPrecision, Plan, Reason, StreamParameters
+from memscale._plan import Action, FrontPoint, MixedPrecision, Plan, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.tile_sizes import Tiles, find_tiles
 from memscale._profile import KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
-from memscale._profile.layers import find_blocks
 from memscale._profile.profiler import open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach
 from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
 from memscale._torch import private
-from memscale._units import round_up
+from memscale._units import round_up, show_bytes
 from memscale.report.explain import words_of_actions
 from memscale.techniques import TREATMENTS, by_technique, technique_of
 from memscale.techniques.offload.parameters import streaming
@@ -74,13 +74,15 @@ class Planner:
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self._tiles: Tiles | None = None
-        self._traces: dict[str, StepTrace] = {}
+        self._traces: dict[Hashable, StepTrace] = {}
+        """Rehearsals, by what was done, without the reasons for it, and whether transfers overlapped."""
         self.skipped_inside = False
+        self._known_cost_model: CostModel | None = None
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
         config = strategy.config
-        if not needs_optimizing(self.profile, self.hardware, config):
+        if not needs_optimizing(self.cost_model(config), config):
             return self._decide_and_rehearse(strategy)
         *levels, last = self._levels(config)
         for level in levels:
@@ -95,7 +97,7 @@ class Planner:
     def full_front(self, strategy: Strategy, plan: Plan) -> tuple[FrontPoint, ...]:
         """Peak against time with everything that the strategy allows, also what the plan did not need."""
         self.look_into_everything(strategy.config)
-        return full_front(self.profile, self.hardware, strategy.config, plan)
+        return full_front(self.cost_model(strategy.config), strategy.config, plan)
 
     def look_into_everything(self, config: Config) -> None:
         """Try all that the config allows, whether the budget needs it or not."""
@@ -118,14 +120,12 @@ class Planner:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
         margin_bytes, rehearsed = 0, dict[Choice, int]()
         for attempt in range(_MAX_REHEARSALS + 1):
-            decided = decide(
-                self.profile,
-                self.hardware,
+            decided = decide_on(
+                self.cost_model(strategy.config),
                 strategy.config,
                 strategy.source,
                 margin_bytes=margin_bytes,
                 rehearsed=rehearsed,
-                raise_if_unfit=False,
             )
             plan = self.confirm(decided, strategy.config)
             if plan.fits or not decided.fits:
@@ -135,7 +135,7 @@ class Planner:
             rehearsed[choice_of(plan.actions, self.profile)] = plan.predicted_peak_bytes
             if attempt + 2 > _MAX_REHEARSALS:
                 margin_bytes = plan.budget_bytes  # the last time, only what was traced as a whole is trusted
-            logger.debug("the rehearsal peaked %d bytes above the peak model: deciding again", margin_bytes)
+            logger.debug("the rehearsal peaked %s above the peak model: deciding again", show_bytes(margin_bytes))
         return plan
 
     def confirm(self, plan: Plan, config: Config) -> Plan:
@@ -146,14 +146,13 @@ class Planner:
         choice = choice_of(plan.actions, self.profile)
         if choice.run.quantizes_optimizer:
             self.cost_in_8_bits()
-        peak_bytes = self._peak_of(trace, choice)
+        peak_bytes = self._peak_of(trace, choice, config)
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
         return confirmed(plan, peak_bytes, fits=fits)
 
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
-        without_reasons = [dataclasses.replace(action, reason=Reason("")) for action in actions]
-        key = f"{without_reasons} {config.async_offload}"
+        key = (*map(_without_reason, actions), config.async_offload)
         if key not in self._traces:
             steps = [technique_of(mine[0]).settling_steps for mine in by_technique(actions).values()]
             num_steps = max(steps) if config.async_offload else 1
@@ -167,7 +166,7 @@ class Planner:
             return None
         return rehearse_short(self.rehearsal, actions, lambda here: self._attacher(here, config))
 
-    def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
+    def _peak_of(self, trace: StepTrace, choice: Choice, config: Config) -> int:
         """With the optimizer over what is not streamed, to the byte."""
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
@@ -176,7 +175,15 @@ class Planner:
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
         num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
-        return CostModel(self.profile, self.hardware).peak_of(trace, choice, optimizer, num_bytes)
+        return self.cost_model(config).peak_of(trace, choice, optimizer, num_bytes)
+
+    def cost_model(self, config: Config) -> CostModel:
+        """That of the profile as it is now, built once."""
+        model = self._known_cost_model
+        if model is None or model.profile is not self.profile or model.pace.overlaps != config.async_offload:
+            model = CostModel(self.profile, self.hardware, overlaps=config.async_offload)
+            self._known_cost_model = model
+        return model
 
     def _streamable(self, module_fqns: Sequence[str]) -> frozenset[int]:
         """What leaves the device when these are streamed: a weight that somebody else has, too, does not."""
@@ -210,11 +217,8 @@ class Planner:
     def blocks_hold_the_peak(self, config: Config) -> bool:
         """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""
         forced = config.replace(force_optimize=True)
-        lowest, bound = (
-            decide(profile, self.hardware, forced, raise_if_unfit=False).predicted_peak_bytes
-            for profile in (self.profile, _without_block_peaks(self.profile))
-        )
-        return bound < lowest
+        bound = decide(_without_block_peaks(self.profile), self.hardware, forced, raise_if_unfit=False)
+        return bound.predicted_peak_bytes < decide_on(self.cost_model(config), forced).predicted_peak_bytes
 
     def try_in_16_bits(self, config: Config) -> None:
         dtype = resolve(config, self.hardware).half_type
@@ -231,7 +235,7 @@ class Planner:
     def cost_in_8_bits(self) -> None:
         """Once; `profile.eight_bit_optimizer` stays None where there is no state to quantise."""
         if self.profile.eight_bit_optimizer is None:
-            self.profile = dataclasses.replace(self.profile, eight_bit_optimizer=self.costs.eight_bit())
+            self.learn(eight_bit_optimizer=self.costs.eight_bit())
 
     def try_variants(self, variants: Mapping[TraceKey, tuple[Action, ...]], config: Config) -> None:
         """Rehearse what was not rehearsed yet; what does not run is left out of the profile."""
@@ -244,19 +248,23 @@ class Planner:
                 trace = self._tried_trace(actions, config)
                 if trace is not None:
                     traces[key] = trace
-        self.profile = dataclasses.replace(self.profile, variants=traces)
+        self.learn(variants=traces)
+
+    def learn(self, **facts: Any) -> None:
+        """Write into the profile what is new. What is known makes no other profile, with a cost model of its own."""
+        if any(getattr(self.profile, name) != fact for name, fact in facts.items()):
+            self.profile = dataclasses.replace(self.profile, **facts)
 
     def rest_actions(self) -> tuple[Action, ...]:
         """What streams embeddings, norms and heads; nothing where blocks cannot be streamed."""
         if TraceKey(STREAM) not in self.profile.variants:
             return ()
         if self.profile.rest_optimizer is None:
-            blocks = tuple(find_blocks(self.rehearsal.model))
+            blocks = tuple(self.rehearsal.blocks)
             inside, rest = self._streamable(blocks), streaming.rest_of(self.rehearsal.model, blocks)
             leaving = self._streamable((*blocks, *rest)) - inside
             parameters = [p for p in self.model.parameters() if id(p) in leaving]
-            self.profile = dataclasses.replace(
-                self.profile,
+            self.learn(
                 rest_optimizer=self.costs.cost(without=inside),
                 rest=rest,
                 rest_param_bytes=sum(p.nbytes for p in parameters),
@@ -278,11 +286,12 @@ class Planner:
     def shallow(self) -> ShallowRehearsal | None:
         if not self.rehearsal.is_fake or self.rehearsal.holds_gradients:
             return None  # what is held belongs to all blocks, and to none of their stretches
-        return open_shallow(self.model, self.inputs, self.hardware.device_type, self.profile.plain)
+        blocks = self.rehearsal.blocks
+        return open_shallow(self.model, self.inputs, self.hardware.device_type, blocks, self.profile.plain)
 
     def treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
         """By eligible treatment: the actions that give it to every block."""
-        blocks = tuple(find_blocks(self.rehearsal.model))
+        blocks = tuple(self.rehearsal.blocks)
         eligible = resolve(config, self.hardware)
         allowed = [treatment for treatment in TREATMENTS if treatment != KEEP and eligible.allows(treatment)]
         given: dict[Treatment, tuple[Action, ...]]
@@ -298,6 +307,12 @@ class Planner:
     def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
         settings = ExecutionSettings.from_config(config, torch.device(self.rehearsal.device_type))
         return functools.partial(_rehearse_actions, actions, settings)
+
+
+def _without_reason(action: Action) -> Hashable:
+    """What is done, whatever it is done for: actions that agree in this are rehearsed alike."""
+    fields = (field.name for field in dataclasses.fields(action) if field.name != "reason")
+    return type(action), *(getattr(action, name) for name in fields)
 
 
 def _without_block_peaks(profile: Profile) -> Profile:

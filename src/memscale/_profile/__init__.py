@@ -173,6 +173,19 @@ class TraceKey:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StateShare:
+    """What an optimizer takes while this share of its state stays on the device and the rest waits elsewhere."""
+
+    resident_share: float
+    state_bytes: int
+    """State that is on the device all the time."""
+    step_bytes: int
+    """State and temporaries at the peak of a step, above that."""
+    stays: tuple[bool, ...]
+    """By bucket of `OptimizerCost.bucket_bytes`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerCost:
     """What an optimizer keeps, and what its step needs on top."""
 
@@ -198,10 +211,24 @@ class OptimizerCost:
     even then. The largest part decides."""
     split_launches: int = 0
     """Operators of such a step."""
+    bucketed_step_bytes: int | None = None
+    """Temporaries of a step in buckets whose state stays where it is, the step that makes the state included; None: it
+    would take no less than all at once, or is not separable."""
+    bucketed_launches: int = 0
+    """Operators of such a step."""
+    num_step_buckets: int = 0
     bucket_bytes: tuple[int, ...] = ()
     """In which its state moves, one after the other, when that waits elsewhere."""
     bucket_launches: int = 0
     """Operators of such a step."""
+    shares: tuple[StateShare, ...] = ()
+    """What there is between all of the state elsewhere and all of it here, the smallest share first."""
+
+    def share(self, resident_share: float) -> StateShare | None:
+        """With so much of the state on the device, or the next that is more; None: with nothing of it."""
+        if not resident_share or not self.shares:
+            return None
+        return next((one for one in self.shares if one.resident_share >= resident_share), self.shares[-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ beside them, one entry a top-most module, so that every parameter is accounted f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -46,21 +46,24 @@ def _is_block(module: nn.Module) -> bool:
     return bool(children) and not holds_blocks
 
 
-def describe_layers(model: nn.Module) -> tuple[Layer, ...]:
-    """Blocks and what is left, in the order of `named_modules`; shared parameters count for the first owner."""
+def describe_layers(model: nn.Module, blocks: Collection[str] | None = None) -> tuple[Layer, ...]:
+    """Blocks and what is left, in the order of `named_modules`; shared parameters count for the first owner.
+
+    `blocks` are the names of the model's blocks, where they are known already.
+    """
     counted: set[int] = set()
-    blocks = find_blocks(model)
+    blocks = find_blocks(model) if blocks is None else blocks
     return tuple(
         _describe(module_fqn, module, counted, is_block=module_fqn in blocks)
-        for module_fqn, module in find_pieces(model).items()
+        for module_fqn, module in find_pieces(model, blocks).items()
     )
 
 
-def find_pieces(model: nn.Module) -> dict[str, nn.Module]:
-    """The whole model as blocks and what is left; a module that is registered twice appears once."""
+def find_pieces(model: nn.Module, blocks: Collection[str]) -> dict[str, nn.Module]:
+    """The whole model as its blocks and what is left; a module that is registered twice appears once."""
     pieces: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
-    for module_fqn, module in _pieces("", model, set(find_blocks(model))):
+    for module_fqn, module in _pieces("", model, set(blocks)):
         if module not in seen:
             seen.add(module)
             pieces[module_fqn] = module

@@ -37,7 +37,7 @@ from memscale._profile import (
     Treatment,
 )
 from memscale._profile.inputs import Inputs
-from memscale._profile.layers import describe_layers, find_pieces
+from memscale._profile.layers import describe_layers, find_blocks, find_pieces
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
@@ -111,7 +111,7 @@ class Observation:
 
     def _watch(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         undo.callback(self._recorder.remove_tensor_hooks)
-        for module_fqn, module in find_pieces(model).items():
+        for module_fqn, module in find_pieces(model, find_blocks(model)).items():
             self._recorder.watch(module_fqn, module, undo)
             keep_copies_clean(module, undo)
             forward = vars(module).get("forward")

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
-from memscale._profile import OptimizerCost
+from memscale._profile import OptimizerCost, StateShare
 from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
 from memscale._torch import private
@@ -58,6 +58,17 @@ class Stepping(Protocol):
     def padding_bytes(self) -> int:
         """Of a bucket's memory."""
 
+    @property
+    def window_bytes(self) -> int:
+        """What is on its way out holds no more than this."""
+
+    @property
+    def resident_shares(self) -> Sequence[float]:
+        """Shares of the state that may stay on the device while the rest moves."""
+
+    def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
+        """Which buckets of these bytes of parameters stay then."""
+
     def split(self, sizes: list[int]) -> list[list[int]]:
         """From the sizes of parameters to the indices of those that are stepped together."""
 
@@ -82,6 +93,7 @@ def optimizer_cost(
     resident: Stepping | None = None,
     offloaded: Stepping | None = None,
     parts: Stepping | None = None,
+    in_buckets: Stepping | None = None,
     without: Collection[int] = (),
     idle: Collection[int] = (),
     prepare: Prepare | None = None,
@@ -89,14 +101,17 @@ def optimizer_cost(
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
     `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
-    it cannot; `parts` how when something is streamed, None: it cannot be split. `without` leaves out parameters that
+    it cannot; `parts` how when something is streamed, None: it cannot be split; `in_buckets` how where that is chosen,
+    its state where it is. `without` leaves out parameters that
     are streamed, `idle` those that get no gradient, both by id; `prepare` is called before any step.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
         with quiet_steps():
-            return _Twin(model, optimizer, device_type, without, idle, prepare).cost(resident, offloaded, parts)
+            twin = _Twin(model, optimizer, device_type, without, idle, prepare)
+            cost = twin.cost(resident, offloaded, parts)
+            return cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -163,6 +178,24 @@ class _BucketCost:
     launched_bytes: int = 0
     making_bytes: int = 0
     """The most that there is while the state is made and laid out."""
+    state_bytes: int = 0
+    """As the optimizer makes it."""
+    made_bytes: int = 0
+    """The most that there is while it is made."""
+    moves: bool = True
+    """Its state waits elsewhere, where buckets do."""
+
+    def staying(self) -> _BucketCost:
+        """The same bucket where its state is left as the optimizer makes it."""
+        return dataclasses.replace(
+            self,
+            waiting_bytes=0,
+            kept_bytes=self.state_bytes,
+            unpacked_bytes=0,
+            scratch_bytes=0,
+            making_bytes=self.made_bytes,
+            moves=False,
+        )
 
     def stays_bytes(self, how: Stepping) -> int:
         return self.kept_bytes + (0 if how.moves else self.waiting_bytes)
@@ -171,6 +204,22 @@ class _BucketCost:
         """Above what stays."""
         beside = self.waiting_bytes if how.moves else 0
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    """What two steps of an optimizer over some parameters have shown, however its state is to wait afterwards."""
+
+    optimizer: Optimizer
+    states: tuple[Mapping[Any, Any], ...]
+    """Of the parameters with gradients, in their order."""
+    state_bytes: int
+    making_bytes: int
+    """The most that there was in the first step, in which the state is made."""
+    step_bytes: int
+    """The temporaries of the second."""
+    num_launches: int
+    launched_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,6 +273,7 @@ class _Twin:
             members = [group["params"] for group in optimizer.param_groups]
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = _same_class(optimizer, groups)
+        self._trials: dict[Hashable, _Trial] = {}
         self._runs = self._neighbours(members)
         self._picked = self._pick_foreach()
         self._split = [i for i in self._picked if any(self._is_trained(p) and id(p) in left_out for p in members[i])]
@@ -287,12 +337,34 @@ class _Twin:
             return cost
         buckets = self._try_buckets(offloaded)
         stays_bytes, step_bytes = self._in_buckets(offloaded, buckets)
+        shares = (self._with_share(offloaded, buckets, share) for share in offloaded.resident_shares)
         return dataclasses.replace(
             cost,
             offloaded_step_bytes=step_bytes,
             offloaded_state_bytes=stays_bytes,
             bucket_bytes=tuple(bucket.waiting_bytes for bucket in buckets),
             bucket_launches=_launched(buckets)[0],
+            shares=tuple(shares),
+        )
+
+    def _with_share(self, how: Stepping, buckets: list[_BucketCost], resident_share: float) -> StateShare:
+        """What it takes while so much of the state stays on the device."""
+        every = list(self._every_bucket(how))
+        stays = how.stays([num_bytes for num_bytes, _ in every], resident_share)
+        staying = tuple(does_stay for does_stay, (_, filled) in zip(stays, every, strict=True) if filled)
+        mixed = [bucket.staying() if does_stay else bucket for bucket, does_stay in zip(buckets, staying, strict=True)]
+        return StateShare(resident_share, *self._in_buckets(how, mixed), staying)
+
+    def with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
+        """With what a step in buckets takes whose state stays, where all at once needs a copy of everything."""
+        if not self._fakes or not any(group.get("foreach") for group in self.optimizer.param_groups):
+            return cost  # one parameter after the other takes no less in buckets
+        buckets = self._try_buckets(how)
+        return dataclasses.replace(
+            cost,
+            bucketed_step_bytes=self._in_buckets(how, buckets)[1],
+            bucketed_launches=_launched(buckets)[0],
+            num_step_buckets=len(buckets),
         )
 
     def _stepped(self, how: Stepping) -> _StepCost:
@@ -313,25 +385,49 @@ class _Twin:
 
     def _whole(self, optimizer: Optimizer) -> _StepCost:
         """Of all parameters at once."""
-        parameters = parameters_of(optimizer)
+        trial = self._tried(optimizer, self._fakes)
+        state_bytes = trial.state_bytes - self._counter_bytes(trial.optimizer)
+        return _StepCost(state_bytes, trial.step_bytes, trial.num_launches, trial.launched_bytes)
+
+    def _tried(self, optimizer: Optimizer, trained: dict[int, nn.Parameter], packs: tuple[bool, ...] = ()) -> _Trial:
+        """Two steps with gradients for these; what is alike is tried once, whole or in buckets of any kind.
+
+        What is prepared before its steps may be prepared by what it packs.
+        """
+        inside = {id(fake) for fake in trained.values()}
+        members = tuple(
+            (index, group.get("foreach"), id(fake) in inside, _kind(fake))
+            for index, group in enumerate(optimizer.param_groups)
+            for fake in group["params"]
+        )
+        key = members, packs if self._prepare is not None else ()
+        if key not in self._trials:
+            self._trials[key] = self._try(optimizer, trained)
+        return self._trials[key]
+
+    def _try(self, optimizer: Optimizer, trained: dict[int, nn.Parameter]) -> _Trial:
         books = self._books()
         with self.mode:
-            for parameter in self._fakes.values():
+            for parameter in trained.values():
                 parameter.grad = torch.empty_like(parameter)
+            parameters = parameters_of(optimizer)
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
+            books.reset_peak()
             with books, AnyValue():
                 if self._prepare is not None:
-                    self._prepare(optimizer, self._fakes)
+                    self._prepare(optimizer, trained)
                 optimizer.step()
-                state_bytes = books.total_bytes - before
+                making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
                 books.reset_peak()
                 books.work = Work()
                 optimizer.step()
-            step_bytes = books.peak_bytes - before - state_bytes
-        work = books.work
-        state_bytes -= self._counter_bytes(optimizer)
-        return _StepCost(state_bytes, max(0, step_bytes), work.num_launches, work.matmul_bytes + work.other_bytes)
+            step_bytes = max(0, books.peak_bytes - before - state_bytes)
+        for parameter in trained.values():
+            parameter.grad = None
+        work, states = books.work, tuple(optimizer.state[parameter] for parameter in trained.values())
+        moved_bytes = work.matmul_bytes + work.other_bytes
+        return _Trial(optimizer, states, state_bytes, making_bytes, step_bytes, work.num_launches, moved_bytes)
 
     def _books(self) -> Books:
         books = Books(self.device.type, self.rounding_bytes)
@@ -345,77 +441,58 @@ class _Twin:
         made_bytes = how.tables_bytes(self.optimizer, self.device_type) if buckets else 0
         stays_bytes = made_bytes + sum(bucket.stays_bytes(how) for bucket in buckets)
         peak_bytes = 0
-        for index, bucket in enumerate(buckets):
-            peak_bytes = max(peak_bytes, made_bytes + bucket.making_bytes)
+        for bucket, (before, after) in zip(buckets, _travelling_beside(how, buckets), strict=True):
+            # What left before one that stays may still be on its way, up to the window; one that travels waits for it.
+            leaving = before if not bucket.moves and before <= how.window_bytes else 0
+            peak_bytes = max(peak_bytes, made_bytes + leaving + bucket.making_bytes)
             made_bytes += bucket.stays_bytes(how)
-            neighbours = (buckets[i].waiting_bytes for i in (index - 1, index + 1) if 0 <= i < len(buckets))
-            beside_bytes = max(neighbours, default=0) if how.moves and how.prefetches else 0
+            beside_bytes = max(before, after) if bucket.moves else leaving + after
             peak_bytes = max(peak_bytes, stays_bytes + beside_bytes + bucket.stepping_bytes(how))
         return stays_bytes, peak_bytes - stays_bytes
 
     def _try_buckets(self, how: Stepping) -> list[_BucketCost]:
-        alike: dict[Any, _BucketCost] = {}
-        costs = []
-        for bucket in self._filled_buckets(how):
-            optimizer = self._over({id(fake) for fake in bucket.values()})
-            key = tuple((how.packs(number), _kind(fake)) for number, fake in bucket.items())
-            if key not in alike:
-                alike[key] = self._try_bucket(how, optimizer, bucket)
-            costs.append(alike[key])
-        return costs
+        return [self._try_bucket(how, bucket) for bucket in self._filled_buckets(how)]
 
     def _filled_buckets(self, how: Stepping) -> Iterator[dict[int, nn.Parameter]]:
         """Those with parameters that are trained. The others take their room in a bucket, too."""
+        yield from (bucket for _, bucket in self._every_bucket(how) if bucket)
+
+    def _every_bucket(self, how: Stepping) -> Iterator[tuple[int, dict[int, nn.Parameter]]]:
+        """The bytes of its parameters, and those that are trained."""
         for run in self._runs:
             for indices in how.split([parameter.nbytes for parameter in run]):
-                numbers = [id(run[index]) for index in indices]
-                bucket = {number: self._fakes[number] for number in numbers if number in self._fakes}
-                if bucket:
-                    yield bucket
+                members = [run[index] for index in indices]
+                trained = {id(p): self._fakes[id(p)] for p in members if id(p) in self._fakes}
+                yield sum(parameter.nbytes for parameter in members), trained
 
     def _over(self, inside: set[int]) -> Optimizer:
         groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in self.optimizer.param_groups]
         return _same_class(self.optimizer, groups)
 
-    def _try_bucket(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
-        books = self._books()
-        with self.mode:
-            for parameter in bucket.values():
-                parameter.grad = torch.empty_like(parameter)
-            books.see_all([list(bucket.values()), [parameter.grad for parameter in bucket.values()]])
-            before = books.total_bytes
-            books.reset_peak()
-            with books, AnyValue():
-                if self._prepare is not None:
-                    self._prepare(optimizer, bucket)
-                optimizer.step()
-                making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
-                books.reset_peak()
-                books.work = Work()
-                optimizer.step()
-            step_bytes = books.peak_bytes - before - state_bytes
-        for parameter in bucket.values():
-            parameter.grad = None
-        counters = self._counter_bytes(optimizer)
-        cost = self._share(how, optimizer, bucket, max(0, step_bytes), state_bytes - counters)
-        together = cost.waiting_bytes + state_bytes - counters + cost.scratch_bytes
+    def _try_bucket(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> _BucketCost:
+        optimizer = self._over({id(fake) for fake in bucket.values()})
+        trial = self._tried(optimizer, bucket, tuple(map(how.packs, bucket)))
+        counters = self._counter_bytes(trial.optimizer)
+        state_bytes = trial.state_bytes - counters
+        cost = self._share(how, trial, list(bucket), state_bytes)
+        together = cost.waiting_bytes + state_bytes + cost.scratch_bytes
         return dataclasses.replace(
             cost,
-            making_bytes=max(making_bytes - counters, together),
-            num_launches=books.work.num_launches,
-            launched_bytes=books.work.matmul_bytes + books.work.other_bytes,
+            making_bytes=max(trial.making_bytes - counters, together),
+            num_launches=trial.num_launches,
+            launched_bytes=trial.launched_bytes,
+            state_bytes=state_bytes,
+            made_bytes=trial.making_bytes - counters,
         )
 
-    def _share(
-        self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter], step_bytes: int, state_bytes: int
-    ) -> _BucketCost:
+    def _share(self, how: Stepping, trial: _Trial, numbers: list[int], state_bytes: int) -> _BucketCost:
         """What of a bucket's state waits, and what does not."""
         waiting_bytes = unpacked_bytes = scratch_bytes = moved_bytes = 0
-        for number, parameter in bucket.items():
-            for name, value in optimizer.state[parameter].items():
+        for number, state in zip(numbers, trial.states, strict=True):
+            for name, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                slot_bytes = how.waiting_bytes(optimizer, number, name, value)
+                slot_bytes = how.waiting_bytes(trial.optimizer, number, name, value)
                 if slot_bytes is None:
                     continue
                 waiting_bytes += slot_bytes
@@ -424,11 +501,26 @@ class _Twin:
                     unpacked_bytes += round_up(value.nbytes, self.rounding_bytes)
                     scratch_bytes = max(scratch_bytes, how.scratch_bytes(value))
         waiting_bytes += how.padding_bytes if waiting_bytes else 0
-        return _BucketCost(waiting_bytes, state_bytes - moved_bytes, unpacked_bytes, step_bytes, scratch_bytes)
+        kept_bytes = state_bytes - moved_bytes
+        return _BucketCost(waiting_bytes, kept_bytes, unpacked_bytes, trial.step_bytes, scratch_bytes)
 
     def _counter_bytes(self, optimizer: Optimizer) -> int:
         """Of tensors that are on the host in truth, and were counted here."""
         return self.rounding_bytes * len(host_counters(optimizer)) if self.is_emulated else 0
+
+
+def _travelling_beside(how: Stepping, buckets: list[_BucketCost]) -> Iterator[tuple[int, int]]:
+    """By bucket: what waits of the nearest before it and behind it that travel, where one is fetched beside another."""
+    sizes = [bucket.waiting_bytes if bucket.moves else None for bucket in buckets]
+    if not (how.moves and how.prefetches):
+        sizes = [None] * len(buckets)
+    before = [0]
+    for size in sizes:
+        before.append(before[-1] if size is None else size)
+    after = [0]
+    for size in reversed(sizes):
+        after.append(after[-1] if size is None else size)
+    return zip(before[:-1], after[-2::-1], strict=True)
 
 
 def _launched(buckets: list[_BucketCost]) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def profile_model(
     books.see_all(list(rehearsal.model.buffers()), "other")
     buffer_bytes = books.by_kind["other"]
     books.see_all(rehearsal.inputs.tensors(), "activations")
-    layers = tuple(_with_calls(layer, rehearsal.num_calls) for layer in describe_layers(model))
+    layers = tuple(_with_calls(layer, rehearsal.num_calls) for layer in describe_layers(model, rehearsal.blocks))
     return Profile(
         device_type=rehearsal.target_type,
         source=rehearsal.source,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._profile import StepTrace
 from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, sequences_unpacked
+from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
-from memscale._profile.layers import find_pieces
+from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.untrained import TrainedWatch
@@ -30,7 +31,6 @@ from memscale._profile.values import (
     SEED,
     Values,
     assume_value,
-    drawn_by_host,
     keep_value,
     private_values,
     readable,
@@ -63,8 +63,19 @@ class Rehearsal:
     source: Literal["static", "empirical"]
     is_fake: bool
 
-    def __init__(self, model: nn.Module, inputs: Inputs, device_type: str, rounding_bytes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        device_type: str,
+        rounding_bytes: int,
+        blocks: Collection[str] | None = None,
+    ) -> None:
+        """`blocks` are the names of the model's blocks, where they are known already."""
         self.model = model
+        self.blocks = find_blocks(model) if blocks is None else {fqn: model.get_submodule(fqn) for fqn in blocks}
+        self.pieces = find_pieces(model, self.blocks)
+        """Modules keep the names that they have in the whole model, also where some of its blocks are left out."""
         self.inputs = inputs
         self.device_type = device_type
         self.rounding_bytes = rounding_bytes
@@ -101,7 +112,7 @@ class Rehearsal:
         with contextlib.ExitStack() as undo:
             undo.callback(self._clear_gradients)
             undo.callback(recorder.remove_tensor_hooks)
-            for module_fqn, module in find_pieces(self.model).items():
+            for module_fqn, module in self.pieces.items():
                 recorder.watch(module_fqn, module, undo)
             recorder.watch_gradients(self.model, undo)
             recorder.see_all([list(self.model.parameters()), list(self.model.buffers())], "parameters")
@@ -146,7 +157,9 @@ class FakeRehearsal(Rehearsal):
     source = "static"
     is_fake = True
 
-    def __init__(self, model: nn.Module, inputs: Inputs, device_type: str) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, device_type: str, blocks: Collection[str] | None = None
+    ) -> None:
         self.mode = private.fake_tensor_mode()
         # A card that is not in this machine is played by fake CPU tensors and its kernels' savings.
         self.emulates_gpu = not device_exists(device_type)
@@ -159,7 +172,7 @@ class FakeRehearsal(Rehearsal):
         self._caches = Caches(fake_model)
         self._beside = Beside.of_model(fake_model)
         self._is_worst_draw_known = False
-        super().__init__(fake_model, fake_inputs, on, rounding_of(device_type))
+        super().__init__(fake_model, fake_inputs, on, rounding_of(device_type), blocks)
         self.target_type = device_type
 
     @property

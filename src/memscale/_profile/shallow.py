@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from memscale._plan import Action, Reason
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
-from memscale._profile.layers import find_blocks, fingerprint
+from memscale._profile.layers import fingerprint
 from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
 
 logger = logging.getLogger("memscale")
@@ -56,13 +56,15 @@ class Cut:
         return self.name(self.start + KEPT - 1)
 
 
-def find_runs(model: nn.Module, treatment_of: Callable[[str], Hashable] = lambda module_fqn: None) -> list[Cut]:
+def find_runs(
+    model: nn.Module, blocks: Iterable[str], treatment_of: Callable[[str], Hashable] = lambda module_fqn: None
+) -> list[Cut]:
     """Runs of equal blocks, treated alike, that are long enough to be worth it."""
     by_container: dict[str, list[tuple[int, Hashable]]] = {}
-    for module_fqn, block in find_blocks(model).items():
+    for module_fqn in blocks:
         container_fqn, _, name = module_fqn.rpartition(".")
         if name.isdigit():
-            alike = (fingerprint(block), treatment_of(module_fqn))
+            alike = (fingerprint(model.get_submodule(module_fqn)), treatment_of(module_fqn))
             by_container.setdefault(container_fqn, []).append((int(name), alike))
     cuts = []
     for container_fqn, found in by_container.items():
@@ -76,9 +78,9 @@ def find_runs(model: nn.Module, treatment_of: Callable[[str], Hashable] = lambda
     return cuts
 
 
-def find_cuts(model: nn.Module) -> list[Cut]:
+def find_cuts(model: nn.Module, blocks: Iterable[str]) -> list[Cut]:
     """The first run of each container."""
-    return list({cut.container_fqn: cut for cut in reversed(find_runs(model))}.values())[::-1]
+    return list({cut.container_fqn: cut for cut in reversed(find_runs(model, blocks))}.values())[::-1]
 
 
 @contextlib.contextmanager
@@ -107,14 +109,14 @@ def rehearse_short(
 
     None where there are no such runs, or the shorter model does not run.
     """
-    blocks = find_blocks(rehearsal.model)
+    blocks = rehearsal.blocks
     treatments: dict[str, list[str]] = {}
     for action in actions:
         block = _block_of(action, blocks)
         if block is not None:
             nameless = dataclasses.replace(_renamed_action(action, {block: ""}), reason=Reason(""))
             treatments.setdefault(block, []).append(str(nameless))
-    cuts = find_runs(rehearsal.model, lambda module_fqn: tuple(treatments.get(module_fqn, ())))
+    cuts = find_runs(rehearsal.model, blocks, lambda module_fqn: tuple(treatments.get(module_fqn, ())))
     if not cuts:
         return None
     # Blocks of other containers, which no cut touches, are treated as the plan says.
@@ -126,7 +128,6 @@ def rehearse_short(
         except Exception as error:
             logger.debug("the plan does not run at a fraction of the depth: %s: %s", type(error).__name__, error)
             return None
-    segments = _renamed(segments, {new: old for old, new in names.items()})
     for cut in cuts:
         segments = _stretch(cut, segments)
     return StepTrace(segments)
@@ -150,9 +151,11 @@ def _renamed_action(action: Action, names: dict[str, str]) -> Action:
 class ShallowRehearsal:
     """A stage with a shorter copy of the model; what is tried there is stretched to the depth of the whole."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, device_type: str, cuts: list[Cut]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, device_type: str, blocks: Collection[str], cuts: list[Cut]
+    ) -> None:
         self.cuts = cuts
-        self.stage = FakeRehearsal(model, inputs, device_type)
+        self.stage = FakeRehearsal(model, inputs, device_type, blocks)
         for cut in cuts:
             container = self.stage.model.get_submodule(cut.container_fqn)
             children = list(container._modules.values())
@@ -162,7 +165,7 @@ class ShallowRehearsal:
         """The step of the whole model."""
         segments = trace.segments
         for cut in self.cuts:
-            segments = _stretch(cut, _renamed(segments, {cut.name(n): cut.name(o) for n, o in enumerate(cut.kept)}))
+            segments = _stretch(cut, segments)
         return StepTrace(segments)
 
     def whole_names(self, module_fqns: Iterable[str]) -> list[str]:
@@ -173,13 +176,15 @@ class ShallowRehearsal:
         return found
 
 
-def open_shallow(model: nn.Module, inputs: Inputs, device_type: str, plain: StepTrace) -> ShallowRehearsal | None:
+def open_shallow(
+    model: nn.Module, inputs: Inputs, device_type: str, blocks: Collection[str], plain: StepTrace
+) -> ShallowRehearsal | None:
     """None where the model has no long runs of equal blocks, or a shorter model does not behave like the whole."""
-    cuts = find_cuts(model)
+    cuts = find_cuts(model, blocks)
     if not cuts:
         return None
     try:
-        shallow = ShallowRehearsal(model, inputs, device_type, cuts)
+        shallow = ShallowRehearsal(model, inputs, device_type, blocks, cuts)
         stretched = shallow.stretch(shallow.stage.run())
     except Exception as error:  # a forward that counts its blocks, for one
         logger.debug("the model does not run at a fraction of its depth: %s: %s", type(error).__name__, error)

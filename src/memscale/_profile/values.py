@@ -33,8 +33,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -44,7 +42,6 @@ from torch.utils._pytree import tree_map
 
 from memscale._profile.device_kernels import FAKE_KERNELS
 from memscale._torch import private
-from memscale._torch.host_rng import Fingerprint
 from memscale._torch.interception import replaced_in_this_thread
 
 logger = logging.getLogger("memscale")
@@ -397,7 +394,7 @@ def _assume_false(result: torch.Tensor, *_: Any, **__: Any) -> None:
 
 def _assume_finite(result: torch.Tensor, number: torch.Tensor, other: Any, *_: Any, **__: Any) -> None:
     """`x == x` and `x != inf`: this is how it is asked whether a number is finite."""
-    if number is other or other == math.inf:
+    if number is other or (isinstance(other, float) and other == math.inf):
         with private.real_tensors():
             _set_value(result, torch.ones((), dtype=result.dtype).expand(tuple(result.shape)), Cell())
 
@@ -585,80 +582,4 @@ def readable(values: Values) -> Iterator[None]:
         return format(numpy(tensor).item(), form)
 
     with replaced_in_this_thread(fake_tensor, __format__=text, numpy=numpy, __array__=array):
-        yield
-
-
-@contextlib.contextmanager
-def drawn_by_host(values: Values) -> Iterator[None]:
-    """Uniform numbers of Python's and NumPy's global generators are as high or low as `values` say.
-
-    Others repeat themselves, and that there were some is noted: a name that was imported before (`from random import
-    random`) is not in our hands, and no more are other distributions.
-    """
-    chance = _Chance(values)
-    random.seed(values.seed)
-    torch.default_generator.manual_seed(values.seed)  # not those of devices
-    names = ("random", "uniform", "randrange", "randint", "choice")
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced_in_this_thread(random, **{name: getattr(chance, name) for name in names}))
-        undo.enter_context(_drawn_by_numpy(chance, values.seed))
-        before = Fingerprint()
-        try:
-            yield
-        finally:
-            values.was_host_asked |= before.moved()
-
-
-class _Chance:
-    """Stands in for uniform draws of Python's generator."""
-
-    def __init__(self, values: Values) -> None:
-        self._values = values
-
-    def random(self) -> float:
-        self._values.was_draw_asked = True
-        return self._values.share
-
-    def uniform(self, a: float = 0.0, b: float = 1.0) -> float:
-        return a + (b - a) * self.random()
-
-    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
-        numbers = range(start) if stop is None else range(start, stop, step)
-        if not numbers:
-            raise ValueError(f"the range of {start}, {stop}, {step} is empty")
-        return numbers[int(self.random() * len(numbers))]
-
-    def randint(self, a: int, b: int) -> int:
-        return self.randrange(a, b + 1)
-
-    def choice(self, seq: Any) -> Any:
-        return seq[self.randrange(len(seq))]
-
-
-@contextlib.contextmanager
-def _drawn_by_numpy(chance: _Chance, seed: int) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        yield
-        return
-
-    def drawn(size: Any = None) -> Any:
-        return chance.random() if size is None else numpy.full(size, chance.random())
-
-    def rand(*shape: int) -> Any:
-        return drawn(shape or None)
-
-    def uniform(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-        return low + (numpy.subtract(high, low)) * drawn(size)
-
-    def randint(low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
-        low, high = (0, low) if high is None else (low, high)
-        number = numpy.floor(uniform(low, high, size)).astype(dtype)
-        return number.item() if size is None and not number.shape else number
-
-    numpy.random.seed(seed)
-    with (
-        replaced_in_this_thread(numpy.random, rand=rand, uniform=uniform, randint=randint),
-        replaced_in_this_thread(numpy.random, random=drawn, random_sample=drawn, ranf=drawn, sample=drawn),
-    ):
         yield

@@ -33,7 +33,7 @@ class _Interception:
         self._is_inherited = name not in vars(owner)
         self.stand_in = self._make_stand_in()
 
-    def _make_stand_in(self) -> Callable[..., Any]:
+    def _make_stand_in(self) -> Any:
         @functools.wraps(self.original)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             call = self.original
@@ -44,6 +44,7 @@ class _Interception:
         return stand_in
 
     def is_in_front(self) -> bool:
+        """Whether a call comes here first."""
         return vars(self.owner).get(self.name) is self.stand_in
 
     def put_in_front(self) -> None:
@@ -60,6 +61,22 @@ class _Interception:
             setattr(self.owner, self.name, self.original)
 
 
+class _PropertyInterception(_Interception):
+    """The stand-in for one property of a class: reading it is what is asked about."""
+
+    def _make_stand_in(self) -> Any:
+        read: Any = self.original.fget
+
+        @functools.wraps(read)
+        def stand_in(instance: Any) -> Any:
+            answer = read
+            for handler in list(self.handlers.values()):
+                answer = functools.partial(handler, answer)
+            return answer(instance)
+
+        return property(stand_in, self.original.fset, self.original.fdel, self.original.__doc__)
+
+
 _LOCK = threading.RLock()
 """Taken again by the same thread where a garbage collection inside it lets go of another model: so each change below is
 one operation on a dict."""
@@ -67,12 +84,16 @@ _IN_USE: dict[tuple[int, str], _Interception] = {}
 
 
 def intercept(owner: Any, name: str, handler: Handler) -> Callable[[], None]:
-    """Ask `handler(pass_on, *args, **kwargs)` at every call of this function. Returns what undoes that."""
+    """Ask `handler(pass_on, *args, **kwargs)` at every call of this function. Returns what undoes that.
+
+    Of a property of a class, reading is intercepted: `handler(pass_on, instance)`.
+    """
     key, token = (id(owner), name), object()
     with _LOCK:
         found = _IN_USE.get(key)
         if found is None or not found.is_in_front():
-            found = _Interception(owner, name)
+            is_property = isinstance(vars(owner).get(name), property)
+            found = _PropertyInterception(owner, name) if is_property else _Interception(owner, name)
         found.handlers[token] = handler
         _IN_USE[key] = found
         found.put_in_front()

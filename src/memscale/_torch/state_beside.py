@@ -315,6 +315,11 @@ class Beside:
         hooks = [hook for _, hooks in private.global_module_hooks() for hook in hooks.values()]
         return cls([*_roots(model), *hooks])
 
+    @classmethod
+    def inside(cls, values: Iterable[Any]) -> Beside:
+        """Of what these values hold, not of the code that they lead to, nor of modules."""
+        return _Inside(values)
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """What is changed inside is as before afterwards."""
@@ -410,6 +415,18 @@ class Beside:
         fresh = [name for name in names if name not in known]
         known.update(dict.fromkeys(fresh))
         self._wait([namespace[name] for name in fresh if name in namespace], depth + 1)
+
+
+class _Inside(Beside):
+    def _visit(self, value: Any, depth: int) -> None:
+        if not issubclass(type(value), nn.Module):
+            super()._visit(value, depth)
+
+    def _visit_function(self, function: types.FunctionType, depth: int) -> None:
+        """It is code."""
+
+    def _visit_class(self, cls: type, depth: int) -> None:
+        """Its attributes are others' as well."""
 
 
 _UNINTERESTING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, types.ModuleType, torch.dtype)

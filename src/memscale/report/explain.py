@@ -121,6 +121,18 @@ def _number_lines(plan: Plan) -> list[str]:
         f"  baseline:  {show_bytes(plan.baseline_peak_bytes)} peak; budget {show_bytes(plan.budget_bytes)}",
         f"  planned:   {show_bytes(plan.predicted_peak_bytes)} peak ({plan.reduction:.1%} less, {how}), "
         f"{plan.predicted_slowdown:.2f}x the time, {'fits' if plan.fits else 'does not fit'}",
+        *_bound_lines(plan),
+    ]
+
+
+def _bound_lines(plan: Plan) -> list[str]:
+    """How far the plan's time is from what no exact plan could be below."""
+    least, is_exact = plan.least_slowdown, all(technique_of(action).is_exact for action in plan.actions)
+    if least is None or not plan.actions or not is_exact:
+        return []
+    return [
+        f"  bound:     {plan.predicted_slowdown / least:.2f}x of the least time that any exact plan could take here, "
+        f"which is {least:.2f}x"
     ]
 
 

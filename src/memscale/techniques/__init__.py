@@ -14,6 +14,7 @@ from memscale.techniques.checkpointing import CHECKPOINTING
 from memscale.techniques.offload.activations import ACTIVATIONS
 from memscale.techniques.offload.kept_outputs import KEPT_OUTPUTS
 from memscale.techniques.offload.optimizer import OPTIMIZER
+from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
 from memscale.techniques.offload.parameters import PARAMETERS
 from memscale.techniques.optimizer8bit import EIGHT_BIT
 from memscale.techniques.precision import PRECISION
@@ -27,6 +28,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     PARAMETERS,
     INSIDE,
     HEAD,
+    BUCKETED_STEP,
     OPTIMIZER,
     PRECISION,
     EIGHT_BIT,

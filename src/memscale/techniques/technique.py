@@ -72,7 +72,7 @@ class StepManner(Protocol):
 
     def step_ms(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
 
-    def exact_bytes(self, cost: OptimizerCost) -> tuple[int, int]:
+    def exact_bytes(self, cost: OptimizerCost, run: Any) -> tuple[int, int]:
         """State on the device and what the step needs on top, of an optimizer whose cost is known to the byte."""
         ...
 
@@ -95,9 +95,9 @@ def nothing_refused(actions: Sequence[Any], config: Config, hardware: Hardware) 
     return ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Technique:
-    """One thing that a plan can do to a model."""
+    """One thing that a plan can do to a model. There is one record of each: a record equals itself alone."""
 
     name: str
     family: str

@@ -44,7 +44,7 @@ MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asy
 
 
 def state_away(why: str = "asked for") -> OffloadOptimizer:
-    return OffloadOptimizer(BUCKET_BYTES, Reason(why))
+    return OffloadOptimizer(BUCKET_BYTES, reason=Reason(why))
 
 
 def executor_for(model: nn.Module, **settings: Any) -> Executor:
@@ -202,7 +202,7 @@ def test_a_plan_whose_tensors_have_nowhere_to_wait_is_refused_beforehand(no_leak
     before = snapshot(model)
     executor = Executor(model, ExecutionSettings(device=DEVICE, host_budget_bytes=100_000))
     plan = dataclasses.replace(plan_of([*CHECKPOINTED, state_away()]), movable_bytes=200_000)
-    with pytest.raises(StoreFullError, match=r"200000 bytes are to wait.*100000"):
+    with pytest.raises(StoreFullError, match=r"200.0 kB are to wait.*100.0 kB"):
         executor.apply(plan)
     assert snapshot(model) == before
     executor.apply(dataclasses.replace(plan, movable_bytes=90_000))
@@ -351,3 +351,25 @@ def test_state_in_host_memory_goes_to_disk_only_if_the_host_has_no_room(
     assert same(weights(model), wanted)
     executor.detach()
     del optimizer
+
+
+@MODES
+def test_state_that_is_there_already_leaves_before_the_first_step_of_the_plan(
+    asynchronous: bool, no_races: Any, no_leaks: Any
+):
+    """Nobody told us of the optimizer, and the forward that begins has no room for its state."""
+    plain, model = pair(Gpt)
+    expected = trained_plainly(plain, 4)
+    del plain
+    executor = executor_for(model, asynchronous=asynchronous)
+    executor.apply(plan_of(CHECKPOINTED))
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 2)
+    moments = sum(2 * parameter.nbytes for parameter in model.parameters())
+    before = torch.accelerator.memory_allocated()
+    executor.apply(plan_of((*CHECKPOINTED, state_away())))
+    torch.accelerator.synchronize()
+    assert before - torch.accelerator.memory_allocated() > 0.8 * moments, "all but tensors of a few bytes"
+    steps(model, optimizer, 2, 4)
+    executor.detach()
+    assert same(weights(model), expected)

@@ -128,9 +128,11 @@ class Training:
 
 
 @contextlib.contextmanager
-def adopted(training: Training, transfers: Transfers, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Adoption]:
+def adopted(
+    training: Training, transfers: Transfers, bucket_bytes: int = BUCKET_BYTES, resident_share: float = 0.0
+) -> Iterator[Adoption]:
     with contextlib.ExitStack() as undo:
-        adoption = adopt(training.net, transfers.store, transfers, bucket_bytes, undo)
+        adoption = adopt(training.net, transfers.store, transfers, bucket_bytes, undo, resident_share=resident_share)
         yield adoption
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -154,6 +157,103 @@ class _LaterAttribute(_Block):
 )
 def test_state_that_a_forward_changes(block: Callable[[], nn.Module]) -> None:
     _assert_same(_Chain(block))
+
+
+class _Tally:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.num_calls, self.mean, self.rng = 0, torch.zeros(8), random.Random(1)
+
+
+class _SlottedTally:
+    __slots__ = ("num_calls",)
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+
+def _count(tally: Any, x: torch.Tensor) -> float:
+    tally.num_calls += 1
+    return float(tally.num_calls)
+
+
+def _average(tally: _Tally, x: torch.Tensor) -> torch.Tensor:
+    return tally.mean.lerp_(x.detach().mean(0), 0.1)
+
+
+def _tick(counts: dict[str, int], x: torch.Tensor) -> float:
+    counts["calls"] += 1
+    return float(counts["calls"])
+
+
+def _add(numbers: Any, x: torch.Tensor) -> float:
+    numbers[0] += 1
+    return float(numbers[0])
+
+
+def _grow(raw: bytearray, x: torch.Tensor) -> float:
+    raw.append(1)
+    return float(len(raw))
+
+
+HELD = [
+    (_Tally, _count),
+    (_Tally, _average),
+    (_Tally, lambda tally, x: tally.rng.random()),
+    (_SlottedTally, _count),
+    (lambda: [{"tally": _Tally()}], lambda held, x: _count(held[0]["tally"], x)),
+    (collections.Counter, _tick),
+    (lambda: collections.defaultdict(int), _tick),
+    (lambda: collections.UserDict(calls=0), _tick),
+    (lambda: numpy.zeros(2), _add),
+    (lambda: [torch.zeros(8)], lambda held, x: held[0].lerp_(x.detach().mean(0), 0.1)),
+    (lambda: {"mean": torch.zeros(8)}, lambda held, x: held["mean"].lerp_(x.detach().mean(0), 0.1)),
+    (lambda: bytearray(b"a"), _grow),
+]
+
+
+class _Holds(_Block):
+    def __init__(self, make: Callable[[], Any], use: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.held, self.use = make(), use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x * (1 + self.use(self.held, x)))
+
+
+@pytest.mark.parametrize(("make", "use"), HELD)
+def test_what_an_attribute_holds_and_a_forward_changes(
+    make: Callable[[], Any], use: Callable[[Any, torch.Tensor], Any]
+) -> None:
+    model = _Chain(lambda: _Holds(make, use))
+    held = [block.held for block in model.blocks]  # type: ignore[union-attr]
+    _assert_same(model)
+    assert all(block.held is before for block, before in zip(model.blocks, held, strict=True))  # type: ignore[union-attr]
+
+
+def test_an_object_that_blocks_share_shows_each_of_them_what_it_saw() -> None:
+    tally = _Tally()
+    _assert_same(_Chain(lambda: _Holds(lambda: tally, _count)))
+
+
+def test_a_large_tensor_in_a_container_that_is_changed_in_place_is_refused_once() -> None:
+    def use(held: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return held[0].add_(1)[0]
+
+    model = _Chain(lambda: _Holds(lambda: [torch.zeros(300_000)], use))
+    twin = copy.deepcopy(model)
+    executor = checkpoint_all(model)
+    x = torch.ones(4, 8)
+    with pytest.raises(RuntimeError, match="attribute 'held' of _Holds was changed in place"):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    twin(x)
+    for trained in (model, twin):
+        trained(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    executor.detach()
 
 
 class _State:

@@ -10,8 +10,9 @@ It runs once a layer a step, so it is written for speed: `python -m benchmarks.o
 
 NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
 the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for
-tensors, changed. Buffers are compared by value at first: some kernels write to them without telling autograd. What an
-attribute holds that is neither a tensor nor a container is not looked into.
+tensors, changed. Buffers are compared by value at first: some kernels write to them without telling autograd. Objects,
+arrays and other containers that an attribute holds are looked into at that first forward, too (held_state.py); those
+that it changed show the recompute what they held, and are the same objects all the time.
 
 NOTE [tables]: everything lies in dictionaries: four for each part of the module, its attributes, parameters, buffers
 and children. They are numbered and read in one go. Those of the parts are held; the module's own is not, since it
@@ -29,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memscale._torch.held_state import HeldState, Hidden, hide
 from memscale._torch.overrides import OWN_ATTRIBUTES
 from memscale._torch.snapshots import (
     ABSENT,
@@ -149,7 +151,8 @@ class Memory:
     """What one forward found."""
 
     __slots__ = (
-        "attributes", "buffers", "copies", "flags", "generators", "layout", "shared", "tensors", "values", "versions",
+        "attributes", "buffers", "copies", "flags", "generators", "held", "layout", "shared", "tensors", "values",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
@@ -169,14 +172,17 @@ class Memory:
         """Snapshots of the attributes that it changed."""
         self.generators: Sequence[tuple[Any, Any]] = ()
         """Random generators that the module holds, and their state."""
+        self.held: dict[Slot, HeldState] = {}
+        """What the attributes held that it changed inside."""
 
 
 class Shown:
     """What the module really has while it shows a memory."""
 
-    __slots__ = ("entries", "generators")
+    __slots__ = ("entries", "generators", "hidden")
 
     def __init__(self) -> None:
+        self.hidden: list[Hidden] = []
         self.entries: list[tuple[Table, str, Any]] = []
         self.generators: list[tuple[Any, Any]] = []
 
@@ -209,12 +215,12 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module, functools.partial(_forget_parts, weakref.ref(self)))
         self._layout = Layout(module)
-        self._buffers, self._attributes = _Buffers(), _Attributes()
+        self._buffers, self._attributes, self._held = _Buffers(), _Attributes(), _Held()
 
     def forget_parts(self) -> None:
         """The module is gone: whoever still holds its executor does not hold the parameters of its parts."""
         self._layout.forget_parts()
-        self._buffers, self._attributes = _Buffers(), _Attributes()
+        self._buffers, self._attributes, self._held = _Buffers(), _Attributes(), _Held()
 
     def before(self) -> Memory:
         """To be called right before the forward."""
@@ -225,6 +231,7 @@ class ModuleState:
         if self._layout.buffer_slots:
             self._buffers.before(memory)
         self._attributes.before(memory)
+        self._held.before(memory)
         return memory
 
     def _look_again(self) -> list[Any]:
@@ -233,7 +240,7 @@ class ModuleState:
         assert module is not None, "a module's forward runs while the module lives"
         layout = Layout(module)
         if not layout.has_the_parts_of(self._layout):
-            self._buffers, self._attributes = _Buffers(), _Attributes()
+            self._buffers, self._attributes, self._held = _Buffers(), _Attributes(), _Held()
         self._layout = layout
         values = layout.read()
         assert values is not None, "nothing has happened since"
@@ -245,6 +252,7 @@ class ModuleState:
             self._buffers.after(memory)
         if memory.flags not in self._attributes.changing:
             self._attributes.learn(memory)
+            self._held.learn(memory)
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it. Refuses before it changes anything."""
@@ -253,6 +261,8 @@ class ModuleState:
             _refuse_changed(memory)
         if memory.tensors:
             self._attributes.refuse_changed(memory)
+        if memory.held:
+            self._held.refuse_lost(memory)
         shown = Shown()
         now = layout.read()
         if now is None or not all(map(_is, now, memory.values)):
@@ -265,10 +275,14 @@ class ModuleState:
         for generator, state in memory.generators:
             shown.generators.append((generator, state_of(generator)))
             set_state(generator, state)
+        for held in memory.held.values():
+            shown.hidden.append(held.show())
         return shown
 
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
+        for hidden in reversed(shown.hidden):
+            hide(hidden)
         _put(reversed(shown.entries))
         for generator, state in shown.generators:
             set_state(generator, state)
@@ -399,6 +413,55 @@ class _Attributes:
             if version_of(value) != version and slot not in memory.attributes:
                 self.changing.get(memory.flags, {})[slot] = None
                 _refuse_attribute(memory.layout, slot)
+
+
+class _Held:
+    """Knows which attributes hold something that a forward changes inside: an object, an array, a `Counter`."""
+
+    def __init__(self) -> None:
+        self._changing: dict[Flags, dict[Slot, bool]] = {}
+        """Also whether tensors in there are changed in place: then they are copied before."""
+
+    def before(self, memory: Memory) -> None:
+        layout, known = memory.layout, self._changing.get(memory.flags)
+        if known is None:
+            found = zip(layout.slots[layout.attributes], memory.values[layout.attributes], strict=True)
+            memory.held = _look_inside({slot: value for slot, value in found if _may_hold(value)})
+        elif known:
+            memory.held = {
+                slot: HeldState(layout.get(slot), copies_tensors=copies, may_be_large=True)
+                for slot, copies in known.items()
+            }
+
+    def learn(self, memory: Memory) -> None:
+        memory.held = {slot: held for slot, held in memory.held.items() if held.is_changed()}
+        self._changing[memory.flags] = {slot: held.has_changed_tensors() for slot, held in memory.held.items()}
+
+    def refuse_lost(self, memory: Memory) -> None:
+        """A tensor was changed in place of which there is no copy; the next forward makes one."""
+        for slot, held in memory.held.items():
+            if held.is_lost():
+                self._changing[memory.flags][slot] = True
+                _refuse_attribute(memory.layout, slot)
+
+
+_HOLD_NOTHING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size)
+
+
+def _may_hold(value: Any) -> bool:
+    """Generators that an attribute holds itself have a place of their own, which is faster."""
+    return type(value) not in _HOLD_NOTHING and not is_generator(value)
+
+
+def _look_inside(values: dict[Slot, Any]) -> dict[Slot, HeldState]:
+    """One look for every object: parts of a module share their configuration."""
+    states: dict[int, HeldState] = {}
+    held = {}
+    for slot, value in values.items():
+        if id(value) not in states:
+            states[id(value)] = HeldState(value, copies_tensors=True, may_be_large=False)
+            held[slot] = states[id(value)]
+    return held
 
 
 def _refuse_attribute(layout: Layout, slot: Slot) -> None:

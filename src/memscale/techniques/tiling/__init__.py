@@ -75,7 +75,8 @@ def _rehearse_head(planner: Planner, config: Config) -> None:
     head = planner.tiles.head
     if head is None:
         return
-    planner.profile, rest = dataclasses.replace(planner.profile, head=head), planner.rest_actions()
+    planner.learn(head=head)
+    rest = planner.rest_actions()
     for rows in planner.tiles.head_rows:
         tiled = (dataclasses.replace(head, rows=rows),)
         planner.try_variants({TraceKey(head_rows=rows): tiled}, config)
@@ -194,7 +195,7 @@ def _rehearse_inside(planner: Planner, config: Config) -> None:
     planner.skipped_inside = bool(inside) and not planner.blocks_hold_the_peak(config)
     if not inside or planner.skipped_inside:
         return
-    planner.profile = dataclasses.replace(planner.profile, inside=inside)
+    planner.learn(inside=inside)
     smallest = {t: actions for t, actions in planner.treatments(config).items() if t.recompute == "full"}
     for num_tiles in planner.tiles.num_inside:
         cut = cut_inside(inside, num_tiles)

@@ -258,7 +258,7 @@ def test_a_full_tier_is_a_clear_error_and_loses_nothing(tmp_path):
     transfers = Transfers("simgpu", store)
     training = Training("simgpu", plain(O.AdamW))
     with adopted(training, transfers):
-        with pytest.raises(StoreFullError, match=r"budget of 65536 bytes is spent .*Nothing is lost"):
+        with pytest.raises(StoreFullError, match=r"budget of 65.5 kB is spent .*Nothing is lost"):
             training.step()
         training.losses = reference.losses
         assert store.counters.peak_allocated_bytes <= 1 << 16

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from memscale._errors import StoreFullError
 from memscale._torch import private
+from memscale._units import show_bytes
 from memscale.techniques.offload.store.disk import DiskStore
 from memscale.techniques.offload.store.extents import Extents
 from memscale.techniques.offload.store.host import SMALLEST_SEGMENT_BYTES, HostStore
@@ -150,7 +151,7 @@ def test_a_host_budget_is_filled_and_never_exceeded(pinned):
             tickets.append(store.put(torch.full((12 * 4096,), len(tickets) % 256, dtype=torch.uint8)))
         except StoreFullError as error:
             refusal = str(error)
-    assert f"budget of {budget} bytes is spent" in refusal
+    assert f"budget of {show_bytes(budget)} is spent" in refusal
     assert "max_cpu_offload_gb" in refusal
     assert store.counters.held_bytes > 0.98 * budget
     assert store.counters.allocated_bytes <= budget
@@ -210,7 +211,7 @@ def test_tiers_fill_one_after_the_other(tmp_path):
     store = TieredStore(host, disk)
     assert (store.room_bytes(), TieredStore(HostStore(), disk).room_bytes()) == (3 * MIB, None)
     store.require_room(3 * MIB)
-    with pytest.raises(StoreFullError, match="room for 3145728"):
+    with pytest.raises(StoreFullError, match=r"room for 3\.1 MB"):
         store.require_room(3 * MIB + 1)
     tickets = [store.put(torch.full((MIB // 2,), n, dtype=torch.uint8)) for n in range(6)]
     assert [ticket.store.name for ticket in tickets] == ["host"] * 2 + ["disk"] * 4

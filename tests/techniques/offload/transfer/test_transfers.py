@@ -249,6 +249,6 @@ def test_debug_turns_an_overtaken_transfer_into_an_error(tmp_path):
         transfers.settle()
         torch.accelerator.synchronize()
         transfers.store.memory_of(ticket)[0].zero_()
-        with pytest.raises(OffloadError, match="4000 bytes came back from the host store changed"):
+        with pytest.raises(OffloadError, match=r"4\.0 kB came back from the host store changed"):
             transfers.fetch(ticket).wait()
         transfers.free(ticket)

@@ -27,49 +27,77 @@ class _FromTheNextTier:
 
     def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
         whole, rest = model.cost(run).offloaded_state_bytes, model.profile.rest_optimizer
-        least = whole if rest is None else min(whole, rest.offloaded_state_bytes)
-        return model.left(run, whole, least, streamed_bytes)
+        of_rest = whole if rest is None else min(whole, rest.offloaded_state_bytes)
+        least, share = model.left(run, whole, of_rest, streamed_bytes), self._resident_share(model, run)
+        return least if not share else least + share * (model.unstreamed_bytes(run, streamed_bytes) - least)
+
+    def _resident_share(self, model: OptimizerModel, run: RunOptions) -> float:
+        """Of the state that could wait elsewhere, what stays here: whole buckets, so not just what was asked for."""
+        cost = model.cost(run)
+        share, away = cost.share(resident_share(run)), cost.state_bytes - cost.offloaded_state_bytes
+        return 0.0 if share is None or not away else (share.state_bytes - cost.offloaded_state_bytes) / away
 
     def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         nothing = 0 * streamed_bytes
-        return nothing, model.cost(run).state_bytes + nothing
+        return nothing, model.cost(run).state_bytes * (1 - self._resident_share(model, run)) + nothing
 
     def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        """The largest bucket's."""
-        whole, rest = model.cost(run).offloaded_step_bytes, model.profile.rest_optimizer
+        """The largest bucket's, and what travels beside it."""
+        cost, rest = model.cost(run), model.profile.rest_optimizer
+        share = cost.share(resident_share(run))
+        if share is not None:
+            of_rest = share if rest is None else rest.share(resident_share(run))
+            return model.largest_left(run, share.step_bytes, of_rest.step_bytes if of_rest else 0, streamed_bytes)
+        whole = cost.offloaded_step_bytes
         assert whole is not None
         least = whole if rest is None else rest.offloaded_step_bytes or 0
         return model.largest_left(run, whole, least, streamed_bytes)
 
     def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        return model.share_left(run, streamed_bytes) * model.in_buckets_ms(model.cost(run))
+        return model.share_left(run, streamed_bytes) * model.in_buckets_ms(run, resident_share(run))
 
-    def exact_bytes(self, cost: OptimizerCost) -> tuple[int, int]:
+    def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
+        share = cost.share(resident_share(run))
+        if share is not None:
+            return share.state_bytes, share.step_bytes
         return cost.offloaded_state_bytes, cost.offloaded_step_bytes or 0
 
 
+def resident_share(run: RunOptions) -> float:
+    """The share of the state that stays on the device."""
+    return 1.0 - run.offloads_optimizer
+
+
 def _attach(actions: Sequence[OffloadOptimizer], to: Attachment) -> None:
-    to.hold_state(actions, moves=True)
+    to.hold_state(actions, moves=True, resident_share=max(action.resident_share for action in actions))
 
 
-def _values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
-    return (True,)
+def _values(model: CostModel, eligible: Eligible) -> tuple[float, ...]:
+    return (1.0,)  # what sends a share of it away is found from plans that send all of it
 
 
-def _actions(is_offloaded: bool, profile: Profile) -> Iterator[OffloadOptimizer]:
-    yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES)
+def _actions(share_away: float, profile: Profile) -> Iterator[OffloadOptimizer]:
+    yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, 1.0 - share_away)
 
 
-def _value(actions: Sequence[OffloadOptimizer], profile: Profile) -> bool:
-    return True
+def _value(actions: Sequence[OffloadOptimizer], profile: Profile) -> float:
+    return 1.0 - max(action.resident_share for action in actions)
+
+
+def _words(action: OffloadOptimizer) -> str:
+    return "offload optimizer" + (f": {1 - action.resident_share:.1%} of its state" if action.resident_share else "")
 
 
 def _reason(chosen: Chosen) -> Reason:
+    model, run = chosen.model, chosen.choice.run
     numbers: dict[str, int | float | str] = {
-        "state_bytes": chosen.model.optimizer.cost(chosen.choice.run).state_bytes,
-        **chosen.part(offloads_optimizer=False),
+        "state_bytes": model.optimizer.cost(run).state_bytes,
+        **chosen.part(offloads_optimizer=0.0),
     }
-    return Reason("offload optimizer state: the device holds one bucket of it", numbers)
+    if not resident_share(run):
+        return Reason("offload optimizer state: the device holds one bucket of it", numbers)
+    numbers["resident_bytes"] = round(model.optimizer.resident_bytes(run, 0))
+    return Reason("offload a share of the optimizer state: the least that is considered and fits", numbers)
 
 
 OPTIMIZER = Technique(
@@ -84,7 +112,7 @@ OPTIMIZER = Technique(
     state=StateRule(manner=_FromTheNextTier()),
     attach=_attach,
     place=60,
-    words=lambda action: "offload optimizer",
+    words=_words,
     outcome=lambda actions: "optimizer state",
     outcome_rank=32,
     reason=_reason,

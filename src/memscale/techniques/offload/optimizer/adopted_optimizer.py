@@ -14,6 +14,7 @@ A failed *write* loses nothing: the state stays in memory, the step is completed
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import weakref
@@ -27,8 +28,15 @@ from torch.utils._pytree import tree_map_only
 from memscale._errors import OffloadError, PartialStepError, quoted
 from memscale._torch import private
 from memscale._torch.optimizer_steps import parameters_of
-from memscale.techniques.offload.optimizer.bucket_transfers import Visit, Visits
-from memscale.techniques.offload.optimizer.buckets import Bucket, Choose, Waiting, split_into_buckets
+from memscale.techniques.offload.optimizer.bucket_transfers import Entries, Visit, Visits
+from memscale.techniques.offload.optimizer.buckets import (
+    SMALL_BYTES,
+    Bucket,
+    Choose,
+    Waiting,
+    choose_resident,
+    split_into_buckets,
+)
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
 from memscale.techniques.offload.optimizer.separable import (
     SplitStep,
@@ -42,11 +50,18 @@ from memscale.techniques.offload.transfer.transfers import Arrival
 
 
 class AdoptedOptimizer:
-    """One optimizer whose state waits elsewhere. The optimizer holds it through its hooks; it holds no optimizer."""
+    """One optimizer that steps in buckets, most often because its state waits elsewhere.
 
-    def __init__(self, visits: Visits, bucket_bytes: int, choose: Choose | None = None) -> None:
+    The optimizer holds it through its hooks; it holds no optimizer. Where no state waits, saving and loading are left
+    alone: a `state_dict()` is the optimizer's own, and names the tensors that go on changing, as ever.
+    """
+
+    def __init__(
+        self, visits: Visits, bucket_bytes: int, choose: Choose | None = None, resident_share: float = 0.0
+    ) -> None:
         self.visits = visits
         self.bucket_bytes = bucket_bytes
+        self.resident_share = resident_share
         self.choose = choose
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -63,16 +78,22 @@ class AdoptedOptimizer:
             take_over(optimizer, undo)
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
             undo.callback(self._step_hook.remove)
-            undo.callback(optimizer.register_state_dict_post_hook(self._after_save).remove)
-            self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
-            undo.callback(self._load_hook.remove)
             undo.callback(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True).remove)
-            undo.callback(self._restore, weakref.ref(optimizer))
-            self._send_away(optimizer)
+            if self._lets_state_wait:
+                undo.callback(optimizer.register_state_dict_post_hook(self._after_save).remove)
+                self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+                undo.callback(self._load_hook.remove)
+                undo.callback(self._restore, weakref.ref(optimizer))
+                self._send_away(optimizer)
             self._hooks = undo.pop_all()
 
     def detach(self) -> None:
         self._hooks.close()
+
+    @property
+    def _lets_state_wait(self) -> bool:
+        """On another tier, or packed. Else it is the step alone that runs in buckets."""
+        return self.visits.store is not None or self.choose is not None
 
     def stay_last(self, optimizer: Optimizer) -> None:
         """The user's own step pre-hooks come first: they may change gradients."""
@@ -97,6 +118,8 @@ class AdoptedOptimizer:
         `is_astray`: some of it need not be on the device of its parameter.
         """
         self._update_buckets(optimizer)
+        if not self._lets_state_wait:
+            return
         for bucket in self.buckets:
             known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
             if bucket.ticket is None and bucket.memory is None and known:
@@ -138,17 +161,36 @@ class AdoptedOptimizer:
         devices = {parameter.device for parameter in bucket.parameters}
         if bucket.memory is not None:
             devices.add(bucket.memory.device)
-        return len(devices) == 1 and bucket.moves == (self.visits.tier_of(devices.pop()) is not None)
+        if len(devices) > 1:
+            return False
+        has_tier = self.visits.tier_of(devices.pop()) is not None
+        return bucket.moves == (has_tier and not bucket.stays)
 
     def _update_buckets(self, optimizer: Optimizer) -> None:
         """Every parameter has a bucket; those that came with `add_param_group` get new ones."""
         new = [p for p in parameters_of(optimizer) if id(p) not in self._bucket_of]
-        for device, same in itertools.groupby(new, key=lambda p: p.device):
-            neighbours, moves = list(same), self.visits.tier_of(device) is not None
+        members: list[list[torch.Tensor]] = []
+        for _, same in itertools.groupby(new, key=lambda p: p.device):
+            neighbours = list(same)
             for indices in split_into_buckets((p.nbytes for p in neighbours), self.bucket_bytes):
-                bucket = Bucket([neighbours[i] for i in indices], moves=moves, choose=self.choose)
-                self.buckets.append(bucket)
-                self._bucket_of.update((id(p), bucket) for p in bucket.parameters)
+                members.append([neighbours[i] for i in indices])
+        for parameters, stays in zip(members, self._staying(members), strict=True):
+            moves = not stays and self.visits.tier_of(parameters[0].device) is not None
+            bucket = Bucket(parameters, moves=moves, choose=self.choose, stays=stays)
+            self.buckets.append(bucket)
+            self._bucket_of.update((id(p), bucket) for p in parameters)
+
+    def _staying(self, members: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
+        """Whose state stays on the device though it could leave. Parameters at home on the host have no say in it."""
+        on_device = [parameters[0].device.type != "cpu" for parameters in members]
+        chosen = [index for index, is_there in enumerate(on_device) if is_there or not any(on_device)]
+        sizes = [sum(p.nbytes for p in members[index]) for index in chosen]
+        stays = [False] * len(members)
+        for index, does_stay in zip(
+            chosen, choose_resident(sizes, self.resident_share, self.bucket_bytes), strict=True
+        ):
+            stays[index] = does_stay
+        return stays
 
     # -------------------------------------------------------------------------------------------------- the step
 
@@ -174,12 +216,10 @@ class AdoptedOptimizer:
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # counters of groups advance all the same
-            arrival, previous = None, None
-            for bucket, follower in itertools.zip_longest(stepped, stepped[1:]):
-                arrival = self._step_one(optimizer, split, call, progress, bucket, (arrival, previous, follower))
-                previous = bucket
-            if previous is not None:
-                self.visits.let_go(previous)
+            travel = _Travel(self.visits, stepped)
+            for bucket in stepped:
+                self._step_one(optimizer, split, call, progress, bucket, travel)
+            travel.let_go()
             split.merge()
         except BaseException as error:
             self._fail(optimizer, progress, error)
@@ -192,23 +232,20 @@ class AdoptedOptimizer:
         call: StepCall,
         progress: _Progress,
         bucket: Bucket,
-        neighbours: tuple[Arrival | None, Bucket | None, Bucket | None],
-    ) -> Arrival | None:
-        """Step one bucket. Returns the state of the next one, on its way. See NOTE [what a bucket costs]."""
-        arrival, previous, follower = neighbours
-        visit = self.visits.bring(optimizer.state, bucket, arrival)
-        del arrival, neighbours
-        if previous is not None:
-            self.visits.let_go(previous)
-        coming = None
-        if follower is not None and self.visits.is_asynchronous and self._is_whole(optimizer, bucket):
-            coming = self.visits.start(optimizer.state, follower)
+        travel: _Travel,
+    ) -> None:
+        """Step one bucket, while the next that travels is on its way. See NOTE [what a bucket costs]."""
+        visit = self.visits.bring(optimizer.state, bucket, travel.take(bucket))
+        if bucket.moves:
+            travel.let_go()
+        if self._is_whole(optimizer, bucket):
+            travel.fetch_next(optimizer.state)
         progress.begin()
         state = split.run(bucket.parameters, visit.state, call.args, call.kwargs)
         self.visits.park(optimizer.state, bucket, state, visit)
+        travel.leave(bucket)
         progress.end()
         self.visits.stats.num_buckets += 1
-        return coming
 
     def _is_whole(self, optimizer: Optimizer, bucket: Bucket) -> bool:
         """No parameter's state is yet to be made: there is room for the next bucket beside this one."""
@@ -242,14 +279,15 @@ class AdoptedOptimizer:
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Ordinary tensors on the host in the place of what waits; one bucket is read at a time.
 
-        What does not wait is copied too: a snapshot must be of one moment.
+        What does not wait is copied too: a snapshot must be of one moment, and on the host, for the device may not have
+        room for two of it.
         """
         last: tuple[Bucket, torch.Tensor] | None = None
         state = {}
         for key, entry in state_dict["state"].items():
             bucket = entry.bucket if isinstance(entry, Waiting) else None
             if bucket is None:
-                state[key] = tree_map_only(torch.Tensor, torch.clone, dict(entry) if isinstance(entry, dict) else entry)
+                state[key] = tree_map_only(torch.Tensor, _snapshot, dict(entry) if isinstance(entry, dict) else entry)
                 continue
             if last is None or last[0] is not bucket:
                 last = None  # no two of them at once
@@ -283,6 +321,44 @@ class AdoptedOptimizer:
     def _will_wait(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> bool:
         """Whether a state tensor goes into its bucket, so that it need not come to the device before."""
         return self._bucket_of[id(parameter)].takes(parameter, name, value)
+
+
+def _snapshot(value: torch.Tensor) -> torch.Tensor:
+    return value.clone() if value.nbytes <= SMALL_BYTES or value.device.type == "cpu" else value.cpu()
+
+
+class _Travel:
+    """The buckets that are on their way in one step: at most one to the device and one from it."""
+
+    def __init__(self, visits: Visits, stepped: Sequence[Bucket]) -> None:
+        self._visits = visits
+        self._to_come = collections.deque(bucket for bucket in stepped if bucket.moves)
+        self._arrival: Arrival | None = None
+        self._leaving: Bucket | None = None
+
+    def take(self, bucket: Bucket) -> Arrival | None:
+        """What was fetched ahead for this bucket, whose turn it is."""
+        if not bucket.moves:
+            return None
+        self._to_come.popleft()
+        arrival, self._arrival = self._arrival, None
+        return arrival
+
+    def fetch_next(self, entries: Entries) -> None:
+        """Ask for the next bucket that travels, unless it has been asked for."""
+        if self._arrival is None and self._to_come and self._visits.is_asynchronous:
+            self._arrival = self._visits.start(entries, self._to_come[0])
+
+    def leave(self, bucket: Bucket) -> None:
+        """This bucket was stepped; what travels of it is being sent."""
+        if bucket.moves:
+            self._leaving = bucket
+
+    def let_go(self) -> None:
+        """The memory of the bucket that left last is free."""
+        if self._leaving is not None:
+            self._visits.let_go(self._leaving)
+            self._leaving = None
 
 
 class _Progress:

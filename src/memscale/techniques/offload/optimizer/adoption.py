@@ -9,9 +9,9 @@ gives ordinary tensors on the host, which a plain optimizer loads; one from a pl
 whole state is back on its device and the hooks are gone.
 
 NOTE [how a step is taken over]: an optimizer that owns parameters of the model is adopted before its first step (see
-`_torch/optimizer_steps.py`). The work sits in an instance pre-hook that is kept last, so that the user's own hooks,
-which may change gradients, come first. It steps the buckets (adopted_optimizer.py) and hands the outer step a shadow
-without parameters.
+`_torch/optimizer_steps.py`), and at once if it has stepped before. The work sits in an instance pre-hook that is kept
+last, so that the user's own hooks, which may change gradients, come first. It steps the buckets (adopted_optimizer.py)
+and hands the outer step a shadow without parameters.
 
 Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. The dict that
 `state_dict()` gives is a snapshot; a plain optimizer's goes on changing with the state.
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, watch_steps
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, living_optimizers, owns_any, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer
 from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
@@ -51,14 +51,20 @@ def adopt(
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
     host_has_room: bool = False,
+    resident_share: float = 0.0,
 ) -> Adoption:
-    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state.
+    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state; one
+    that has some already at once, since the coming step has no room for it on the device.
 
-    Without a store the state stays on its device, and with a `packer` it waits there packed. With `host_has_room`
-    state of parameters in host memory stays there, too, whatever lies below.
+    Without a store the state stays on its device: with a `packer` it waits there packed, without one it stays as it is,
+    and only the step's temporaries are fewer. With `host_has_room` state of parameters in host memory stays there, too,
+    whatever lies below. `resident_share` of the state stays on its device though there is a store.
     """
-    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room)
+    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room, resident_share)
     undo.callback(adoption.detach)
+    for optimizer in living_optimizers():
+        if optimizer.state and adoption.concerns(optimizer):
+            adoption.take(optimizer)
     adoption.watch(model)
     return adoption
 
@@ -71,9 +77,12 @@ def adopt_optimizer(
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
     host_has_room: bool = False,
+    resident_share: float = 0.0,
 ) -> Adoption:
     """Adopt this optimizer now; state that it has already moves now."""
-    adoption = Adoption(store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room)
+    adoption = Adoption(
+        store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room, resident_share=resident_share
+    )
     undo.callback(adoption.detach)
     adoption.take(optimizer)
     adoption.watch(optimizer)
@@ -93,8 +102,10 @@ class Adoption(StepWatcher):
         model: nn.Module | None = None,
         packer: Packer | None = None,
         host_has_room: bool = False,
+        resident_share: float = 0.0,
     ) -> None:
         self.store = store
+        self.resident_share = resident_share
         self.packer = packer
         self.host_has_room = host_has_room
         self.transfers = transfers
@@ -137,10 +148,10 @@ class Adoption(StepWatcher):
             )
             return
         choose = self.packer.choose(optimizer) if self.packer is not None else None
-        if choose is None and self.store is None:
-            return
+        if choose is None and self.store is None and self.packer is not None:
+            return  # 8 bits were asked for, and nothing of it can be kept in them
         visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
-        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose)
+        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose, self.resident_share)
         adopted.attach(optimizer)
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1
@@ -164,11 +175,17 @@ class Adoption(StepWatcher):
         model = self._model() if self._model is not None else None
         if not self._has_seen_any and model is not None and _was_trained(model, self._versions):
             warnings.warn(
-                f"no optimizer of this {type(model).__name__} was ever seen to step, so no optimizer state was "
-                "offloaded; only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",
+                f"no optimizer of this {type(model).__name__} was ever seen to step, so {self._what_was_not_done}; "
+                "only torch.optim.Optimizer subclasses are seen. Use memscale.optimize(model, optimizer)",
                 stacklevel=2,
             )
         self._known.clear()
+
+    @property
+    def _what_was_not_done(self) -> str:
+        if self.store is not None:
+            return "no optimizer state was offloaded"
+        return "none stepped in buckets" if self.packer is None else "no optimizer state was kept in 8 bits"
 
 
 def _versions(model: nn.Module | None) -> dict[int, int]:

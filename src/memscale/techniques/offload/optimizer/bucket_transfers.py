@@ -123,7 +123,7 @@ class Visits:
         if slots != bucket.slots or visit.memory is None:
             self._lay_out(bucket, slots, visit)
         if visit.memory is None:
-            entries.update(state)
+            _write_back(entries, state)
             return
         for slot in bucket.slots:
             value = state[bucket.parameters[slot.index]][slot.name]
@@ -251,6 +251,17 @@ class Visits:
             self.transfers.free(bucket.ticket)
         bucket.memory = None
         bucket.ticket = None  # its slots still say which tensors belong on the device
+
+
+def _write_back(entries: Entries, state: State) -> None:
+    """State that does not wait. Its entries are the same dicts as ever: others may hold on to them."""
+    for parameter, values in state.items():
+        entry = entries.get(parameter)
+        if entry is None or isinstance(entry, Waiting):
+            entries[parameter] = values
+        elif entry is not values:
+            entry.clear()
+            entry.update(values)
 
 
 def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:

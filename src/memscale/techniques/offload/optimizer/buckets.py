@@ -7,8 +7,9 @@ smaller ones stay on the device. Of this state the device holds at most
 
 - S of a bucket and S of the next (being fetched) in a step, one alone if transfers are synchronous, and
 - twice S of a bucket while its state is made (as the optimizer makes it, and packed), in which no other is fetched,
+- S of a bucket that is leaving and S of the next, while one between them is stepped whose state stays here,
 
-and nothing between steps: at most twice the largest S, beside what the optimizer's own step
+and nothing of what travels between steps: at most twice the largest S, beside what the optimizer's own step
 needs for temporaries over one bucket.
 
 NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). Then S counts the bytes that wait,
@@ -50,6 +51,27 @@ def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int
         buckets[-1].append(index)
         filled += size
     return buckets
+
+
+def choose_resident(sizes: Sequence[int], resident_share: float, bucket_bytes: int) -> list[bool]:
+    """Which buckets of these bytes of parameters stay on the device: no more than the share of all bytes.
+
+    Parameters that are larger than a bucket come first, because one that travels needs room for itself; of the others
+    every so many stays, so that the link has something to do all the time.
+    """
+    left = int(sum(sizes) * resident_share)
+    stays = [False] * len(sizes)
+    large = [index for index, size in enumerate(sizes) if size > bucket_bytes]
+    for index in sorted(large, key=lambda index: (-sizes[index], index)):
+        if sizes[index] <= left:
+            stays[index], left = True, left - sizes[index]
+    others = [index for index, size in enumerate(sizes) if size <= bucket_bytes]
+    total, owed = sum(sizes[index] for index in others), 0
+    for index in others:
+        owed += sizes[index] * min(left, total)
+        if owed >= sizes[index] * total > 0:
+            stays[index], owed = True, owed - sizes[index] * total
+    return stays
 
 
 class Packing(Protocol):
@@ -99,8 +121,12 @@ class Slot:
 class Bucket:
     """A few parameters, and how their state lies when it waits."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, moves: bool, choose: Choose | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], *, moves: bool, choose: Choose | None = None, stays: bool = False
+    ) -> None:
         self.parameters = tuple(parameters)
+        self.stays = stays
+        """It is one of those whose state stays on the device though there is another tier for it."""
         self.moves = moves
         """Its state leaves the device; else only what is packed waits here, and the step's temporaries are bounded."""
         self.choose = choose

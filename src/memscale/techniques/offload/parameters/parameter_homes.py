@@ -27,7 +27,7 @@ from torch import nn
 from memscale._errors import OffloadError, StoreFullError
 from memscale._torch import private
 from memscale._torch.overrides import MethodOverride
-from memscale._units import round_up
+from memscale._units import round_up, show_bytes
 from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, Ticket
 
@@ -138,7 +138,7 @@ class Homes:
         if len(memory) > 1:
             self.store.free(ticket)
             raise StoreFullError(
-                f"host memory for a parameter of {layout.num_bytes} bytes is left only in pieces; "
+                f"host memory for a parameter of {show_bytes(layout.num_bytes)} is left only in pieces; "
                 "raise max_cpu_offload_gb or stream fewer layers"
             )
         home = _tensor_over(memory[0], ticket, layout)
@@ -234,7 +234,7 @@ class Homes:
         except torch.OutOfMemoryError as error:
             left = sum(tensor.nbytes for tensor in moving if tensor.device != device)
             raise OffloadError(
-                f"{left} bytes of parameters do not fit back on {device} and stay on the host; "
+                f"{show_bytes(left)} of parameters do not fit back on {device} and stay on the host; "
                 "free device memory and move the model there with .to()"
             ) from error
 

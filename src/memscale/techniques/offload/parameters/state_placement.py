@@ -10,7 +10,6 @@ over devices, which is 2 if two of them overflowed: they get 1.
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from memscale._torch import private
 from memscale._torch.interception import intercept
-from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, watch_steps
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, living_optimizers, owns_any, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.separable import is_taken_over
 
@@ -44,8 +43,7 @@ class Followers(StepWatcher):
 
     def follow_all(self) -> None:
         """Move the state of the model's optimizers to where the parameters are now."""
-        # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
-        for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]:
+        for optimizer in living_optimizers():
             if self.concerns(optimizer):
                 self._optimizers.add(optimizer)
                 self._follow(optimizer)

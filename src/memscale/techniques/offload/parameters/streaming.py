@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from memscale._plan import StreamParameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
-from memscale.techniques.offload.parameters import inner_checkpoints, state_placement
+from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, state_placement
 from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
 from memscale.techniques.offload.parameters.parameter_homes import (
     LARGEST_SEGMENT_BYTES,
@@ -293,28 +293,51 @@ def attach(
     streamer = Streamer(device, transfers, homes, overlaps=asynchronous, prefetch_depth=prefetch_depth)
     undo.callback(streamer.drop_ahead)
     streamed = streamable(model, modules.values())
+    _attach_layers(streamer, modules, streamed, undo, verify=verify)
+    _attach_model(streamer, model, undo)
+    following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
+    following.leaves_adopted = previous is not None
+    undo.callback(_leave_adopted, following, homes)
+    if not is_fake:
+        _announce(streamer, model, undo)
+    undo.callback(streamer.homes.restore)
+    streamer.homes.move_in(model, streamed)
+    streamer.make_room_for_landings()
+    following.follow_all()
+    return streamer
+
+
+def _attach_layers(
+    streamer: Streamer,
+    modules: dict[str, nn.Module],
+    streamed: Collection[int],
+    undo: contextlib.ExitStack,
+    *,
+    verify: bool,
+) -> None:
+    """Each layer computes with weights that visit the device; `streamed` are the ids of the parameters that do."""
     for index, (module_fqn, module) in enumerate(modules.items()):
         layer = StreamedForward(module, module_fqn, streamer, index, verify=verify)
         layer.slots = [slot for slot in slots_of(module.modules()) if id(slot.get()) in streamed]
         layer.attach(undo)
         streamer.add(layer)
         _guard(layer, streamer.homes, undo)
+
+
+def _attach_model(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """What the model as a whole tells the streamer, and what copies and inner checkpoints of it must know."""
     undo.callback(model.register_forward_pre_hook(_ForwardStart(streamer)).remove)
     undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
     keep_copies_clean(model, undo)
     inner_checkpoints.attach(model, undo)
-    following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
-    following.leaves_adopted = previous is not None
-    undo.callback(_leave_adopted, following, homes)
-    if not is_fake:
-        implementations.begin_streaming(streamer)
-        undo.callback(implementations.end_streaming, streamer)
-        in_parts.attach(model, undo)
-    undo.callback(streamer.homes.restore)
-    streamer.homes.move_in(model, streamed)
-    streamer.make_room_for_landings()
-    following.follow_all()
-    return streamer
+    computing_device.attach(model, streamer.device, undo)
+
+
+def _announce(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Optimizers are told that some parameters live on the host, and step those on the device at once, in parts."""
+    implementations.begin_streaming(streamer)
+    undo.callback(implementations.end_streaming, streamer)
+    in_parts.attach(model, undo)
 
 
 class _ForwardStart(OwnHook):

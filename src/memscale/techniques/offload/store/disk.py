@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from memscale._errors import ChecksumError, StoreFullError, StoreIOError
+from memscale._units import show_bytes
 from memscale.techniques.offload.store.extents import Extents
 from memscale.techniques.offload.store.stores import PART_BYTES, Store, Ticket
 
@@ -102,8 +103,8 @@ class DiskStore(Store):
         self._file.forget(ticket.spot, ticket.num_bytes)
         if self.verify and ticket.num_bytes and checksum != ticket.checksum:
             raise ChecksumError(
-                f"{ticket.num_bytes} bytes at offset {ticket.spot} of the offload file in {self.directory} came back "
-                f"changed (CRC-32 {checksum}, was {ticket.checksum}); the disk or its driver is at fault"
+                f"{show_bytes(ticket.num_bytes)} at offset {ticket.spot} of the offload file in {self.directory} came "
+                f"back changed (CRC-32 {checksum}, was {ticket.checksum}); the disk or its driver is at fault"
             )
         with self._lock:
             self.counters.bytes_out += ticket.num_bytes
@@ -142,14 +143,15 @@ class DiskStore(Store):
         size = self._extents.num_bytes
         if self.budget_bytes is not None and size + num_bytes > self.budget_bytes:
             raise StoreFullError(
-                f"the disk store's budget of {self.budget_bytes} bytes is spent ({size} in use) and {num_bytes} more "
-                f"are needed"
+                f"the disk store's budget of {show_bytes(self.budget_bytes)} is spent ({show_bytes(size)} in use) and "
+                f"{show_bytes(num_bytes)} more are needed"
             )
         free = shutil.disk_usage(self.directory).free
         if num_bytes + RESERVE_BYTES > free:
             raise StoreFullError(
-                f"{self.directory} has {free} bytes free; offloading needs {num_bytes} and leaves {RESERVE_BYTES} to "
-                f"the rest of the machine. Free some space or set offload_dir to another disk"
+                f"{self.directory} has {show_bytes(free)} free; offloading needs {show_bytes(num_bytes)} and leaves "
+                f"{show_bytes(RESERVE_BYTES)} to the rest of the machine. Free some space or set offload_dir to "
+                "another disk"
             )
         self._file.reserve(size, num_bytes)
         self._extents.grow(num_bytes)
@@ -215,7 +217,7 @@ class _UnlinkedFile:
             except OSError as error:
                 raise self._failure("write", len(data) - done, offset + done, error) from error
             if moved == 0:
-                raise StoreIOError(f"the disk under {self.directory} took none of {len(data) - done} bytes")
+                raise StoreIOError(f"the disk under {self.directory} took none of {show_bytes(len(data) - done)}")
             done += moved - moved % BLOCK_BYTES if self.direct and moved < len(data) - done else moved
 
     def read(self, data: memoryview, offset: int) -> None:
@@ -228,7 +230,7 @@ class _UnlinkedFile:
             if moved == 0:
                 raise StoreIOError(
                     f"short read: the offload file in {self.directory} ends at offset {offset + done}, "
-                    f"{len(data) - done} bytes early"
+                    f"{show_bytes(len(data) - done)} early"
                 )
             done += moved
 
@@ -243,7 +245,8 @@ class _UnlinkedFile:
             raise self._failure("flush", num_bytes, offset, error) from error
 
     def _failure(self, verb: str, num_bytes: int, offset: int, error: OSError) -> StoreFullError | StoreIOError:
-        what = f"failed to {verb} {num_bytes} bytes at offset {offset} of the offload file in {self.directory}: {error}"
+        where = f"at offset {offset} of the offload file in {self.directory}"
+        what = f"failed to {verb} {show_bytes(num_bytes)} {where}: {error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return StoreFullError(f"{what}. Free some space or set offload_dir to another disk")
         return StoreIOError(what)

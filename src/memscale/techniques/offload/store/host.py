@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from memscale._errors import StoreFullError
+from memscale._units import show_bytes
 from memscale.techniques.offload.store.extents import Extents
 from memscale.techniques.offload.store.stores import PART_BYTES, Store, Ticket
 
@@ -119,8 +120,9 @@ class HostStore(Store):
         except RuntimeError as error:
             kind = "pinned " if self.pinned else ""
             raise StoreFullError(
-                f"the host gave no {num_bytes} bytes of {kind}memory, with {self.counters.allocated_bytes} in use by "
-                f"offloading ({error}); set max_cpu_offload_gb lower and offload_dir, so that the rest goes to disk"
+                f"the host gave no {show_bytes(num_bytes)} of {kind}memory, with "
+                f"{show_bytes(self.counters.allocated_bytes)} in use by offloading ({error}); set "
+                "max_cpu_offload_gb lower and offload_dir, so that the rest goes to disk"
             ) from error
         self._segments.append(segment)
         self._extents.append(Extents(PART_BYTES, num_bytes))
@@ -132,8 +134,9 @@ class HostStore(Store):
 
     def _full(self, num_bytes: int) -> StoreFullError:
         return StoreFullError(
-            f"the host store's budget of {self.budget_bytes} bytes is spent ({self.counters.held_bytes} in use) and "
-            f"{num_bytes} more are needed; raise max_cpu_offload_gb or set offload_dir"
+            f"the host store's budget of {show_bytes(self.budget_bytes or 0)} is spent "
+            f"({show_bytes(self.counters.held_bytes)} in use) and {show_bytes(num_bytes)} more are needed; "
+            "raise max_cpu_offload_gb or set offload_dir"
         )
 
     def close(self) -> None:

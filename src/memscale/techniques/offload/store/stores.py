@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from memscale._errors import OffloadError, StoreFullError
+from memscale._units import show_bytes
 
 PART_BYTES = 4096
 """Bytes are moved in multiples of this, except at their end: what direct I/O can do."""
@@ -341,8 +342,8 @@ class Store:
         room = self.room_bytes()
         if room is not None and num_bytes > room:
             raise StoreFullError(
-                f"{num_bytes} bytes are to wait outside the device and the {self.name} store has room for {room}; "
-                f"raise max_cpu_offload_gb, or set offload_dir to a disk with more space"
+                f"{show_bytes(num_bytes)} are to wait outside the device and the {self.name} store has room for "
+                f"{show_bytes(room)}; raise max_cpu_offload_gb, or set offload_dir to a disk with more space"
             )
 
     def leaves(self) -> tuple[Store, ...]:

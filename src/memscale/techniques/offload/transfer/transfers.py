@@ -35,6 +35,7 @@ from collections.abc import Iterator
 import torch
 
 from memscale._errors import OffloadError, StoreFullError
+from memscale._units import show_bytes
 from memscale.techniques.offload.store.disk import CHUNK_BYTES
 from memscale.techniques.offload.store.host import HostStore, lay_over
 from memscale.techniques.offload.store.stores import Fence, Layout, Process, Store, Ticket
@@ -380,8 +381,8 @@ class Arrival:
         sent = self.ticket.digest
         if sent is not None and int(sent) != int(_digest(self.line.view(torch.uint8))):
             raise OffloadError(
-                f"a tensor of {self.ticket.num_bytes} bytes came back from the {self.ticket.store.name} store changed: "
-                "a transfer was overtaken by compute. Please report this; async_offload=False avoids it"
+                f"a tensor of {show_bytes(self.ticket.num_bytes)} came back from the {self.ticket.store.name} store "
+                "changed: a transfer was overtaken by compute. Please report this; async_offload=False avoids it"
             )
 
     def _check_read(self) -> None:

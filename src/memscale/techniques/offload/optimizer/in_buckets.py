@@ -1,0 +1,91 @@
+"""The optimizer's step in buckets (exact): state stays where it is, and temporaries are those of a few parameters.
+
+A foreach step makes temporaries as large as all parameters. Nothing moves here, so this is tried before what moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from memscale._plan import STEP_BUCKET_BYTES, Reason, StepInBuckets
+from memscale._profile import OptimizerCost, Profile
+from memscale.techniques.technique import RunOption, StateRule, Technique
+
+if TYPE_CHECKING:
+    from memscale._decide.choice import RunOptions
+    from memscale._decide.cost_model import CostModel
+    from memscale._decide.eligible import Eligible
+    from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.write_plan import Chosen
+    from memscale._execute.attachment import Attachment
+
+
+class _WhereItIs:
+    """A few parameters at a time; their state is where they are."""
+
+    def can_step(self, cost: OptimizerCost) -> bool:
+        return cost.bucketed_step_bytes is not None and cost.bucketed_step_bytes < cost.step_bytes
+
+    def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        return model.unstreamed_bytes(run, streamed_bytes)
+
+    def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
+        return model.cost(run).state_bytes - model.unstreamed_bytes(run, streamed_bytes), 0 * streamed_bytes
+
+    def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        """The largest bucket's."""
+        whole, rest = model.cost(run).bucketed_step_bytes or 0, model.profile.rest_optimizer
+        least = whole if rest is None or rest.bucketed_step_bytes is None else rest.bucketed_step_bytes
+        return model.largest_left(run, whole, least, streamed_bytes)
+
+    def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+        cost, share = model.cost(run), model.share_left(run, streamed_bytes)
+        return model.bucketed_ms(cost, share)
+
+    def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
+        in_buckets = cost.bucketed_step_bytes
+        return cost.state_bytes, cost.step_bytes if in_buckets is None else in_buckets
+
+
+def _attach(actions: Sequence[StepInBuckets], to: Attachment) -> None:
+    to.hold_state(actions)
+
+
+def _values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
+    return (True,)
+
+
+def _actions(is_in_buckets: bool, profile: Profile) -> Iterator[StepInBuckets]:
+    yield StepInBuckets(STEP_BUCKET_BYTES)
+
+
+def _value(actions: Sequence[StepInBuckets], profile: Profile) -> bool:
+    return True
+
+
+def _reason(chosen: Chosen) -> Reason:
+    cost = chosen.model.optimizer.cost(chosen.choice.run)
+    numbers: dict[str, int | float | str] = {
+        "at_once_bytes": cost.step_bytes,
+        "in_buckets_bytes": cost.bucketed_step_bytes or 0,
+        **chosen.part(steps_in_buckets=False),
+    }
+    return Reason("step in buckets: the temporaries are those of one bucket, the state stays where it is", numbers)
+
+
+BUCKETED_STEP = Technique(
+    name="bucketed step",
+    family="bucketed step",
+    switch="enable_bucketed_step",
+    actions=(StepInBuckets,),
+    scope="run",
+    option=RunOption(field="steps_in_buckets", values=_values, actions=_actions, value=_value),
+    state=StateRule(manner=_WhereItIs()),
+    attach=_attach,
+    place=55,
+    words=lambda action: "step in buckets",
+    outcome=lambda actions: "the optimizer steps a few parameters at a time",
+    outcome_rank=35,
+    reason=_reason,
+)

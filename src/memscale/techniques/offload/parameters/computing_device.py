@@ -1,0 +1,46 @@
+"""A streamed model says that it is where it computes, although some of its parameters are at home, on the host.
+
+    computing_device.attach(model, device, undo)
+    batch.to(model.device)           # what programs write, and what `generate()` does
+
+Models of `transformers` and others have a property `device` that looks at their first parameter. While a model is
+streamed, that property answers for it and for its parts with the device that it computes on; for all other models of
+the same class it looks as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale._torch.interception import intercept
+from memscale._torch.overrides import undo_with
+
+
+def attach(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
+    """Until undone, or until the model is gone."""
+    parts = _Parts(model, device)
+    for owner in {owner for module in model.modules() if (owner := _owner_of_property(type(module))) is not None}:
+        undo_with(model, intercept(owner, "device", parts.answer), undo)
+
+
+class _Parts:
+    """Of one streamed model; it does not keep them alive."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        # By id: a user's module may have an equality of its own.
+        self._modules = {id(module): weakref.ref(module) for module in model.modules()}
+        self._device = device
+
+    def answer(self, pass_on: Callable[[Any], Any], instance: Any) -> Any:
+        found = self._modules.get(id(instance))
+        return self._device if found is not None and found() is instance else pass_on(instance)
+
+
+def _owner_of_property(kind: type) -> type | None:
+    return next((owner for owner in kind.__mro__ if isinstance(vars(owner).get("device"), property)), None)

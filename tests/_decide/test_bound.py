@@ -1,0 +1,87 @@
+"""The bound: worked out by hand, and below every plan that the search finds, at every budget."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memscale import Config
+from memscale._decide import decide, find_candidates
+from memscale._decide.bound import least_ms
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
+from memscale._profile import CHECKPOINT, OptimizerCost, StateShare
+from tests._decide.test_search import models, seeds, shaped, shapes
+from tests.profiles import MB, Block, full_profile, hardware_of, profile_of
+
+pytestmark = pytest.mark.unit
+ONE = {"b": Block(keeps=100, keeps_checkpointed=10, temporaries=20, gradients=5, time=100)}
+COST = OptimizerCost("adamw", 50 * MB, 10 * MB, 100 * MB, offloaded_step_bytes=10 * MB)
+
+
+def test_where_everything_fits_it_is_what_computes() -> None:
+    """402 ms forward and backward, 100 MB of the optimizer at a byte a nanosecond."""
+    model = CostModel(profile_of(ONE, variants=(CHECKPOINT,), optimizer=COST), hardware_of())
+    assert least_ms(model, 10_000 * MB) == pytest.approx(402 + 100) == model.evaluate(Choice()).step_ms
+
+
+def test_what_does_not_fit_crosses_the_link() -> None:
+    """25 MB of parameters, 1 of inputs, 6 that backward leaves and 50 of state.
+
+    Of the block's 5 + 5 + 10 MB of parameters, gradients and state, 5 come and 5 leave.
+    """
+    model = CostModel(profile_of(ONE, variants=(CHECKPOINT,), optimizer=COST), hardware_of(link_bytes_per_s=1e6))
+    excess = 25 + 1 + 6 + 50 - 20
+    assert least_ms(model, 20 * MB) == pytest.approx(excess / 4 * 1e3)
+    by_turns = dataclasses.replace(model.hardware, link_directions=1)
+    assert least_ms(CostModel(model.profile, by_turns), 20 * MB) == pytest.approx(2 * excess / 4 * 1e3)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@given(found=models(max_size=6), link=st.sampled_from([1e7, 1e8, 1e10]), host=st.sampled_from([None, 1e8, 1e10]))
+def test_no_plan_of_the_search_beats_it(
+    overlaps: bool, found: dict[str, Block], link: float, host: float | None
+) -> None:
+    profile = full_profile(found)
+    size = profile.optimizer.state_bytes
+    share = StateShare(0.5, size // 2, 30 * MB, (True, False))
+    optimizer = dataclasses.replace(
+        profile.optimizer, bucket_bytes=(size // 2, size // 2), shares=(share,), bucketed_step_bytes=MB
+    )
+    hardware = hardware_of(link_bytes_per_s=link, host_bytes_per_s=host)
+    check(CostModel(dataclasses.replace(profile, optimizer=optimizer), hardware, overlaps=overlaps))
+
+
+@given(seeds, shapes)
+def test_nor_in_any_shape(seed: int, shape: str) -> None:
+    check(shaped(seed, shape, most_blocks=5))
+
+
+def check(model: CostModel) -> None:
+    eligible = resolve(Config(memory_budget_gb=1.0), model.hardware)
+    candidates = find_candidates(model, model.evaluate(Choice()), eligible)
+    for candidate in candidates:
+        bound = least_ms(model, candidate.outcome.peak_bytes)
+        assert candidate.outcome.step_ms >= bound * (1 - 1e-9), candidate
+
+
+def test_a_smaller_budget_has_no_lower_bound() -> None:
+    model = CostModel(full_profile(4), hardware_of(link_bytes_per_s=1e7))
+    bounds = [least_ms(model, budget * MB) for budget in range(0, 600, 20)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] > bounds[-1]
+
+
+def test_a_plan_says_how_far_from_it_it_is() -> None:
+    plan = decide(full_profile(4), hardware_of(), Config(memory_budget_gb=0.4, enable_logging=False))
+    assert plan.actions
+    assert plan.least_slowdown is not None
+    assert 1 <= plan.least_slowdown <= plan.predicted_slowdown
+    assert f"{plan.predicted_slowdown / plan.least_slowdown:.2f}x of the least time" in plan.explain()
+    plain = decide(full_profile(4), hardware_of(), Config(enable_logging=False))
+    assert not plain.actions
+    assert "least time" not in plain.explain()
