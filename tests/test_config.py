@@ -20,6 +20,7 @@ TECHNIQUES = (
     "enable_checkpointing",
     "enable_offloading",
     "enable_tiling",
+    "enable_kept_offload",
     "use_mixed_precision",
     "use_8bit_optimizer",
 )
@@ -28,9 +29,9 @@ TECHNIQUES = (
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("conservative", (True, False, False, False, False)),
-        ("balanced", (True, True, False, False, False)),
-        ("aggressive", (True, True, True, True, True)),
+        ("conservative", (True, False, False, False, False, False)),
+        ("balanced", (True, True, False, False, False, False)),
+        ("aggressive", (True, True, True, False, True, True)),
     ],
 )
 def test_modes(mode: str, expected: tuple[bool, ...]) -> None:

@@ -83,7 +83,13 @@ def test_every_field_of_the_config_is_documented() -> None:
 
 def test_the_modes_are_documented_as_they_are() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
-    techniques = ("enable_checkpointing", "enable_offloading", "enable_tiling", "use_8bit_optimizer")
+    techniques = (
+        "enable_checkpointing",
+        "enable_offloading",
+        "enable_tiling",
+        "enable_kept_offload",
+        "use_8bit_optimizer",
+    )
     for technique in techniques:
         values = [getattr(memscale.Config(mode=mode), technique) for mode in OptimizationMode]
         assert f"| `{technique}` | {' | '.join(map(str, values))} |" in text

@@ -11,9 +11,9 @@
     decide(profile, hardware, ...) -> Plan               _decide/       stage 2: pure, deterministic, explained
     execute(model, plan)           -> Executor           _execute/      attaches hooks, owns the undo stack
 
-The rooms beside these: `techniques/` holds what a plan can do to a model, a file or a folder each; `_torch/` is what
-lies below them; `report/` turns data into words; `integrations/` knows other libraries; `_config.py` and `_plan.py` are
-data.
+The rooms beside these: `techniques/` holds what a plan can do to a model, a file or a folder each, and the table of
+their records, over which every stage iterates (docs/design/add_a_technique.md); `_torch/` is what lies below them;
+`report/` turns data into words; `integrations/` knows other libraries; `_config.py` and `_plan.py` are data.
 
 Only frozen data crosses between the stages. Importing this package does no work: names are loaded when first used.
 """

@@ -37,6 +37,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_offloading": False,
         "enable_bucketed_step": True,
         "enable_tiling": False,
+        "enable_kept_offload": False,
         "use_mixed_precision": False,
         "use_8bit_optimizer": False,
     },
@@ -45,6 +46,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_offloading": True,
         "enable_bucketed_step": True,
         "enable_tiling": False,
+        "enable_kept_offload": False,
         "use_mixed_precision": False,
         "use_8bit_optimizer": False,
     },
@@ -53,6 +55,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_offloading": True,
         "enable_bucketed_step": True,
         "enable_tiling": True,
+        "enable_kept_offload": False,
         "use_mixed_precision": True,  # a wish: planning follows it where the hardware has fast 16-bit math
         "use_8bit_optimizer": True,
     },
@@ -127,6 +130,8 @@ class Config:
     """Step a few parameters at a time, where the optimizer updates each by itself (exact)."""
     enable_tiling: bool | None = None
     """Compute the largest tensors tile by tile (exact up to the order of summation)."""
+    enable_kept_offload: bool | None = None
+    """Let outputs that selective checkpoints keep wait on the next tier, too (exact). No mode turns it on."""
     use_mixed_precision: bool | None = None
     """Compute in bf16 or fp16. Where the mode says so, only on hardware that is faster in 16 bits."""
     use_8bit_optimizer: bool | None = None

@@ -75,7 +75,7 @@ def test_a_choice_comes_back_from_its_actions(profile: Profile, choice: Choice) 
 @pytest.mark.parametrize("treatment", TREATMENTS, ids=str)
 def test_a_block_is_treated_by_few_actions(treatment) -> None:
     actions = tuple(block_actions("blocks.0", treatment))
-    assert len(actions) <= 2
+    assert len(actions) <= 3
     assert (treatment == KEEP) == (not actions)
     assert any(isinstance(action, OffloadActivations) for action in actions) == treatment.offloads
     assert any(isinstance(action, StreamParameters) for action in actions) == treatment.streams

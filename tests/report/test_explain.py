@@ -21,6 +21,7 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale.report.explain import reason_text, what_is_done, words_of_block, words_of_run
+from memscale.techniques.offload.kept_outputs import OffloadKept
 from tests.parity import plan_of
 
 
@@ -52,6 +53,7 @@ EXAMPLES: dict[type, Action] = {
     TileAttention: TileAttention("a.attention", 128),
     TileMlp: TileMlp("a.mlp", 4),
     OffloadActivations: OffloadActivations("a"),
+    OffloadKept: OffloadKept("a"),
     StepInBuckets: StepInBuckets(1024),
     OffloadOptimizer: OffloadOptimizer(1024),
     StreamParameters: StreamParameters("a"),

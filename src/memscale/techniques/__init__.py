@@ -12,6 +12,7 @@ from memscale._plan import Action
 from memscale._profile import KEEP, Treatment
 from memscale.techniques.checkpointing import CHECKPOINTING
 from memscale.techniques.offload.activations import ACTIVATIONS
+from memscale.techniques.offload.kept_outputs import KEPT_OUTPUTS
 from memscale.techniques.offload.optimizer import OPTIMIZER
 from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
 from memscale.techniques.offload.parameters import PARAMETERS
@@ -23,6 +24,7 @@ from memscale.techniques.tiling import HEAD, INSIDE
 TECHNIQUES: tuple[Technique, ...] = (
     CHECKPOINTING,
     ACTIVATIONS,
+    KEPT_OUTPUTS,
     PARAMETERS,
     INSIDE,
     HEAD,
