@@ -228,7 +228,7 @@ def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_kernels_own_refusal_of_space(tmp_path):
     done = run_python(FILE_LIMIT, str(tmp_path))
-    assert "refused: failed to reserve 1048576 bytes" in done.stdout, done.stderr
+    assert "refused: failed to reserve 1.0 MB" in done.stdout, done.stderr
 
 
 def test_a_directory_that_cannot_be_used(tmp_path):
