@@ -85,6 +85,19 @@ MODEL_FILE = """
     def speechless():
         raise Speechless
 
+    class Uncommon(BaseException):
+        pass
+
+    class Raises(nn.Linear):
+        def forward(self, x):
+            raise Uncommon("not an Exception")
+
+    def uncommon():
+        return Raises(64, 64), torch.zeros(512, 64)
+
+    def uncommon_factory():
+        raise Uncommon("not an Exception")
+
     def interrupted():
         raise KeyboardInterrupt
 """
@@ -137,6 +150,12 @@ def test_version(shell: Shell) -> None:
 def test_help_lists_the_commands(shell: Shell) -> None:
     for text in (shell("--help"), shell()):
         assert all(command in text for command in ("estimate", "plan", "doctor", "bench"))
+
+
+@pytest.mark.parametrize("factory", ["uncommon", "uncommon_factory"])
+def test_what_is_no_exception_is_a_sentence_too(shell: Shell, model_file: str, factory: str) -> None:
+    sentence = shell.complaint("estimate", f"{model_file}:{factory}", "--gpu", "T4")
+    assert "raised Uncommon: not an Exception" in sentence
 
 
 def test_help_does_not_import_torch() -> None:

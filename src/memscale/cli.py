@@ -89,6 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `memscale ... | head`: whoever read us has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:
+        raise  # an error of ours: its traceback is what we need to see
+    except BaseException as error:  # a model's own, raised where only errors were expected
+        return _complain(f"the model's own code raised {quoted(error)} while a step of it was tried", EXIT_BAD_INPUT)
 
 
 def _complain(message: str, code: int) -> int:

@@ -299,7 +299,9 @@ def _import_file(path: pathlib.Path) -> types.ModuleType:
     try:
         with speaking_on_stderr():
             module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit, and what others derive from it
         raise UnknownModelError(f"{path} cannot be imported: {quoted(error)}") from error
     finally:
         sys.path.remove(directory)
@@ -315,7 +317,9 @@ def _call(spec: str, factory: Callable[[], Any], *, with_weights: bool) -> Any:
     try:
         with place, speaking_on_stderr():
             return factory()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit, and what others derive from it
         where = "" if with_weights else " on the meta device; if it needs real tensors, pass --with-weights"
         raise UnknownModelError(f"{spec} raised {quoted(error)}{where}") from error
 

@@ -15,6 +15,7 @@ from memscale import Config, Hardware
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
+from memscale._plan import MixedPrecision, StreamParameters
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
@@ -47,6 +48,16 @@ def test_inputs_that_wait_elsewhere_are_freed_by_the_blocks_that_sent_them() -> 
         assert model.saved_bytes(last, offloading) - model.saved_bytes(last, treatment) == BOUNDARY_BYTES
         extra_ms = model.extra_ms(last, offloading) - model.extra_ms(last, treatment)
         assert extra_ms >= 2 * BOUNDARY_BYTES / planner.hardware.link_bytes_per_s * 1e3
+
+
+def test_a_card_without_bf16_is_planned_for_with_overlapped_transfers() -> None:
+    """The second rehearsed step looks at the gradients of the first, which have no values there."""
+    model = Chain(*(TwoLinears() for _ in range(3)))
+    config = CONFIG.replace(mode="aggressive", async_offload=True, use_8bit_optimizer=False)
+    inputs = Inputs(args=(torch.empty(1 << 12, WIDTH, device="meta"),))
+    plan = make_plan(Job(model, config, Hardware.from_name("T4")), inputs)
+    kinds = {type(action) for action in plan.actions}
+    assert {MixedPrecision, StreamParameters} <= kinds
 
 
 def test_blocks_are_found_once_and_a_cost_model_is_built_once_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:

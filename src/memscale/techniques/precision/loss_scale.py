@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memscale._errors import ConfigError
+from memscale._torch import private
 from memscale._torch.interception import CallsUnderWay, intercept
 from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
@@ -149,7 +150,9 @@ class LossScale(StepWatcher):
     def _look(self, optimizer: Optimizer | None = None) -> None:
         was_finite, self._has_news = self._is_finite, False
         self._told.clear()
-        self._is_finite = all(math.isfinite(mark.item()) for mark in self._marks.values())
+        # In a rehearsal nothing overflows: fake tensors have no values.
+        marks = [mark for mark in self._marks.values() if not private.is_fake(mark)]
+        self._is_finite = all(math.isfinite(mark.item()) for mark in marks)
         if optimizer is not None and (_has_ranks() or not was_finite):
             # NOTE [ranks agree]: another rank's overflow is in the reduced gradients only. And after a skipped step the
             # gradients of one may still be there, if nobody has zeroed them.
