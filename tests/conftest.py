@@ -26,6 +26,8 @@ from torch.optim import optimizer as optimizer_internals
 from torch.utils import _python_dispatch
 from torch.utils import checkpoint as checkpoint_internals
 
+# Before the first backward of any test: autograd makes its threads then, for the devices that there are.
+import simgpu  # noqa: F401
 from memscale._execute.executor import Executor
 from memscale._measurement import measure
 from memscale._torch.live_bytes import LiveBytes
