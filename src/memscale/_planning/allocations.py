@@ -7,8 +7,9 @@ A step is forward, backward, the optimizer's step and `zero_grad()`. The log has
 buffers, the batch), then the first step, in which the optimizer makes its state, and a second one, which is like all
 that follow.
 
-What is not seen: what a kernel allocates and frees inside itself, other than the workspace of matrix products; and what
-building the model on the device left in the cache. All is on one stream.
+Of what a kernel allocates and frees inside itself there are the workspace of matrix products and what
+`temporary_bytes` knows. What is not seen: workspaces of convolutions, buffers of reductions, and what building the
+model on the device left in the cache. All is on one stream.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._decide.allocator import AllocatorSettings, Block, CachingAllocator
+from memscale._profile.device_kernels import temporary_bytes
 from memscale._profile.optimizer_twin import AnyValue, host_counters, optimizer_over
 from memscale._profile.rehearsal import FakeRehearsal, loss_of
 from memscale._profile.segments import SegmentRecorder
@@ -36,6 +38,9 @@ PRODUCTS = frozenset(
     (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._grouped_mm.default)
 )
 """Operators that cuBLAS computes."""
+
+CARD_TYPE = "cuda"
+"""The devices whose kernels are known to allocate for themselves."""
 
 Thread = Literal["forward", "backward"]
 """Autograd computes backward in a thread of its own."""
@@ -102,6 +107,13 @@ class AllocationLog:
             self._have_multiplied.add(thread)
             self._now.append(Multiplied(thread))
 
+    def pass_by(self, sizes_bytes: tuple[int, ...]) -> None:
+        """What a kernel had for itself: all of it at once, and none of it afterwards."""
+        first = self._num_allocations
+        self._num_allocations += len(sizes_bytes)
+        self._now.extend(Allocated(first + index, num_bytes) for index, num_bytes in enumerate(sizes_bytes))
+        self._now.extend(Freed(first + index) for index in range(len(sizes_bytes)))
+
     def forget(self, keys: Iterable[int]) -> None:
         """What lives under these keys is not on the device in truth."""
         gone = {self._serials[key] for key in keys} - self._forgotten
@@ -120,6 +132,7 @@ class EventRecorder(SegmentRecorder):
         super().__init__(rehearsal.device_type, rehearsal.rounding_bytes, counts_fakes=rehearsal.is_fake)
         self.log = self._events = log
         self.thread: Thread = "forward"
+        self._has_card_kernels = rehearsal.target_type == CARD_TYPE
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,6 +140,8 @@ class EventRecorder(SegmentRecorder):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in PRODUCTS:
             self._events.multiply(self.thread)
+        if self._has_card_kernels:
+            self._events.pass_by(temporary_bytes(func, args))
         return result
 
     def forget(self, tensors: list[torch.Tensor]) -> None:
