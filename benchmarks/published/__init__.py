@@ -3,9 +3,9 @@
     python -m benchmarks.published [--only SECTION ...] [--results FILE] [--page FILE] [--liger FILE]
 
 Sections: `liger` (341 rows of plain operators on five cards, to the byte; about five minutes) and `table` (the
-published table of five models; a minute). Each section's figures are in benchmarks/data/published, with their sources; `--liger`
-reads the publishers' own CSV file instead. What is found is kept in `--results`, section by section, so that the page
-can be written without running anything (`--page-only`).
+published table of five models; a minute). Each section's figures are in benchmarks/data/published, with their sources;
+`--liger` reads the publishers' own CSV file instead. What is found is kept in `--results`, section by section, so that
+the page can be written without running anything (`--page-only`).
 
 Nothing is trained: programs and models run on fake tensors, and PyTorch's allocator is a model.
 """

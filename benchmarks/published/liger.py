@@ -6,7 +6,7 @@ row is *exact* where the float is the same. It is *explained* where it is not, a
 - the process held something from before: the same number of bytes is missing in all rows of a sweep (`held_mib`);
 - blocks: of a block that is not split up to 1 MiB is wasted, which ones depends on what ran in the process before. The
   published figure lies between no waste at all and 1 MiB for each large block;
-- a mixture of experts goes by its router's draws: the figure is within 0.1 % of that for another draw;
+- a mixture of experts goes by its router's draws as well: by these the figure changes by up to 0.1 %;
 - a buffer inside a kernel that only a card knows: the emulated card gives the published figure, or, for cuDNN's
   workspaces, the sentence in `KERNELS` says so.
 """
@@ -164,7 +164,7 @@ class Outcome:
         if row.emulated_mib is not None and _as_float(row.emulated_mib) == row.mib:
             return "emulated card"
         if self.low_mib + held_mib <= row.mib <= self.high_mib + held_mib:
-            return "router" if row.kernel == "fused_moe" else "blocks"
+            return "router and blocks" if row.kernel == "fused_moe" else "blocks"
         return "workspace" if kernel.is_unpredicted else ""
 
     @property
@@ -193,10 +193,7 @@ def predict(row: Row) -> Outcome:
     kernel, settings = KERNELS[row.kernel], row.settings
     card = _card_for(row)
     with card.stage():
-        peak_bytes = card.peak_of(kernel.program(settings))
-        low_bytes = peak_bytes - card.blocks.slack_at_peak_bytes
-        high_bytes = low_bytes + card.blocks.num_large_at_peak * MIB
-    return Outcome(row, peak_bytes / MIB, low_bytes / MIB, high_bytes / MIB)
+        return _outcome(row, card, card.peak_of(kernel.program(settings)))
 
 
 def _card_for(row: Row) -> Card:
@@ -214,8 +211,13 @@ def _predict_by_draw(row: Row) -> Outcome:
     num_repetitions = 1 if row.mode == "forward" else 2
     with card.stage():
         step = operators.fused_moe(settings, [number for number in rows_of if number])
-        peak_mib = card.peak_of(step, num_repetitions) / MIB
-    return Outcome(row, peak_mib, peak_mib * (1 - ROUTER_SHARE), peak_mib * (1 + ROUTER_SHARE))
+        return _outcome(row, card, card.peak_of(step, num_repetitions), ROUTER_SHARE)
+
+
+def _outcome(row: Row, card: Card, peak_bytes: int, share: float = 0.0) -> Outcome:
+    low_bytes = peak_bytes - card.blocks.slack_at_peak_bytes
+    high_bytes = low_bytes + card.blocks.num_large_at_peak * MIB
+    return Outcome(row, peak_bytes / MIB, low_bytes * (1 - share) / MIB, high_bytes * (1 + share) / MIB)
 
 
 def predict_all(rows: Sequence[Row], say: Callable[[str], None]) -> Iterator[Outcome]:

@@ -7,8 +7,8 @@ scaled float mask) and picks the memory-efficient attention kernel in fp32 (it s
 the scores; the CPU has no such kernel with dropout). That kernel knows no groups of queries: with `enable_gqa` a card
 computes the scores as a matrix, unless its flash kernel can (16 bits, no mask). RMS norm is one kernel there, which
 saves its input and a number a row. When a plan is made for a card that is not in this machine, the step runs on fake
-CPU tensors with these kernels put in their place. What stays the CPU's: everything else, which saves the same tensors on
-both (matmul, other norms, activations, losses); recurrent networks and convolution workspaces, which do not, are not
+CPU tensors with these kernels put in their place. What stays the CPU's: everything else, which saves the same tensors
+on both (matmul, other norms, activations, losses); recurrent networks and convolution workspaces, which do not, are not
 emulated.
 
 What the CPU's own kernels save and fake tensors do not show: an LSTM of oneDNN keeps a workspace of a size that only
