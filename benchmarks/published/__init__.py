@@ -1,11 +1,12 @@
 """Predicted against published: figures that others measured on real cards, and what we predict for them.
 
-    python -m benchmarks.published [--only SECTION ...] [--results FILE] [--page FILE] [--liger FILE]
+    python -m benchmarks.published [--only SECTION ...] [--results FILE] [--page FILE] [--liger FILE] [--timm FILE]
 
-Sections: `liger` (341 rows of plain operators on five cards, to the byte; about five minutes) and `table` (the
-published table of five models; a minute). Each section's figures are in benchmarks/data/published, with their sources;
-`--liger` reads the publishers' own CSV file instead. What is found is kept in `--results`, section by section, so that
-the page can be written without running anything (`--page-only`).
+Sections: `liger` (341 rows of plain operators on five cards, to the byte; about five minutes), `table` (the published
+table of five models; a minute), and on request `timm` (which batches of vision models fit an RTX 3090; it needs timm,
+takes five seconds a model and goes on from what is kept). Each section's figures are in benchmarks/data/published, with
+their sources; `--liger` and `--timm` read the publishers' own CSV files instead. What is found is kept in `--results`,
+section by section, so that the page can be written without running anything (`--page-only`).
 
 Nothing is trained: programs and models run on fake tensors, and PyTorch's allocator is a model.
 """
@@ -13,13 +14,14 @@ Nothing is trained: programs and models run on fake tensors, and PyTorch's alloc
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from benchmarks.published import liger, table
+from benchmarks.published import liger, table, vision
 from benchmarks.published.page import SECTIONS, Entry, to_markdown
 from memscale import MemScaleError
 
@@ -31,9 +33,9 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run_liger(options: argparse.Namespace) -> list[Entry]:
+def _run_liger(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
     rows = liger.read_csv(options.liger) if options.liger else liger.read_table(DATA / "liger.json")
-    return [_liger_entry(outcome) for outcome in liger.predict_all(rows, _say)]
+    return map(_liger_entry, liger.predict_all(rows, _say))
 
 
 def _liger_entry(outcome: liger.Outcome) -> Entry:
@@ -49,8 +51,8 @@ def _liger_entry(outcome: liger.Outcome) -> Entry:
     )
 
 
-def _run_table(options: argparse.Namespace) -> list[Entry]:
-    return [_table_entry(outcome) for outcome in table.predict_all(table.read_table(DATA / "table.json"), _say)]
+def _run_table(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    return map(_table_entry, table.predict_all(table.read_table(DATA / "table.json"), _say))
 
 
 def _table_entry(outcome: table.Outcome) -> Entry:
@@ -67,9 +69,20 @@ def _table_entry(outcome: table.Outcome) -> Entry:
     )
 
 
-RUNS: dict[str, Callable[[argparse.Namespace], list[Entry]]] = {
+def _run_timm(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    if importlib.util.find_spec("timm") is None:
+        raise MemScaleError("the section timm needs timm, which is no dependency of ours: pip install timm")
+    rows = vision.read_csv(options.timm) if options.timm else vision.read_table(DATA / "timm.json")
+    chosen = [row for row in rows if row.is_transformer or options.all_vision]
+    first = {row.model: index for index, row in reversed(list(enumerate(chosen)))}  # both layouts of a model together
+    left = sorted((row for row in chosen if vision.name_of(row) not in kept), key=lambda row: first[row.model])
+    return map(vision.entry, vision.predict_all(left, _say))
+
+
+RUNS: dict[str, Callable[[argparse.Namespace, Collection[str]], Iterator[Entry]]] = {
     "liger": _run_liger,
     "table": _run_table,
+    "timm": _run_timm,
 }
 
 
@@ -108,6 +121,8 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--page", type=pathlib.Path, default=DOCS / "published.md", help="the page")
     found.add_argument("--liger", type=pathlib.Path, metavar="FILE", help="Liger's all_benchmark_data.csv")
+    found.add_argument("--timm", type=pathlib.Path, metavar="FILE", help="a CSV of timm's sweep, with fits and fails")
+    found.add_argument("--all-vision", action="store_true", help="of timm's models not only transformers")
     return found
 
 
@@ -115,9 +130,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         sections = _read(options.results)
-        for name in () if options.page_only else options.only or RUNS:
+        for name in () if options.page_only else options.only or ("liger", "table"):
             _say(f"{name} ...")
-            sections[name] = RUNS[name](options)
+            # The long section goes on from what is kept.
+            sections[name] = sections.get(name, []) if name == "timm" else []
+            for entry in RUNS[name](options, {entry.name for entry in sections[name]}):
+                sections[name].append(entry)
+                if name == "timm":
+                    _write(options.results, sections)
             _write(options.results, sections)
         page = to_markdown(sections)
         options.page.write_text(page)

@@ -50,6 +50,14 @@ SECTIONS = {
         "the four baselines to the second decimal in GiB, the fifth out of memory",
         "That the figures are GiB and of allocated bytes is inferred. Versions are not known; ours are torch 2.13.",
     ),
+    "timm": Section(
+        "Vision models (timm's sweep), fits at one batch and fails at the next; predicted peaks, and the room for them",
+        "huggingface/pytorch-image-models, `results/benchmark-train-amp-*-pt112-cu113-rtx3090.csv` and `benchmark.py`",
+        "at least 95 % of the transformers' rows",
+        "torch 1.12 had no SDPA, and loaded all kernels at once: about 1.3 GB of context, an estimate. Workspaces of"
+        " convolutions are not predicted. Peaks are extrapolated from two small batches. Definitions of models are"
+        " those of today. Rows that are not listed were not run.",
+    ),
 }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import pathlib
+import sys
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from benchmarks import published
-from benchmarks.published import liger, operators
+from benchmarks.published import liger, operators, vision
 from benchmarks.published.card import Card, workspace_bytes_of
 from benchmarks.published.operators import Step, empty
 from benchmarks.published.page import Entry, to_markdown
@@ -104,6 +107,41 @@ def test_gradients_that_meet_are_added_in_place_where_that_is_said() -> None:
 
     a_number_a_row = 1024 * 4  # it is there while the gradients are added, which need room for a third one or do not
     assert peak(program) - peak(program, adds_in_place=True) == a_number_a_row
+
+
+# ---- vision models
+
+
+@pytest.mark.parametrize(
+    ("fits_gb", "fails_gb", "verdict"),
+    [(20, 25, "holds"), (23, 25, "missed: said not to fit"), (20, 22, "missed: said to fit")],
+)
+def test_a_batch_that_fits_and_one_that_fails_are_two_inequalities(fits_gb: int, fails_gb: int, verdict: str) -> None:
+    row = vision.Row("vit_base_patch16_224", 224, "nchw", 192, 256)
+    assert vision.Outcome(row, fits_gb * 1e9, fails_gb * 1e9).verdict == verdict
+    assert vision.Outcome(row, float("nan"), float("nan")).verdict == "missed: not predicted"
+
+
+def test_norms_and_softmax_are_wide_under_a_cards_autocast() -> None:
+    x = torch.ones(4, 8)
+    with torch.autocast("cpu", torch.float16), vision.CardAutocast():
+        product = x @ x.t()
+        assert product.dtype == torch.float16
+        assert F.layer_norm(product, (4,)).dtype == torch.float32
+        assert product.softmax(-1).dtype == torch.float32
+
+
+def test_all_two_sided_rows_are_in_the_table() -> None:
+    rows = vision.read_table(published.DATA / "timm.json")
+    assert len(rows) == 1281
+    assert all(row.fits < row.fails for row in rows)
+    assert len({vision.name_of(row) for row in rows}) == len(rows)
+
+
+def test_a_missing_timm_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert published.main(["--only", "timm", "--results", "nowhere.json"]) == 2
+    assert "pip install timm" in capsys.readouterr().err
 
 
 # ---- the page
