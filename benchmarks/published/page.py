@@ -53,7 +53,7 @@ SECTIONS = {
     "timm": Section(
         "Vision models (timm's sweep), fits at one batch and fails at the next; predicted peaks, and the room for them",
         "huggingface/pytorch-image-models, `results/benchmark-train-amp-*-pt112-cu113-rtx3090.csv` and `benchmark.py`",
-        "at least 95 % of the transformers' rows",
+        "at least 95 % of the transformers' inequalities (two a row; a row that misses one holds the other)",
         "torch 1.12 had no SDPA, and loaded all kernels at once: about 1.3 GB of context, an estimate. Workspaces of"
         " convolutions are not predicted. Peaks are extrapolated from two small batches. Definitions of models are"
         " those of today. Rows that are not listed were not run.",
