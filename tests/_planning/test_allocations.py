@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -274,3 +275,30 @@ def test_whole_models(name: str) -> None:
             assert predicted.reserved_peak_bytes == pytest.approx(measured.reserved_peak_bytes, rel=0.002)
             assert predicted.requested_peak_bytes == pytest.approx(measured.requested_peak_bytes, abs=1024)
             assert predicted.allocated_peak_bytes == pytest.approx(measured.allocated_peak_bytes, rel=0.0005)
+
+
+class Attending(nn.Module):
+    """Scores as a matrix: backward of their softmax has a second matrix for itself, on a card."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        return square_loss((hidden @ hidden.t()).softmax(-1) @ hidden)
+
+
+def passing_bytes(device_type: str) -> list[int]:
+    """What comes and goes at once."""
+    events = log_of(Attending(), device_type=device_type).steps[-1]
+    return [
+        event.num_bytes
+        for event, after in itertools.pairwise(events)
+        if isinstance(event, Allocated) and after == Freed(event.serial)
+    ]
+
+
+def test_what_kernels_allocate_inside_themselves_is_in_the_log_of_a_card() -> None:
+    matrix_bytes = len(features(0)) ** 2 * 4
+    assert passing_bytes("cuda").count(matrix_bytes) == passing_bytes("cpu").count(matrix_bytes) + 1

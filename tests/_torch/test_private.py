@@ -264,3 +264,12 @@ def test_ddp_looks_for_nodes_of_outputs_in_one_method():
     kind, name = private.ddp_looks_at_outputs()
     assert name in kind.forward.__code__.co_names
     assert "grad_fn" in getattr(kind, name).__code__.co_names
+
+
+def test_a_storage_says_how_many_hold_it() -> None:
+    tensor = torch.ones(4)
+    alone = private.num_holders(tensor.untyped_storage())
+    view = tensor[:2]
+    assert private.num_holders(tensor.untyped_storage()) == alone + 1
+    del view
+    assert private.num_holders(tensor.untyped_storage()) == alone == private.NUM_HOLDERS_IN_DISPATCH

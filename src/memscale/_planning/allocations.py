@@ -9,9 +9,10 @@ buffers, the batch), then the first step, in which the optimizer makes its state
 that follow. Under a plan, parameters that are streamed leave the device before the first step. Forward and backward are
 the same in all steps, and are run once; unless what is attached may learn something in the first.
 
-What is not seen: what a kernel allocates and frees inside itself, other than the workspace of matrix products; and what
-building the model on the device left in the cache. All is on one stream: also what travels on others is allocated on
-that which computes. See NOTE [stream order] in transfers.py.
+Of what a kernel allocates and frees inside itself there are the workspace of matrix products, what `temporary_bytes`
+knows, and, for a known card, the buffers of split sums (kernel_temporaries.py). What is not seen: workspaces of
+convolutions, and what building the model on the device left in the cache. All is on one stream: also what travels on
+others is allocated on that which computes. See NOTE [stream order] in transfers.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from memscale._errors import ConfigError
 from memscale._hardware import Hardware
 from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
+from memscale._profile.device_kernels import temporary_bytes
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, FakeRehearsal, loss_of
 from memscale._profile.segments import SegmentRecorder
@@ -48,6 +50,9 @@ PRODUCTS = frozenset(
     (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._grouped_mm.default)
 )
 """Operators that cuBLAS computes."""
+
+CARD_TYPE = "cuda"
+"""The devices whose kernels are known to allocate for themselves."""
 
 Thread = Literal["forward", "backward"]
 """Autograd computes backward in a thread of its own."""
@@ -159,6 +164,7 @@ class EventRecorder(SegmentRecorder):
         self._is_dropout = False
         self.log = self.events = log
         self.thread: Thread = "forward"
+        self._has_card_kernels = rehearsal.target_type == CARD_TYPE
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,8 +173,10 @@ class EventRecorder(SegmentRecorder):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in PRODUCTS:
             self.events.multiply(self.thread)
-        elif self._kernels is not None:
-            self.events.pass_by(self._kernels.inside(func, args, result))
+        elif self._has_card_kernels:
+            self.events.pass_by(temporary_bytes(func, args))
+            if self._kernels is not None:
+                self.events.pass_by(self._kernels.inside(func, args, result))
         return result
 
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:

@@ -5,10 +5,11 @@ What a GPU's kernels save for backward, on fake CPU tensors:
 A profile must be made for the device that will run it: a CUDA card fuses dropout (it saves a boolean mask, the CPU a
 scaled float mask) and picks the memory-efficient attention kernel in fp32 (it saves output and log-sum-exp, never
 the scores; the CPU has no such kernel with dropout). That kernel knows no groups of queries: with `enable_gqa` a card
-computes the scores as a matrix, unless its flash kernel can (16 bits, no mask). When a plan is made for a card that is
-not in this machine, the step runs on fake CPU tensors with these kernels put in their place. What stays the CPU's:
-everything else, which saves the same tensors on both (matmul, norms, activations, losses); recurrent networks and
-convolution workspaces, which do not, are not emulated.
+computes the scores as a matrix, unless its flash kernel can (16 bits, no mask). RMS norm is one kernel there, which
+saves its input and a number a row. When a plan is made for a card that is not in this machine, the step runs on fake
+CPU tensors with these kernels put in their place. What stays the CPU's: everything else, which saves the same tensors
+on both (matmul, other norms, activations, losses); recurrent networks and convolution workspaces, which do not, are not
+emulated.
 
 What the CPU's own kernels save and fake tensors do not show: an LSTM of oneDNN keeps a workspace of a size that only
 oneDNN knows, and the fake one is empty. `CpuKernels` asks it, by running the layer once on real zeros.
@@ -17,6 +18,8 @@ What fake tensors refuse and every device has: grouped matrix products, by which
 types than bfloat16.
 
 What some losses keep and fake tensors do not show: a mean that lies in the memory of all that it is the mean of.
+
+What a card's kernels allocate for their own use, beside their results: `temporary_bytes`.
 
 Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
 takes the batch for packed; real batches are, unless position ids are passed. It also skips an attention mask that
@@ -40,12 +43,12 @@ from memscale._torch import private
 from memscale._torch.interception import replaced_in_this_thread
 from memscale._units import round_up
 
-_DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
+_DROPOUT, _ATTENTION, _RMS_NORM = F.dropout, F.scaled_dot_product_attention, F.rms_norm
 
 
 @contextlib.contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Dropout and attention save what a CUDA card saves, also where a checkpoint recomputes.
+    """Dropout, attention and RMS norm save what a CUDA card saves, also where a checkpoint recomputes.
 
     NOTE [modes end at backward]: the autograd engine runs without the function modes of its caller, so a recompute
     would take the CPU's kernels. There the names in `torch.nn.functional` are what is found; elsewhere the mode also
@@ -54,13 +57,15 @@ def gpu_kernels() -> Iterator[None]:
     """
     with (
         GpuKernels(),
-        replaced_in_this_thread(F, dropout=_fused_dropout, scaled_dot_product_attention=_efficient_attention),
+        replaced_in_this_thread(
+            F, dropout=_fused_dropout, scaled_dot_product_attention=_efficient_attention, rms_norm=_fused_rms_norm
+        ),
     ):
         yield
 
 
 class GpuKernels(TorchFunctionMode):
-    """Dropout and attention save what a CUDA card saves, in forward, while this mode is active."""
+    """Dropout, attention and RMS norm save what a CUDA card saves, in forward, while this mode is active."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,6 +75,8 @@ class GpuKernels(TorchFunctionMode):
             return _fused_dropout(*args, **kwargs)
         if func is _ATTENTION:
             return _efficient_attention(*args, **kwargs)
+        if func is _RMS_NORM:
+            return _fused_rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -77,6 +84,36 @@ def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, i
     if not training or p == 0:
         return input
     result: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """A card has one kernel for it, which saves the input and a number a row; on a CPU it is written in operators."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> torch.Tensor:
+        rows = (*input.shape[: input.dim() - num_dims], *(1,) * num_dims)
+        ctx.save_for_backward(input, weight, torch.empty(rows, dtype=torch.float32, device=input.device))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        input, weight, _ = ctx.saved_tensors
+        _contiguous = [gradient.contiguous() for gradient in gradients]  # as the kernel needs them
+        of_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return of_input, of_weight, None
+
+
+def _fused_rms_norm(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    if weight is not None and weight.dtype != input.dtype:  # no kernel takes both: the operators run
+        return _RMS_NORM(input, normalized_shape, weight, eps)
+    result: torch.Tensor = _RmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -227,3 +264,90 @@ def widen(loss: torch.Tensor, args: tuple[Any, ...]) -> bool:
         return False
     storage.resize_(num_bytes)
     return True
+
+
+# ---- what kernels allocate inside themselves
+
+_FEW_IDS = 3072
+"""Up to so many ids an embedding's backward adds rows one by one; more are sorted first."""
+_IDS_A_PART = 10
+_LONGEST_ROW_SORTED_AT_ONCE = 4096
+_FEW_ROWS = 128
+_LONG_BYTES, _FLOAT_BYTES = 8, 4
+
+
+def temporary_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """What a CUDA kernel allocates and frees inside itself, by the rules of torch 2.13; () where we know of nothing.
+
+    Known: backward of softmax and of group norm, of embeddings with many ids, sorting, and sums of booleans. The
+    emulated card says the same to the byte. Not known: workspaces of convolutions, and the buffers of reductions and of
+    layer norm's backward, which go by the number of the card's processors.
+    """
+    rule = _TEMPORARIES.get(func)
+    return () if rule is None else rule(*args)
+
+
+def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    """The product of both, which is then summed row by row."""
+    return (gradient.numel() * gradient.element_size(),)
+
+
+def _of_embedding_backward(gradient: torch.Tensor, ids: torch.Tensor, num_weights: int, *_: Any) -> tuple[int, ...]:
+    """Ids that are sorted, and for each part of a run of equal ids a row in full precision."""
+    num_ids = ids.numel()
+    if num_ids <= _FEW_IDS:
+        return ()
+    num_runs = min(num_ids, num_weights)
+    num_parts = num_ids // _IDS_A_PART + num_runs
+    width = gradient.shape[-1]
+    item_bytes = ids.element_size()
+    sorted_bytes = (num_ids * item_bytes,) * 3
+    counts = (num_runs * item_bytes, num_runs * item_bytes, num_parts * item_bytes, item_bytes, item_bytes)
+    return (*sorted_bytes, *counts, num_parts * width * _FLOAT_BYTES)
+
+
+def _of_group_norm(
+    input: torch.Tensor, weight: Any, bias: Any, num: int, channels: int, area: int, groups: int, *_: Any
+) -> tuple[int, ...]:
+    """A factor and a summand for each channel; in 16 bits, mean and deviation in full precision as well."""
+    a_channel = num * channels * _FLOAT_BYTES
+    a_group = num * groups * _FLOAT_BYTES if input.element_size() < _FLOAT_BYTES else 0
+    return tuple(filter(None, (a_channel, a_channel, a_group, a_group)))
+
+
+def _of_group_norm_backward(*args: Any) -> tuple[int, ...]:
+    """Two sums for each channel, and for the input's gradient three factors."""
+    weight, num, channels, _, groups, wanted = args[4:10]
+    a_channel, a_group = num * channels * _FLOAT_BYTES, num * groups * _FLOAT_BYTES
+    factors = ((a_channel,) if weight is not None else ()) + (a_group, a_group) if wanted[0] else ()
+    return (a_channel, a_channel, *factors)
+
+
+def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
+    """Short rows are sorted in place, with their positions; many long ones with copies of keys and positions."""
+    if input.dim() == 0 or input.numel() == 0:
+        return ()
+    length = input.shape[dim]
+    if length <= _LONGEST_ROW_SORTED_AT_ONCE:
+        return (length * _LONG_BYTES,)
+    if input.numel() // length < _FEW_ROWS:  # few long rows are sorted by another algorithm, whose needs we do not know
+        return ()
+    return (input.numel() * (input.element_size() + 2 * _LONG_BYTES), 1)
+
+
+def _of_sum(input: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    """Booleans and short integers are made long ones first."""
+    is_counted = not input.dtype.is_floating_point and not input.dtype.is_complex and input.dtype != torch.int64
+    return (input.numel() * _LONG_BYTES,) if is_counted and input.numel() else ()
+
+
+_TEMPORARIES: dict[Any, Any] = {
+    _aten._softmax_backward_data.default: _of_softmax_backward,
+    _aten.embedding_dense_backward.default: _of_embedding_backward,
+    _aten.native_group_norm.default: _of_group_norm,
+    _aten.native_group_norm_backward.default: _of_group_norm_backward,
+    _aten.sort.default: _of_sort,
+    _aten.sort.stable: lambda input, stable, dim=-1, *_: _of_sort(input, dim),
+    _aten.sum.default: _of_sum,
+    _aten.sum.dim_IntList: _of_sum,
+}

@@ -432,3 +432,12 @@ def has_own_kernel(operator: str, device_type: str) -> bool:
     """Whether an operator has a kernel written for this device, not only one made of other operators."""
     key = torch._C._dispatch_key_for_device(device_type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+NUM_HOLDERS_IN_DISPATCH = 2
+"""Of a storage, when an operator sees a tensor on it that only its caller holds."""
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and other owners a storage has, this object among them."""
+    return int(torch._C._storage_Use_Count(storage._cdata))

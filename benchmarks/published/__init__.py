@@ -1,0 +1,148 @@
+"""Predicted against published: figures that others measured on real cards, and what we predict for them.
+
+    python -m benchmarks.published [--only SECTION ...] [--results FILE] [--page FILE] [--liger FILE] [--timm FILE]
+
+Sections: `liger` (341 rows of plain operators on five cards, to the byte; about five minutes), `table` (the published
+table of five models; a minute), and on request `timm` (which batches of vision models fit an RTX 3090; it needs timm,
+takes five seconds a model and goes on from what is kept). Each section's figures are in benchmarks/data/published, with
+their sources; `--liger` and `--timm` read the publishers' own CSV files instead. What is found is kept in `--results`,
+section by section, so that the page can be written without running anything (`--page-only`).
+
+Nothing is trained: programs and models run on fake tensors, and PyTorch's allocator is a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from benchmarks.published import liger, table, vision
+from benchmarks.published.page import SECTIONS, Entry, to_markdown
+from memscale import MemScaleError
+
+DATA = pathlib.Path(__file__).parent.parent / "data" / "published"
+DOCS = pathlib.Path(__file__).parent.parent.parent / "docs" / "results"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run_liger(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    rows = liger.read_csv(options.liger) if options.liger else liger.read_table(DATA / "liger.json")
+    return map(_liger_entry, liger.predict_all(rows, _say))
+
+
+def _liger_entry(outcome: liger.Outcome) -> Entry:
+    row = outcome.row
+    return Entry(
+        name=f"{row.kernel}, {row.mode}, {row.x_name} = {row.x}",
+        card=row.card.removeprefix("NVIDIA "),
+        published=f"{row.mib:.7g}",
+        predicted=f"{outcome.predicted_mib:.7g}",
+        difference=f"{(outcome.predicted_mib - row.mib) * 1024:+.1f} KiB",
+        verdict=outcome.verdict,
+        note=liger.KERNELS[row.kernel].note,
+    )
+
+
+def _run_table(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    return map(_table_entry, table.predict_all(table.read_table(DATA / "table.json"), _say))
+
+
+def _table_entry(outcome: table.Outcome) -> Entry:
+    row, predicted = outcome.row, outcome.predicted
+    allocated_gib = predicted.allocated_peak_bytes / table.GIB
+    return Entry(
+        name=f"{row.title}, {row.batch} x {row.length}",
+        card="GeForce RTX 3090",
+        published="out of memory" if row.gib is None else f"{row.gib:.2f} GiB",
+        predicted=f"{allocated_gib:.4f} GiB, reserves {predicted.reserved_peak_bytes / table.GIB:.2f}",
+        difference="-" if row.gib is None else f"{allocated_gib / row.gib - 1:+.2%}",
+        verdict=outcome.verdict,
+        note="",
+    )
+
+
+def _run_timm(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    if importlib.util.find_spec("timm") is None:
+        raise MemScaleError("the section timm needs timm, which is no dependency of ours: pip install timm")
+    rows = vision.read_csv(options.timm) if options.timm else vision.read_table(DATA / "timm.json")
+    chosen = [row for row in rows if row.is_transformer or options.all_vision]
+    first = {row.model: index for index, row in reversed(list(enumerate(chosen)))}  # both layouts of a model together
+    left = sorted((row for row in chosen if vision.name_of(row) not in kept), key=lambda row: first[row.model])
+    return map(vision.entry, vision.predict_all(left, _say))
+
+
+RUNS: dict[str, Callable[[argparse.Namespace, Collection[str]], Iterator[Entry]]] = {
+    "liger": _run_liger,
+    "table": _run_table,
+    "timm": _run_timm,
+}
+
+
+# ---- the command
+
+
+def _read(path: pathlib.Path) -> dict[str, list[Entry]]:
+    if not path.exists():
+        return {}
+    try:
+        kept: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())["sections"]
+        return {name: [Entry(**entry) for entry in entries] for name, entries in kept.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MemScaleError(f"{path} does not hold results of this benchmark: {error}") from error
+
+
+def _write(path: pathlib.Path, sections: dict[str, list[Entry]]) -> None:
+    lines = []
+    for name in SECTIONS:
+        if name in sections:
+            entries = ",\n".join(json.dumps(entry.to_dict()) for entry in sections[name])
+            lines.append(f'"{name}": [\n{entries}]')
+    path.write_text('{"sections": {\n' + ",\n".join(lines) + "}}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.published",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("--only", nargs="+", choices=list(RUNS), help="these sections; the others keep their results")
+    found.add_argument("--page-only", action="store_true", help="run nothing: write the page from what is kept")
+    found.add_argument(
+        "--results", type=pathlib.Path, default=DOCS / "published.json", help="what is found is kept here"
+    )
+    found.add_argument("--page", type=pathlib.Path, default=DOCS / "published.md", help="the page")
+    found.add_argument("--liger", type=pathlib.Path, metavar="FILE", help="Liger's all_benchmark_data.csv")
+    found.add_argument("--timm", type=pathlib.Path, metavar="FILE", help="a CSV of timm's sweep, with fits and fails")
+    found.add_argument("--all-vision", action="store_true", help="of timm's models not only transformers")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        sections = _read(options.results)
+        for name in () if options.page_only else options.only or ("liger", "table"):
+            _say(f"{name} ...")
+            # The long section goes on from what is kept.
+            sections[name] = sections.get(name, []) if name == "timm" else []
+            for entry in RUNS[name](options, {entry.name for entry in sections[name]}):
+                sections[name].append(entry)
+                if name == "timm":
+                    _write(options.results, sections)
+            _write(options.results, sections)
+        page = to_markdown(sections)
+        options.page.write_text(page)
+    except (MemScaleError, OSError) as error:
+        print(f"memscale: {error}", file=sys.stderr)
+        return 2
+    print(page.partition("\n## Rows")[0])
+    return 0
