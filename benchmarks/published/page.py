@@ -48,7 +48,9 @@ SECTIONS = {
         "The published table, allocated at the peak",
         "the table of plain and optimised peaks on an RTX 3090 that this project is measured by",
         "the four baselines to the second decimal in GiB, the fifth out of memory",
-        "That the figures are GiB and of allocated bytes is inferred. Versions are not known; ours are torch 2.13. Batches are predicted without an attention mask, which `transformers` skips on real tensors where it hides nothing: with it BERT-Base is 3.1497 and BERT-Large 7.6237 GiB.",
+        "That the figures are GiB and of allocated bytes is inferred. Versions are not known; ours are "
+        "torch 2.13. Batches are predicted without an attention mask, which `transformers` skips on real "
+        "tensors where it hides nothing: with it BERT-Base is 3.1497 and BERT-Large 7.6237 GiB.",
     ),
     "timm": Section(
         "Vision models (timm's sweep), fits at one batch and fails at the next; predicted peaks, and the room for them",
