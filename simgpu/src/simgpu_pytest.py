@@ -5,10 +5,13 @@ neither torch nor simgpu. That is why it stands outside the package.
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+LETS_GO_S = 60.0
 
 
 @pytest.fixture
@@ -87,5 +90,9 @@ def no_leaks(simgpu_device: Any) -> Iterator[None]:
     yield
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
-    after = in_use()
+    # Autograd's thread for a device lets go of a pass that failed a moment after the error has reached the caller, which
+    # is a long one on a busy machine. Only a test that leaks waits to the end.
+    deadline_s = time.monotonic() + LETS_GO_S
+    while (after := in_use()) != before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     assert after == before, f"bytes in use on (simgpu:0, simgpu:1, pinned host) went from {before} to {after}"
