@@ -90,8 +90,8 @@ def no_leaks(simgpu_device: Any) -> Iterator[None]:
     yield
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
-    # Autograd's thread for a device lets go of a pass that failed a moment after the error has reached the caller, which
-    # is a long one on a busy machine. Only a test that leaks waits to the end.
+    # Autograd's thread for a device lets go of a pass that failed a moment after the error has reached the caller,
+    # which is a long one on a busy machine. Only a test that leaks waits to the end.
     deadline_s = time.monotonic() + LETS_GO_S
     while (after := in_use()) != before and time.monotonic() < deadline_s:
         time.sleep(0.01)
