@@ -91,7 +91,9 @@ def test_what_a_test_changes_is_put_back(outcomes):
 def test_no_leaks_fails_a_test_that_leaves_bytes(outcomes):
     assert outcomes(
         """
+        import simgpu_pytest
         import torch
+        simgpu_pytest.LETS_GO_S = 0.1
         kept = []
         def test_leaks(no_leaks):
             kept.append(torch.ones(10, device="simgpu"))
