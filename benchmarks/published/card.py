@@ -20,7 +20,8 @@ import torch
 
 from memscale._decide.allocator import MIB, SMALL_BYTES, Block, CachingAllocator
 from memscale._planning.allocations import PRODUCTS, WORKSPACE_BYTES, Thread
-from memscale._profile.device_kernels import gpu_kernels, temporary_bytes
+from memscale._planning.kernel_temporaries import temporary_bytes
+from memscale._profile.device_kernels import gpu_kernels
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private
 from memscale._torch.live_bytes import ACCELERATOR_ROUNDING_BYTES

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from memscale import Hardware
-from memscale._planning.kernel_temporaries import KernelTemporaries, threads_of
+from memscale._planning.kernel_temporaries import KernelTemporaries, temporary_bytes, threads_of
 
 pytestmark = pytest.mark.unit
 SUM = torch.ops.aten.sum.dim_IntList
@@ -17,7 +18,7 @@ CARD = Hardware.from_name("RTX 3090")
 
 def inside(rows: int, columns: int, hardware: Hardware = CARD, dtype: torch.dtype = torch.float32) -> list[int]:
     summed = torch.empty(rows, columns, device="meta", dtype=dtype)
-    return KernelTemporaries(hardware).inside(SUM, (summed, [0]), summed.sum(0))
+    return [size for sizes in KernelTemporaries(hardware).inside(SUM, (summed, [0]), summed.sum(0)) for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -40,13 +41,68 @@ def test_a_larger_card_divides_the_work_further() -> None:
 
 def test_along_the_rows_there_is_no_buffer() -> None:
     summed = torch.empty(2048, 768, device="meta")
-    assert KernelTemporaries(CARD).inside(SUM, (summed, [1]), summed.sum(1)) == []
+    assert not list(KernelTemporaries(CARD).inside(SUM, (summed, [1]), summed.sum(1)))
 
 
 def test_other_operators_are_not_known() -> None:
     x = torch.empty(2048, 768, device="meta")
-    assert KernelTemporaries(CARD).inside(torch.ops.aten.add.Tensor, (x, x), x + x) == []
+    assert not list(KernelTemporaries(CARD).inside(torch.ops.aten.add.Tensor, (x, x), x + x))
 
 
 def test_threads_by_architecture() -> None:
     assert [threads_of(name) for name in ("sm_75", "sm_80", "sm_86", "sm_90")] == [1024, 2048, 1536, 2048]
+
+
+def test_a_sum_of_booleans_is_converted_and_then_split() -> None:
+    summed = torch.empty(2048, 768, device="meta", dtype=torch.bool)
+    found = list(KernelTemporaries(CARD).inside(SUM, (summed, [0]), summed.sum(0)))
+    assert found[0] == temporary_bytes(SUM, (summed, [0]))
+    assert list(KernelTemporaries(None).inside(SUM, (summed, [0]), summed.sum(0))) == found[:1]
+    assert len(found) == 2
+
+
+# ---- on every card; the figures are those of the emulated card
+
+_aten = torch.ops.aten
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "allocated_bytes"),
+    [
+        (_aten._softmax_backward_data.default, (_meta(64, 128, 128), _meta(64, 128, 128), -1), 4_194_304),
+        (_aten.embedding_dense_backward.default, (_meta(3072, 768), _meta(3072, dtype=torch.int64), 30000), 0),
+        (_aten.embedding_dense_backward.default, (_meta(3073, 768), _meta(3073, dtype=torch.int64), 30000), 10_536_960),
+        (
+            _aten.embedding_dense_backward.default,
+            (_meta(4096, 1024), _meta(4096, dtype=torch.int32), 50257),
+            18_553_856,
+        ),
+        (_aten.native_group_norm.default, (_meta(128, 32, 512), None, None, 128, 32, 512, 8, 1e-6), 32_768),
+        (
+            _aten.native_group_norm.default,
+            (_meta(128, 32, 512, dtype=torch.bfloat16), None, None, 128, 32, 512, 8, 1e-6),
+            40_960,
+        ),
+        (
+            _aten.native_group_norm_backward.default,
+            (None, None, None, None, _meta(32), 128, 32, 512, 8, [True, True, True]),
+            57_344,
+        ),
+        (
+            _aten.native_group_norm_backward.default,
+            (None, None, None, None, _meta(32), 128, 32, 512, 8, [False, True, True]),
+            32_768,
+        ),
+        (_aten.sort.default, (_meta(2048, 1024), -1, True), 8_192),
+        (_aten.sort.default, (_meta(2048, 8192), -1, True), 335_544_832),
+        (_aten.sum.dim_IntList, (_meta(2048, 1024, dtype=torch.bool), [-1]), 16_777_216),
+        (_aten.sum.dim_IntList, (_meta(2048, 1024), [-1]), 0),
+        (_aten._log_softmax_backward_data.default, (_meta(64, 128), _meta(64, 128), -1), 0),
+    ],
+)
+def test_what_a_kernel_allocates_inside_itself(func: Any, args: tuple[Any, ...], allocated_bytes: int) -> None:
+    assert sum(-(-size // 512) * 512 for size in temporary_bytes(func, args)) == allocated_bytes

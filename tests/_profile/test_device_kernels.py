@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memscale._profile import device_kernels
-from memscale._profile.device_kernels import gpu_kernels, sequences_unpacked, temporary_bytes
+from memscale._profile.device_kernels import gpu_kernels, sequences_unpacked
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 
@@ -187,53 +187,6 @@ def test_a_thread_beside_a_rehearsal_draws_numbers_of_its_own() -> None:
     beside, was_draw_asked = BESIDE.run(rehearse, draw)
     assert beside == alone
     assert was_draw_asked
-
-
-# ---- what kernels allocate inside themselves; the figures are those of the emulated card
-
-_aten = torch.ops.aten
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-@pytest.mark.parametrize(
-    ("func", "args", "allocated_bytes"),
-    [
-        (_aten._softmax_backward_data.default, (_meta(64, 128, 128), _meta(64, 128, 128), -1), 4_194_304),
-        (_aten.embedding_dense_backward.default, (_meta(3072, 768), _meta(3072, dtype=torch.int64), 30000), 0),
-        (_aten.embedding_dense_backward.default, (_meta(3073, 768), _meta(3073, dtype=torch.int64), 30000), 10_536_960),
-        (
-            _aten.embedding_dense_backward.default,
-            (_meta(4096, 1024), _meta(4096, dtype=torch.int32), 50257),
-            18_553_856,
-        ),
-        (_aten.native_group_norm.default, (_meta(128, 32, 512), None, None, 128, 32, 512, 8, 1e-6), 32_768),
-        (
-            _aten.native_group_norm.default,
-            (_meta(128, 32, 512, dtype=torch.bfloat16), None, None, 128, 32, 512, 8, 1e-6),
-            40_960,
-        ),
-        (
-            _aten.native_group_norm_backward.default,
-            (None, None, None, None, _meta(32), 128, 32, 512, 8, [True, True, True]),
-            57_344,
-        ),
-        (
-            _aten.native_group_norm_backward.default,
-            (None, None, None, None, _meta(32), 128, 32, 512, 8, [False, True, True]),
-            32_768,
-        ),
-        (_aten.sort.default, (_meta(2048, 1024), -1, True), 8_192),
-        (_aten.sort.default, (_meta(2048, 8192), -1, True), 335_544_832),
-        (_aten.sum.dim_IntList, (_meta(2048, 1024, dtype=torch.bool), [-1]), 16_777_216),
-        (_aten.sum.dim_IntList, (_meta(2048, 1024), [-1]), 0),
-        (_aten._log_softmax_backward_data.default, (_meta(64, 128), _meta(64, 128), -1), 0),
-    ],
-)
-def test_what_a_kernel_allocates_inside_itself(func: Any, args: tuple[Any, ...], allocated_bytes: int) -> None:
-    assert sum(-(-size // 512) * 512 for size in temporary_bytes(func, args)) == allocated_bytes
 
 
 def test_rms_norm_saves_its_input_and_a_number_a_row_as_on_a_card() -> None:

@@ -9,10 +9,10 @@ buffers, the batch), then the first step, in which the optimizer makes its state
 that follow. Under a plan, parameters that are streamed leave the device before the first step. Forward and backward are
 the same in all steps, and are run once; unless what is attached may learn something in the first.
 
-Of what a kernel allocates and frees inside itself there are the workspace of matrix products, what `temporary_bytes`
-knows, and, for a known card, the buffers of split sums (kernel_temporaries.py). What is not seen: workspaces of
-convolutions, and what building the model on the device left in the cache. All is on one stream: also what travels on
-others is allocated on that which computes. See NOTE [stream order] in transfers.py.
+The log also has what kernels allocate and free inside themselves, as far as it is known: the workspace of matrix
+products, and what kernel_temporaries.py lists. It does not have workspaces of convolutions, nor what building the model
+on the device left in the cache. Everything is on one stream, because tensors that are copied on other streams are
+allocated on the one that computes, too. See NOTE [stream order] in transfers.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from memscale._errors import ConfigError
 from memscale._hardware import Hardware
 from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
-from memscale._profile.device_kernels import temporary_bytes
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, FakeRehearsal, loss_of
 from memscale._profile.segments import SegmentRecorder
@@ -158,9 +157,9 @@ class AllocationLog:
 class EventRecorder(SegmentRecorder):
     """Feeds a log."""
 
-    def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog, kernels: KernelTemporaries | None = None) -> None:
+    def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog, hardware: Hardware | None = None) -> None:
         super().__init__(rehearsal.device_type, rehearsal.rounding_bytes, counts_fakes=rehearsal.is_fake)
-        self._kernels = kernels
+        self._kernels = KernelTemporaries(hardware)
         self._is_dropout = False
         self.log = self.events = log
         self.thread: Thread = "forward"
@@ -174,9 +173,8 @@ class EventRecorder(SegmentRecorder):
         if func in PRODUCTS:
             self.events.multiply(self.thread)
         elif self._has_card_kernels:
-            self.events.pass_by(temporary_bytes(func, args))
-            if self._kernels is not None:
-                self.events.pass_by(self._kernels.inside(func, args, result))
+            for sizes in self._kernels.inside(func, args, result):
+                self.events.pass_by(sizes)
         return result
 
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
@@ -201,11 +199,11 @@ def record_steps(
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
     `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. `attach` puts a
-    plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, what its
-    kernels allocate inside themselves is in the log, too. `learns`: the second step may differ from the first.
+    plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, the log
+    also has what only its kernels allocate inside themselves. `learns`: the second step may differ from the first.
     """
     log = AllocationLog()
-    recorder = EventRecorder(rehearsal, log, None if hardware is None else KernelTemporaries(hardware))
+    recorder = EventRecorder(rehearsal, log, hardware)
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step

@@ -19,8 +19,6 @@ types than bfloat16.
 
 What some losses keep and fake tensors do not show: a mean that lies in the memory of all that it is the mean of.
 
-What a card's kernels allocate for their own use, beside their results: `temporary_bytes`.
-
 Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
 takes the batch for packed; real batches are, unless position ids are passed. It also skips an attention mask that
 hides nothing. The plan counts the mask: a later batch may be padded.
@@ -264,90 +262,3 @@ def widen(loss: torch.Tensor, args: tuple[Any, ...]) -> bool:
         return False
     storage.resize_(num_bytes)
     return True
-
-
-# ---- what kernels allocate inside themselves
-
-_FEW_IDS = 3072
-"""Up to so many ids an embedding's backward adds rows one by one; more are sorted first."""
-_IDS_A_PART = 10
-_LONGEST_ROW_SORTED_AT_ONCE = 4096
-_FEW_ROWS = 128
-_LONG_BYTES, _FLOAT_BYTES = 8, 4
-
-
-def temporary_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """What a CUDA kernel allocates and frees inside itself, by the rules of torch 2.13; () where we know of nothing.
-
-    Known: backward of softmax and of group norm, of embeddings with many ids, sorting, and sums of booleans. The
-    emulated card says the same to the byte. Not known: workspaces of convolutions, and the buffers of reductions and of
-    layer norm's backward, which go by the number of the card's processors.
-    """
-    rule = _TEMPORARIES.get(func)
-    return () if rule is None else rule(*args)
-
-
-def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    """The product of both, which is then summed row by row."""
-    return (gradient.numel() * gradient.element_size(),)
-
-
-def _of_embedding_backward(gradient: torch.Tensor, ids: torch.Tensor, num_weights: int, *_: Any) -> tuple[int, ...]:
-    """Ids that are sorted, and for each part of a run of equal ids a row in full precision."""
-    num_ids = ids.numel()
-    if num_ids <= _FEW_IDS:
-        return ()
-    num_runs = min(num_ids, num_weights)
-    num_parts = num_ids // _IDS_A_PART + num_runs
-    width = gradient.shape[-1]
-    item_bytes = ids.element_size()
-    sorted_bytes = (num_ids * item_bytes,) * 3
-    counts = (num_runs * item_bytes, num_runs * item_bytes, num_parts * item_bytes, item_bytes, item_bytes)
-    return (*sorted_bytes, *counts, num_parts * width * _FLOAT_BYTES)
-
-
-def _of_group_norm(
-    input: torch.Tensor, weight: Any, bias: Any, num: int, channels: int, area: int, groups: int, *_: Any
-) -> tuple[int, ...]:
-    """A factor and a summand for each channel; in 16 bits, mean and deviation in full precision as well."""
-    a_channel = num * channels * _FLOAT_BYTES
-    a_group = num * groups * _FLOAT_BYTES if input.element_size() < _FLOAT_BYTES else 0
-    return tuple(filter(None, (a_channel, a_channel, a_group, a_group)))
-
-
-def _of_group_norm_backward(*args: Any) -> tuple[int, ...]:
-    """Two sums for each channel, and for the input's gradient three factors."""
-    weight, num, channels, _, groups, wanted = args[4:10]
-    a_channel, a_group = num * channels * _FLOAT_BYTES, num * groups * _FLOAT_BYTES
-    factors = ((a_channel,) if weight is not None else ()) + (a_group, a_group) if wanted[0] else ()
-    return (a_channel, a_channel, *factors)
-
-
-def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
-    """Short rows are sorted in place, with their positions; many long ones with copies of keys and positions."""
-    if input.dim() == 0 or input.numel() == 0:
-        return ()
-    length = input.shape[dim]
-    if length <= _LONGEST_ROW_SORTED_AT_ONCE:
-        return (length * _LONG_BYTES,)
-    if input.numel() // length < _FEW_ROWS:  # few long rows are sorted by another algorithm, whose needs we do not know
-        return ()
-    return (input.numel() * (input.element_size() + 2 * _LONG_BYTES), 1)
-
-
-def _of_sum(input: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    """Booleans and short integers are made long ones first."""
-    is_counted = not input.dtype.is_floating_point and not input.dtype.is_complex and input.dtype != torch.int64
-    return (input.numel() * _LONG_BYTES,) if is_counted and input.numel() else ()
-
-
-_TEMPORARIES: dict[Any, Any] = {
-    _aten._softmax_backward_data.default: _of_softmax_backward,
-    _aten.embedding_dense_backward.default: _of_embedding_backward,
-    _aten.native_group_norm.default: _of_group_norm,
-    _aten.native_group_norm_backward.default: _of_group_norm_backward,
-    _aten.sort.default: _of_sort,
-    _aten.sort.stable: lambda input, stable, dim=-1, *_: _of_sort(input, dim),
-    _aten.sum.default: _of_sum,
-    _aten.sum.dim_IntList: _of_sum,
-}
