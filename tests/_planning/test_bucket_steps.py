@@ -14,6 +14,7 @@ from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale.techniques.technique import PlannedStep
 from tests.models import features, small
 
 MIB = 1 << 20
@@ -27,7 +28,7 @@ def costs_of(model: nn.Module, *, overlaps: bool) -> OptimizerCosts:
 def log_of(
     model: nn.Module, costs: OptimizerCosts, *, moves: bool, eight_bit: bool = False, **how: Any
 ) -> AllocationLog:
-    rules = costs.rules(moves=moves, eight_bit=eight_bit, streams=False, window_bytes=64 * MIB, **how)
+    rules = costs.rules(PlannedStep(moves=moves, packs=eight_bit, **how), window_bytes=64 * MIB)
     rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
     return record_steps(rehearsal, model, "adamw", rules=rules)
 
@@ -101,4 +102,4 @@ def test_a_step_in_buckets_takes_less_and_keeps_its_state() -> None:
 
 def test_a_plan_that_leaves_the_optimizer_alone_has_no_rules() -> None:
     costs = costs_of(small(), overlaps=False)
-    assert costs.rules(moves=False, eight_bit=False, streams=False, window_bytes=64 * MIB) is None
+    assert costs.rules(PlannedStep(), window_bytes=64 * MIB) is None

@@ -13,9 +13,19 @@ import pytest
 from memscale import Config, OptimizationMode
 from memscale._config import SWITCHES
 from memscale._decide.choice import OPTIONS, RunOptions
-from memscale._plan import Action
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    MixedPrecision,
+    OffloadOptimizer,
+    QuantizeOptimizer,
+    StepInBuckets,
+    StreamParameters,
+    TileHead,
+)
 from memscale._profile import KEEP, Treatment
-from memscale.techniques import TECHNIQUES, TREATED, TREATMENTS, technique_of
+from memscale.techniques import TECHNIQUES, TREATED, TREATMENTS, planned_step, settling_steps, technique_of
+from memscale.techniques.technique import PlannedStep
 
 pytestmark = pytest.mark.unit
 
@@ -81,6 +91,21 @@ def test_every_treatment_is_one_techniques_and_comes_back_from_its_actions() -> 
             assert of_action is not None
             traits.update(of_action(action))
         assert Treatment(**traits) == treatment
+
+
+def test_what_concerns_the_optimizer_says_how_it_steps() -> None:
+    assert {technique.name for technique in TECHNIQUES if technique.state} <= {t.name for t in TECHNIQUES if t.step}
+    assert planned_step(()) == PlannedStep()
+    assert planned_step([Checkpoint("a"), TileHead("b", 8), MixedPrecision("bfloat16")]) == PlannedStep()
+    assert planned_step([StreamParameters("a"), OffloadOptimizer(1, 0.25), QuantizeOptimizer(1)]) == PlannedStep(
+        moves=True, resident_share=0.25, packs=True, streams=True
+    )
+    assert planned_step([StepInBuckets(1)]) == PlannedStep(in_buckets=True)
+
+
+def test_a_step_settles_when_the_slowest_technique_has() -> None:
+    assert settling_steps(()) == settling_steps([Checkpoint("a")]) == 1
+    assert settling_steps([Checkpoint("a"), StreamParameters("b")]) == 2
 
 
 def test_techniques_of_blocks_say_how_their_words_begin() -> None:

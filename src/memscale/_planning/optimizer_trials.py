@@ -1,7 +1,7 @@
 """What the optimizer costs under a plan: as it is, its state on another tier or in 8 bits, over what is not streamed.
 
-The optimizer itself is tried on fake parameters (`_profile.optimizers`); how its state waits is said here, by the rules
-of the techniques that do it.
+The optimizer itself is tried on fake parameters (`_profile/optimizer_twin.py`); how its state waits is said here, by
+the rules of the techniques that do it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from memscale.techniques.optimizer8bit.eight_bit import (
     moments_of,
 )
 from memscale.techniques.optimizer8bit.twins import is_of_bitsandbytes, prepare_twin
+from memscale.techniques.technique import PlannedStep
 
 RESIDENT_SHARES = tuple(number / 32 for number in range(1, 32))
 """Shares of the state that plans may leave on the device."""
@@ -102,29 +103,20 @@ class OptimizerCosts:
             prepare=self._preparation(optimizer),
         )
 
-    def rules(
-        self,
-        *,
-        moves: bool,
-        eight_bit: bool,
-        streams: bool,
-        window_bytes: int,
-        in_buckets: bool = False,
-        resident_share: float = 0.0,
-    ) -> BucketRules | None:
-        """How the optimizer itself steps under such a plan; None: as a whole.
+    def rules(self, step: PlannedStep, *, window_bytes: int) -> BucketRules | None:
+        """How the optimizer itself steps where a plan asks for this; None: as a whole.
 
         `NotImplementedError` where another steps in its place, or one that fake tensors are not enough for.
         """
-        packs = eight_bit and self._can_pack
-        if (eight_bit and self._replacement is not None) or self._preparation(self._optimizer) is not None:
+        packs = step.packs and self._can_pack
+        if (step.packs and self._replacement is not None) or self._preparation(self._optimizer) is not None:
             raise NotImplementedError("the steps of bitsandbytes' own optimizers are not recorded")
-        if not _is_separable(self._optimizer) or not (moves or packs or streams or in_buckets):
+        if not _is_separable(self._optimizer) or not (step.moves or packs or step.streams or step.in_buckets):
             return None
-        stepping = self._stepping(moves=moves and self._has_next_tier, eight_bit=packs)
-        if in_buckets and not stepping.moves and not packs:
+        stepping = self._stepping(moves=step.moves and self._has_next_tier, eight_bit=packs)
+        if step.in_buckets and not stepping.moves and not packs:
             stepping = self._in_step_buckets()
-        return BucketRules(stepping, window_bytes, stepping.block_size, resident_share)
+        return BucketRules(stepping, window_bytes, stepping.block_size, step.resident_share)
 
     def _preparation(self, optimizer: str | Optimizer) -> Prepare | None:
         if isinstance(optimizer, str) or not is_of_bitsandbytes(optimizer):

@@ -33,10 +33,7 @@ from memscale._plan import (
     Action,
     FrontPoint,
     MixedPrecision,
-    OffloadOptimizer,
     Plan,
-    QuantizeOptimizer,
-    StepInBuckets,
     StreamParameters,
 )
 from memscale._planning.allocations import allocator_settings, record_steps, reserved_of
@@ -51,7 +48,7 @@ from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_s
 from memscale._torch import private
 from memscale._units import round_up, show_bytes
 from memscale.report.explain import words_of_actions
-from memscale.techniques import TREATMENTS, by_technique, technique_of
+from memscale.techniques import TREATMENTS, planned_step, settling_steps
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -196,21 +193,13 @@ class Planner:
 
     def _record_held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
         transfers = config.async_config or AsyncOffloadConfig()
-        kinds = {type(action) for action in actions}
         try:
-            rules = self.costs.rules(
-                moves=OffloadOptimizer in kinds,
-                eight_bit=QuantizeOptimizer in kinds,
-                streams=StreamParameters in kinds,
-                in_buckets=StepInBuckets in kinds,
-                resident_share=max((a.resident_share for a in actions if isinstance(a, OffloadOptimizer)), default=0.0),
-                window_bytes=transfers.window_bytes,
-            )
+            rules = self.costs.rules(planned_step(actions), window_bytes=transfers.window_bytes)
             log = record_steps(
                 self.rehearsal,
                 self.model,
                 self.job.optimizer,
-                learns=config.async_offload and StreamParameters in kinds,
+                learns=config.async_offload and settling_steps(actions) > 1,
                 attach=self._attacher(actions, config) if actions else None,
                 rules=rules,
                 hardware=self.hardware,
@@ -240,8 +229,7 @@ class Planner:
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key = (*map(_without_reason, actions), config.async_offload)
         if key not in self._traces:
-            steps = [technique_of(mine[0]).settling_steps for mine in by_technique(actions).values()]
-            num_steps = max(steps) if config.async_offload else 1
+            num_steps = settling_steps(actions) if config.async_offload else 1
             trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
             self._traces[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
         return self._traces[key]

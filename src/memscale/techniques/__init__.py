@@ -7,6 +7,7 @@ instead of knowing them one by one (`technique.py`). This package loads without 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from memscale._plan import Action
 from memscale._profile import KEEP, Treatment
@@ -18,7 +19,7 @@ from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
 from memscale.techniques.offload.parameters import PARAMETERS
 from memscale.techniques.optimizer8bit import EIGHT_BIT
 from memscale.techniques.precision import PRECISION
-from memscale.techniques.technique import Technique, Treated
+from memscale.techniques.technique import PlannedStep, Technique, Treated
 from memscale.techniques.tiling import HEAD, INSIDE
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -66,3 +67,17 @@ def by_technique(actions: Iterable[Action]) -> dict[str, list[Action]]:
     for action in actions:
         found.setdefault(technique_of(action).name, []).append(action)
     return found
+
+
+def planned_step(actions: Iterable[Action]) -> PlannedStep:
+    """How the optimizer steps under a plan with these actions."""
+    fields: dict[str, Any] = {}
+    for mine in by_technique(actions).values():
+        step = technique_of(mine[0]).step
+        fields |= {} if step is None else step(mine)
+    return PlannedStep(**fields)
+
+
+def settling_steps(actions: Iterable[Action]) -> int:
+    """Steps until one is as all later ones, where transfers overlap with compute."""
+    return max((technique_of(action).settling_steps for action in actions), default=1)

@@ -4,6 +4,7 @@ A stage does not ask which technique it has before it, it asks the record:
 
     planning     `hindrance`, `treatments`, `rehearse`    may it be used here, and what is rehearsed for it?
     deciding     `treatments`, `option`, `state`          what can be chosen, and what does that do to bytes and time?
+    confirming   `step`, `settling_steps`                 how does the optimizer step, and when is a step settled?
     executing    `attach`, `place`                        how is it attached, and after what?
     reporting    `words`, `outcome`, `reason`             how is it said, and why was it chosen?
 
@@ -87,6 +88,22 @@ class StateRule:
     """How it steps; None: as it does by itself, all at once."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """How the optimizer steps under a plan, as far as that differs from how it steps by itself."""
+
+    moves: bool = False
+    """Its state waits on the next tier."""
+    resident_share: float = 0.0
+    """The share of what could wait there that stays on the device."""
+    packs: bool = False
+    """Its state waits in 8 bits."""
+    in_buckets: bool = False
+    """A few parameters are stepped at a time."""
+    streams: bool = False
+    """Some of its parameters are not on the device."""
+
+
 def nothing_hinders(config: Config, hardware: Hardware) -> str:
     return ""
 
@@ -123,6 +140,8 @@ class Technique:
     """Its blocks are computed again in backward."""
     option: RunOption | None = None
     state: StateRule | None = None
+    step: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
+    """Of its actions: the fields of `PlannedStep` that they set; None: they do not concern the optimizer's step."""
 
     rehearse: Callable[[Planner, Config], None] | None = None
     """What is tried for it beside its treatments of blocks, which are always tried; None: nothing."""

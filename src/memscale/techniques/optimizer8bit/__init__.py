@@ -69,6 +69,7 @@ EIGHT_BIT = Technique(
         asked_for=_asked_for,
     ),
     state=StateRule(cost=lambda profile: profile.eight_bit_optimizer),
+    step=lambda actions: {"packs": True},
     rehearse=_rehearse,
     attach=_attach,
     place=70,

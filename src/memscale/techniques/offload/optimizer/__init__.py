@@ -84,6 +84,10 @@ def _value(actions: Sequence[OffloadOptimizer], profile: Profile) -> float:
     return 1.0 - max(action.resident_share for action in actions)
 
 
+def _step(actions: Sequence[OffloadOptimizer]) -> dict[str, Any]:
+    return {"moves": True, "resident_share": max(action.resident_share for action in actions)}
+
+
 def _words(action: OffloadOptimizer) -> str:
     return "offload optimizer" + (f": {1 - action.resident_share:.1%} of its state" if action.resident_share else "")
 
@@ -110,6 +114,7 @@ OPTIMIZER = Technique(
     refusal=no_tier_for_plan,
     option=RunOption(field="offloads_optimizer", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_FromTheNextTier()),
+    step=_step,
     attach=_attach,
     place=60,
     words=_words,

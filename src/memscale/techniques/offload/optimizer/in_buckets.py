@@ -82,6 +82,7 @@ BUCKETED_STEP = Technique(
     scope="run",
     option=RunOption(field="steps_in_buckets", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_WhereItIs()),
+    step=lambda actions: {"in_buckets": True},
     attach=_attach,
     place=55,
     words=lambda action: "step in buckets",

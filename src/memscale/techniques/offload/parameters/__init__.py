@@ -118,6 +118,7 @@ PARAMETERS = Technique(
         value=_rest_value,
         in_row=_rest_in_row,
     ),
+    step=lambda actions: {"streams": True},
     rehearse=_rehearse,
     settling_steps=2,
     attach=_attach,
