@@ -11,9 +11,10 @@ import torch
 
 import memscale
 from memscale import Config, ConfigError, DoesNotFitError, OptimizationMode, Plan, _json
+from memscale._config import SWITCHES
 from memscale._decide.budget import Budget, full_budget
 from memscale._decide.policy import Situation, choose_strategy, learned, rules
-from memscale._decide.policy.features import features_of
+from memscale._decide.policy.features import LEARNED_SWITCHES, features_of
 from memscale._decide.policy.strategies import STRATEGIES
 from memscale._decide.policy.trees import Forest, Tree
 from memscale._planning import make_plan
@@ -176,6 +177,22 @@ def test_a_policy_is_in_the_package_only_if_it_has_earned_its_place() -> None:
     strategy = choose_strategy(Config(auto_policy=True), situation_at(2.0))
     assert strategy.source == ("ml" if has_earned else "rule_fallback")
     assert not has_earned or f"training hash {learned.load(learned.ARTIFACT).training_hash}" in results
+
+
+def can(config: Config | None = None, **changes: Any) -> set[str]:
+    features = features_of(situation_at(2.0, **changes), config or Config())
+    return {name for name, value in features.items() if name in LEARNED_SWITCHES and value}
+
+
+def test_features_say_what_the_techniques_say() -> None:
+    """And not what somebody says about them by name: `Technique.hindrance` is asked."""
+    assert set(LEARNED_SWITCHES.values()) <= set(SWITCHES)
+    everything = set(LEARNED_SWITCHES)
+    assert can(has_fast_16bit=True) == everything
+    assert can(has_fast_16bit=False) == everything - {"can_halve"}
+    assert can(has_fast_16bit=True, unified_memory=True) == everything - {"can_offload"}
+    for feature, switch in LEARNED_SWITCHES.items():
+        assert can(Config(**{switch: False}), has_fast_16bit=True) == everything - {feature}
 
 
 # ---- trees

@@ -6,8 +6,20 @@ import math
 
 from memscale._config import Config
 from memscale._decide.choice import RunOptions
+from memscale._decide.eligible import resolve
 from memscale._decide.policy.situation import Situation
+from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._profile import KEEP
+
+LEARNED_SWITCHES = {
+    "can_checkpoint": "enable_checkpointing",
+    "can_offload": "enable_offloading",
+    "can_tile": "enable_tiling",
+    "can_halve": "use_mixed_precision",
+    "can_quantize": "use_8bit_optimizer",
+}
+"""By feature: the switch of the techniques that a policy may count on. A trained policy knows the features that it was
+trained with, so a new technique is added here together with a newly trained policy."""
 
 
 def features_of(situation: Situation, config: Config) -> dict[str, float]:
@@ -86,13 +98,10 @@ def _room(situation: Situation) -> dict[str, float]:
 
 def _eligible(situation: Situation, config: Config) -> dict[str, float]:
     """What the hardware has, and what the user has not ruled out."""
-    hardware = situation.hardware
+    eligible = resolve(STRATEGIES[WIDEST].under(config, situation.hardware), situation.hardware)
+    switches = {technique.switch for technique in eligible.techniques}
     return {
-        "on_cpu": float(hardware.device_type == "cpu"),
-        "can_checkpoint": float(not config.rules_out("enable_checkpointing")),
-        "can_offload": float(situation.has_next_tier and not config.rules_out("enable_offloading")),
-        "can_tile": float(not config.rules_out("enable_tiling")),
-        "can_halve": float(hardware.has_fast_16bit and not config.rules_out("use_mixed_precision")),
-        "can_quantize": float(not config.rules_out("use_8bit_optimizer")),
+        "on_cpu": float(situation.hardware.device_type == "cpu"),
+        **{feature: float(switch in switches) for feature, switch in LEARNED_SWITCHES.items()},
         "overlaps": float(config.async_offload),
     }

@@ -21,6 +21,7 @@ from memscale._decide.policy.situation import Situation
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._decide.policy.trees import Forest
 from memscale._plan import Reason
+from memscale.techniques import TECHNIQUES
 
 ARTIFACT = pathlib.Path(__file__).with_name("policy.json")
 FORMAT = 1
@@ -61,7 +62,7 @@ def choose(config: Config, situation: Situation) -> tuple[str, Reason]:
     """The name of a strategy, and why; `NotCovered` where the policy has not learned what is asked."""
     if config.force_optimize:
         raise NotCovered("it looks for the fastest plan, and force_optimize for the smallest")
-    if config.asks_for("use_mixed_precision") or config.asks_for("use_8bit_optimizer"):
+    if any(config.asks_for(technique.switch) for technique in TECHNIQUES if not technique.is_exact):
         raise NotCovered("it has not seen plans that must be inexact")
     artifact = load(ARTIFACT)
     numbers = numbers_of(situation)

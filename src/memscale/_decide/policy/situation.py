@@ -35,8 +35,3 @@ class Situation:
     def pressure(self) -> float:
         """The baseline's peak over the budget: above 1 something must be done."""
         return self.baseline.peak_bytes / max(1, self.budget.device_bytes)
-
-    @property
-    def has_next_tier(self) -> bool:
-        """Whether there is anywhere for tensors to wait."""
-        return not self.hardware.unified_memory and self.budget.host_bytes + self.budget.disk_bytes > 0
