@@ -21,7 +21,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from memscale._decide.allocator import MIB, Block, CachingAllocator, OutOfMemoryError, SegmentState, parse_settings
+from memscale._decide.allocator import CachingAllocator, OutOfMemoryError
+from memscale._decide.allocator.blocks import Block, SegmentState
+from memscale._decide.allocator.settings import parse_settings
+from memscale._units import MIB
 
 KIB = 1 << 10
 NUM_STREAMS = 3

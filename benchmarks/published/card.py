@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-from memscale._decide.allocator import MIB, SMALL_BYTES, Block, CachingAllocator
+from memscale._decide.allocator import SMALL_BYTES, CachingAllocator
+from memscale._decide.allocator.blocks import Block
 from memscale._planning.allocations import PRODUCTS, WORKSPACE_BYTES, Thread
 from memscale._planning.kernel_temporaries import temporary_bytes
 from memscale._profile.device_kernels import gpu_kernels
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private
 from memscale._torch.live_bytes import ACCELERATOR_ROUNDING_BYTES
-from memscale._units import round_up
+from memscale._units import MIB, round_up
 
 WIDE_WORKSPACE_BYTES = 32 * MIB
 WIDE_FROM_ARCHITECTURE = 90

@@ -25,7 +25,7 @@ import torch
 from benchmarks.published import operators
 from benchmarks.published.card import Card
 from benchmarks.published.operators import Settings, Step
-from memscale._decide.allocator import MIB
+from memscale._units import MIB
 
 ARCHITECTURES = {
     "NVIDIA A100-SXM4-80GB": 80,

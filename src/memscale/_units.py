@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MIB = 1 << 20
+"""What allocators count in; people read MB."""
+
 
 def show_bytes(num_bytes: float) -> str:
     """ "9.123 GB", "12.3 MB", "4.1 kB": three digits that matter, and the unit that fits."""

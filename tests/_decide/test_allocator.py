@@ -14,18 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.allocator_series import SERIES, Replay, as_text, draw
-from memscale._decide.allocator import (
-    MIB,
-    NUM_DIVISIONS,
-    AllocatorSettings,
-    Block,
-    BlockState,
-    CachingAllocator,
-    OutOfMemoryError,
-    SegmentState,
-    parse_settings,
-)
+from memscale._decide.allocator import CachingAllocator, OutOfMemoryError
+from memscale._decide.allocator.blocks import Block, BlockState, SegmentState
+from memscale._decide.allocator.settings import NUM_DIVISIONS, AllocatorSettings, parse_settings
 from memscale._errors import ConfigError, MemScaleError
+from memscale._units import MIB
 
 KIB = 1 << 10
 GIB = 1 << 30

@@ -6,7 +6,8 @@ import pytest
 
 from memscale import Hardware
 from memscale._hardware.cards import KNOWN_CARDS
-from memscale._hardware.footprints import FOOTPRINTS, MIB, footprint_of
+from memscale._hardware.footprints import FOOTPRINTS, footprint_of
+from memscale._units import MIB
 
 pytestmark = pytest.mark.unit
 

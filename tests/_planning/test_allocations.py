@@ -11,7 +11,8 @@ from torch import nn
 
 import memscale
 from memscale import zoo
-from memscale._decide.allocator import OutOfMemoryError, parse_settings
+from memscale._decide.allocator import OutOfMemoryError
+from memscale._decide.allocator.settings import parse_settings
 from memscale._planning.allocations import (
     WORKSPACE_BYTES,
     Allocated,

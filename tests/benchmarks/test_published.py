@@ -17,7 +17,7 @@ from benchmarks.published import liger, operators, vision
 from benchmarks.published.card import Card, workspace_bytes_of
 from benchmarks.published.operators import Step, empty
 from benchmarks.published.page import Entry, to_markdown
-from memscale._decide.allocator import MIB
+from memscale._units import MIB
 
 pytestmark = pytest.mark.unit
 

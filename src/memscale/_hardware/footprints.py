@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-MIB = 1 << 20
+from memscale._units import MIB
 
 _SMALL_WORKSPACE_BYTES = 2 * 4 * MIB + 8 * 16 * 1024
 """cuBLAS's `:4096:2:16:8`: two buffers of 4 MiB and eight of 16 KiB."""

@@ -28,7 +28,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._decide.allocator import AllocatorSettings, Block, CachingAllocator, parse_settings
+from memscale._decide.allocator import CachingAllocator
+from memscale._decide.allocator.blocks import Block
+from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._errors import ConfigError
 from memscale._hardware import Hardware
 from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer

@@ -20,7 +20,7 @@ from torch import nn
 
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide import confirmed, decide, decide_on, full_front, needs_optimizing
-from memscale._decide.allocator import AllocatorSettings
+from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, block_actions, choice_of
 from memscale._decide.cost_model import CostModel

@@ -12,23 +12,27 @@ worth keeping. `allocated` counts the blocks that are handed out, `reserved` the
 holds what PyTorch's own allocator did for some thousand requests, and the model does the same, block by block.
 
 Not modelled: pools of CUDA graphs and of `torch.cuda.MemPool`, and `backend:cudaMallocAsync`.
-
-NOTE [addresses are ages]: of free blocks of one size PyTorch takes that in the oldest segment, and in a segment that at
-the lowest address. Here each segment lies behind all that were made before it, so that the address says both.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from typing import Literal
+from bisect import bisect_left
 
+from memscale._decide.allocator.blocks import (
+    Block,
+    Pool,
+    SegmentState,
+    State,
+    has_room,
+    skip_growing,
+    stretch_from,
+    whole_segments,
+)
+from memscale._decide.allocator.settings import NUM_DIVISIONS, AllocatorSettings
 from memscale._errors import ConfigError, MemScaleError
-from memscale._units import round_up, show_bytes
+from memscale._units import MIB, round_up, show_bytes
 
-MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
 SMALL_BYTES = MIB
 """The largest request that is served from the small pool."""
@@ -36,241 +40,12 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 PACKED_BYTES = 10 * MIB
 """Requests of the large pool below this share segments; others get one of their own size."""
 SEGMENT_ROUNDING_BYTES = 2 * MIB
-NUM_DIVISIONS = 16
-"""Sizes from 1 MiB to 64 GiB, each twice the one before, have their own number of divisions."""
 ADDRESS_SPACE_BYTES = 1 << 46
 """Of an expandable segment where the size of the card is not known."""
 
 
 class OutOfMemoryError(MemScaleError):
     """The modelled card has no room for a request, even after all that was cached has been given back."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorSettings:
-    """What `PYTORCH_ALLOC_CONF` sets and the model follows; the defaults are PyTorch's."""
-
-    expandable_segments: bool = False
-    """One segment a stream and pool, which grows page by page."""
-    max_split_bytes: int | None = None
-    """Blocks from this size on are not split, and kept for requests of about their size."""
-    max_non_split_rounding_bytes: int | None = None
-    """How much larger than such a request its block may be; None: the size of a large segment."""
-    large_segment_bytes: int = 20 * MIB
-    """The segments that requests under 10 MiB share, and the pages of expandable segments."""
-    roundup_power2_divisions: tuple[int, ...] = (0,) * NUM_DIVISIONS
-    """Into how many steps each doubling from 1 MiB on is divided; requests are rounded up to these. 0: they are not."""
-    garbage_collection_threshold: float = 0.0
-    """From this share of the allowed bytes on, old unused segments are given back; 0: never."""
-    memory_fraction: float | None = None
-    """The share of the card that may be reserved, as by `set_per_process_memory_fraction`; None: no limit is set."""
-
-    def __post_init__(self) -> None:
-        if len(self.roundup_power2_divisions) != NUM_DIVISIONS:
-            raise ConfigError(
-                f"roundup_power2_divisions has {len(self.roundup_power2_divisions)} entries; "
-                f"give {NUM_DIVISIONS}, one for each doubling from 1 MiB to 64 GiB"
-            )
-        for divisions in self.roundup_power2_divisions:
-            if divisions < 0 or divisions & (divisions - 1):
-                raise ConfigError(f"roundup_power2_divisions={divisions} is neither a power of two nor 0")
-        if self.max_split_bytes is not None and self.max_split_bytes < self.large_segment_bytes:
-            raise ConfigError(
-                f"max_split_size_mb is {self.max_split_bytes // MIB}; "
-                f"it must be at least {self.large_segment_bytes // MIB}, the size of a large segment"
-            )
-        if not 0 <= self.garbage_collection_threshold < 1:
-            raise ConfigError(f"garbage_collection_threshold={self.garbage_collection_threshold} is outside 0 to 1")
-
-
-# ---- settings from text
-
-_SIZES_IN_MIB = {
-    "max_split_size_mb": "max_split_bytes",
-    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
-    "large_segment_size_mb": "large_segment_bytes",
-}
-_SHARES = {
-    "garbage_collection_threshold": "garbage_collection_threshold",
-    "per_process_memory_fraction": "memory_fraction",
-}
-_WITHOUT_EFFECT = ("pinned_", "release_lock_on_", "throw_on_", "graph_capture_")
-"""Options about the host's memory, about locks, about errors and about CUDA graphs."""
-
-
-def parse_settings(text: str) -> AllocatorSettings:
-    """Settings from a string as in the environment variable `PYTORCH_ALLOC_CONF`.
-
-        parse_settings("max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:4]")
-
-    Options that change nothing in the model (those of pinned memory) are passed over. Raises `ConfigError` for what
-    PyTorch would refuse and for `backend:cudaMallocAsync`, which is another allocator.
-    """
-    found: dict[str, object] = {}
-    for option in _options_of(text):
-        name, _, value = option.partition(":")
-        if name.startswith(_WITHOUT_EFFECT) or option == "backend:native":
-            continue
-        try:
-            found.update(_parsed(name, value))
-        except ValueError as error:
-            raise ConfigError(f"the allocator option {option!r} cannot be read: {error}") from error
-    return AllocatorSettings(**found)  # type: ignore[arg-type]
-
-
-def _options_of(text: str) -> Iterator[str]:
-    """The parts between commas, but not between those inside brackets."""
-    depth, option = 0, ""
-    for letter in "".join(text.split()) + ",":
-        depth += (letter == "[") - (letter == "]")
-        if letter != "," or depth > 0:
-            option += letter
-        else:
-            if option:
-                yield option
-            option = ""
-    if option:
-        raise ConfigError(f"the allocator option {option.rstrip(',')!r} has a bracket that is not closed")
-
-
-def _parsed(name: str, value: str) -> dict[str, object]:
-    if name in _SIZES_IN_MIB:
-        return {_SIZES_IN_MIB[name]: int(value) * MIB}
-    if name in _SHARES:
-        return {_SHARES[name]: float(value)}
-    if name == "expandable_segments" and value in ("True", "False"):
-        return {name: value == "True"}
-    if name == "roundup_power2_divisions":
-        return {name: _divisions(value)}
-    known = ", ".join((*_SIZES_IN_MIB, *_SHARES, "expandable_segments:True or :False", "roundup_power2_divisions"))
-    raise ValueError(f"the model knows {known}")
-
-
-def _divisions(value: str) -> tuple[int, ...]:
-    """One number for all sizes, or a list such as [64:8,256:4,>:1] of sizes in MiB and their divisions."""
-    if not value.startswith("["):
-        return (int(value),) * NUM_DIVISIONS
-    divisions = [0] * NUM_DIVISIONS
-    filled = 0
-    for entry in value.strip("[]").split(","):
-        size, _, number = entry.partition(":")
-        if size == ">":
-            divisions[filled:] = [int(number)] * (NUM_DIVISIONS - filled)
-            continue
-        index = min(int(size).bit_length() - 1, NUM_DIVISIONS - 1)
-        if index < 0 or int(size) & (int(size) - 1):
-            raise ValueError(f"{size} MiB is not a power of two")
-        # What is below the first size in the list is divided as that is.
-        divisions[0 if filled == 0 else index : index + 1] = [int(number)] * (index + 1 if filled == 0 else 1)
-        filled = index + 1
-    return tuple(divisions)
-
-
-# ---- what the model is made of
-
-State = Literal["free", "allocated", "awaiting events", "unmapped"]
-
-
-class Block:
-    """A piece of a segment. `CachingAllocator.allocate` returns one; it is valid until it is freed."""
-
-    __slots__ = (
-        "address",
-        "base",
-        "freed_at",
-        "next",
-        "num_events",
-        "pool",
-        "prev",
-        "requested_bytes",
-        "size_bytes",
-        "state",
-        "user_streams",
-    )
-
-    def __init__(self, pool: _Pool, base: int, address: int, size_bytes: int, state: State) -> None:
-        self.pool = pool
-        self.base = base
-        """The address of its segment."""
-        self.address = address
-        self.size_bytes = size_bytes
-        self.requested_bytes = 0
-        self.state: State = state
-        self.prev: Block | None = None
-        self.next: Block | None = None
-        self.user_streams: set[int] | None = None
-        """Streams beside its own that use it, by `record_stream`."""
-        self.num_events = 0
-        self.freed_at = 0
-        """How many searches its pool had seen when it became free."""
-
-    def __repr__(self) -> str:
-        return f"Block({self.size_bytes} B at {self.address:#x}, {self.state}, stream {self.pool.stream})"
-
-    def insert_after(self, other: Block) -> None:
-        other.prev, other.next = self, self.next
-        if self.next is not None:
-            self.next.prev = other
-        self.next = other
-
-    def absorb_next(self) -> None:
-        """NOTE [first blocks stay]: of two blocks that become one, the one at the lower address remains, and of a block
-        that is cut the front. So the first block of a segment is the same object as long as the segment exists."""
-        gone = self.next
-        assert gone is not None
-        self.size_bytes += gone.size_bytes
-        self.next = gone.next
-        if self.next is not None:
-            self.next.prev = self
-        gone.prev = gone.next = None
-
-
-class _Pool:
-    """The free blocks of one stream, small or large, in the order in which they are looked through."""
-
-    __slots__ = ("free", "is_small", "page_bytes", "stream", "unmapped")
-
-    def __init__(self, stream: int, is_small: bool, page_bytes: int) -> None:
-        self.stream = stream
-        self.is_small = is_small
-        self.page_bytes = page_bytes
-        self.free: list[tuple[int, int, Block]] = []
-        """By size, then address. See NOTE [addresses are ages]."""
-        self.unmapped: list[tuple[int, Block]] = []
-        """By address: what expandable segments have room for."""
-
-    def add(self, block: Block) -> None:
-        insort(self.free, (block.size_bytes, block.address, block))
-
-    def remove(self, block: Block) -> None:
-        del self.free[bisect_left(self.free, (block.size_bytes, block.address))]
-
-    def add_unmapped(self, block: Block) -> None:
-        insort(self.unmapped, (block.address, block))
-
-    def remove_unmapped(self, block: Block) -> None:
-        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlockState:
-    """A block at one moment."""
-
-    size_bytes: int
-    requested_bytes: int
-    """0 unless it is handed out, or waits for events."""
-    state: State
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SegmentState:
-    """A segment at one moment; of an expandable one, a stretch of mapped pages."""
-
-    address: int
-    size_bytes: int
-    stream: int
-    is_small: bool
-    blocks: tuple[BlockState, ...]
 
 
 class CachingAllocator:
@@ -312,7 +87,7 @@ class CachingAllocator:
         self._slack_bytes = settings.max_non_split_rounding_bytes or settings.large_segment_bytes
         self._divides = any(settings.roundup_power2_divisions)
         self._collects = settings.garbage_collection_threshold > 0 and self._allowed_bytes is not None
-        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}
         self._first_blocks: dict[int, Block] = {}
         """Of all segments, by address. See NOTE [first blocks stay]."""
         self._events: dict[int, collections.deque[tuple[int, Block]]] = {}
@@ -400,7 +175,7 @@ class CachingAllocator:
                 if block.state == "unmapped":
                     block = block.next
                     continue
-                segment, block = _stretch_from(block)
+                segment, block = stretch_from(block)
                 found.append(segment)
         return tuple(found)
 
@@ -416,12 +191,12 @@ class CachingAllocator:
                 return round_up(num_bytes, (1 << num_bytes.bit_length() - 1) // divisions)
         return (num_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
 
-    def _new_pool(self, stream: int, is_small: bool) -> _Pool:
+    def _new_pool(self, stream: int, is_small: bool) -> Pool:
         page_bytes = SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
-        pool = self._pools[stream, is_small] = _Pool(stream, is_small, page_bytes)
+        pool = self._pools[stream, is_small] = Pool(stream, is_small, page_bytes)
         return pool
 
-    def _best_fit(self, pool: _Pool, size_bytes: int) -> Block | None:
+    def _best_fit(self, pool: Pool, size_bytes: int) -> Block | None:
         """The smallest free block that is large enough, taken out of its pool; of equal ones the first."""
         if self._collects:
             self._num_searches[pool.is_small] += 1
@@ -430,7 +205,7 @@ class CachingAllocator:
         if index == len(free):
             return None
         if self._is_expandable:
-            index = _skip_growing(free, index)
+            index = skip_growing(free, index)
         found_bytes, _, block = free[index]
         if size_bytes < self._max_split_bytes:
             if found_bytes >= self._max_split_bytes:
@@ -499,7 +274,7 @@ class CachingAllocator:
 
     # ---- segments
 
-    def _reserve(self, pool: _Pool, size_bytes: int) -> Block:
+    def _reserve(self, pool: Pool, size_bytes: int) -> Block:
         """A free block of new memory; for want of it, all that is cached goes back first."""
         if self._collects:
             self._collect_garbage()
@@ -522,7 +297,7 @@ class CachingAllocator:
             "Lower the batch size or give it more memory."
         )
 
-    def _new_memory(self, pool: _Pool, size_bytes: int) -> Block | None:
+    def _new_memory(self, pool: Pool, size_bytes: int) -> Block | None:
         segment_bytes = self._segment_bytes(size_bytes)
         if self._allowed_bytes is not None and self.reserved_bytes + segment_bytes > self._allowed_bytes:
             return None
@@ -539,7 +314,7 @@ class CachingAllocator:
             return self.settings.large_segment_bytes
         return round_up(size_bytes, SEGMENT_ROUNDING_BYTES)
 
-    def _new_segment(self, pool: _Pool, num_bytes: int, state: State) -> Block:
+    def _new_segment(self, pool: Pool, num_bytes: int, state: State) -> Block:
         address = self._next_address
         self._next_address += num_bytes
         block = self._first_blocks[address] = Block(pool, address, address, num_bytes, state)
@@ -559,7 +334,7 @@ class CachingAllocator:
         del self._first_blocks[block.address]
         self.reserved_bytes -= block.size_bytes
 
-    def _release_oversize(self, pool: _Pool, size_bytes: int) -> bool:
+    def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
         """Give blocks back that are too large to be split: one that suffices, or the largest until they do."""
         if self.settings.max_split_bytes is None or self._is_expandable:
             return False
@@ -579,7 +354,7 @@ class CachingAllocator:
         assert self._allowed_bytes is not None
         excess_bytes = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self._allowed_bytes)
         while excess_bytes > 0:
-            unused = [block for pool in self._pools.values() for block in _whole_segments(pool)]
+            unused = [block for pool in self._pools.values() for block in whole_segments(pool)]
             ages = [self._num_searches[False] - block.freed_at for block in unused]
             if not ages or self._is_expandable:
                 return
@@ -591,7 +366,7 @@ class CachingAllocator:
 
     # ---- expandable segments
 
-    def _grow(self, pool: _Pool, size_bytes: int) -> Block | None:
+    def _grow(self, pool: Pool, size_bytes: int) -> Block | None:
         """Map pages behind or between blocks, at the lowest address where this gives enough in one piece."""
         block = self._room_for(pool, size_bytes)
         if block.state == "unmapped":
@@ -608,11 +383,11 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _room_for(self, pool: _Pool, size_bytes: int) -> Block:
+    def _room_for(self, pool: Pool, size_bytes: int) -> Block:
         for _, unmapped in pool.unmapped:
             before = unmapped.prev
             start = before if before is not None and before.state == "free" else unmapped
-            if _has_room(start, size_bytes):
+            if has_room(start, size_bytes):
                 return start
         space_bytes = round_up(max(self._address_space_bytes, size_bytes), pool.page_bytes)
         segment = self._new_segment(pool, space_bytes, "unmapped")
@@ -674,47 +449,3 @@ def _allowed_bytes(settings: AllocatorSettings, total_bytes: int | None) -> int 
             f"memory_fraction={settings.memory_fraction} is a share of the card: say how large that is by total_bytes"
         )
     return int(settings.memory_fraction * total_bytes)
-
-
-def _skip_growing(free: list[tuple[int, int, Block]], index: int) -> int:
-    """A block with unmapped pages behind it counts as all that it could become, so that what cannot grow is used up
-    first."""
-    size_bytes = _possible_bytes(free[index][2])
-    while index + 1 < len(free):
-        next_bytes = _possible_bytes(free[index + 1][2])
-        if next_bytes >= size_bytes:
-            break
-        index, size_bytes = index + 1, next_bytes
-    return index
-
-
-def _possible_bytes(block: Block) -> int:
-    after = block.next
-    return block.size_bytes + (after.size_bytes if after is not None and after.state == "unmapped" else 0)
-
-
-def _has_room(block: Block | None, size_bytes: int) -> bool:
-    """Whether free and unmapped blocks from this one on are as large together."""
-    found_bytes = 0
-    while found_bytes < size_bytes and block is not None and block.state in ("free", "unmapped"):
-        found_bytes += block.size_bytes
-        block = block.next
-    return found_bytes >= size_bytes
-
-
-def _whole_segments(pool: _Pool) -> list[Block]:
-    """The free blocks of a large pool that are a segment each."""
-    if pool.is_small:
-        return []
-    return [block for _, _, block in pool.free if block.prev is None and block.next is None]
-
-
-def _stretch_from(first: Block) -> tuple[SegmentState, Block | None]:
-    """Mapped blocks from this one on, as a segment; and the block behind them."""
-    blocks = []
-    block: Block | None = first
-    while block is not None and block.state != "unmapped":
-        blocks.append(BlockState(block.size_bytes, block.requested_bytes, block.state))
-        block = block.next
-    size_bytes = sum(each.size_bytes for each in blocks)
-    return SegmentState(first.address, size_bytes, first.pool.stream, first.pool.is_small, tuple(blocks)), block
