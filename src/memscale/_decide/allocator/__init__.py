@@ -241,16 +241,7 @@ class CachingAllocator:
         self._merge(block)
 
     def _merge(self, block: Block) -> None:
-        pool = block.pool
-        after, before = block.next, block.prev
-        if after is not None and after.state == "free":
-            pool.remove(after)
-            block.absorb_next()
-        if before is not None and before.state == "free":
-            pool.remove(before)
-            before.absorb_next()
-            block = before
-        self._add_free(block)
+        self._add_free(block.absorb_neighbours(block.pool.remove))
 
     def _add_free(self, block: Block) -> None:
         block.freed_at = self._num_searches[block.pool.is_small]
@@ -426,19 +417,11 @@ class CachingAllocator:
         self._merge_unmapped(block)
 
     def _merge_unmapped(self, block: Block) -> None:
-        pool = block.pool
-        after, before = block.next, block.prev
-        if after is not None and after.state == "unmapped":
-            pool.remove_unmapped(after)
-            block.absorb_next()
-        if before is not None and before.state == "unmapped":
-            pool.remove_unmapped(before)
-            before.absorb_next()
-            block = before
+        block = block.absorb_neighbours(block.pool.remove_unmapped)
         if block.prev is None and block.next is None:
             del self._first_blocks[block.address]
         else:
-            pool.add_unmapped(block)
+            block.pool.add_unmapped(block)
 
 
 def _allowed_bytes(settings: AllocatorSettings, total_bytes: int | None) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from typing import Literal
 
 State = Literal["free", "allocated", "awaiting events", "unmapped"]
@@ -55,7 +56,20 @@ class Block:
             self.next.prev = other
         self.next = other
 
-    def absorb_next(self) -> None:
+    def absorb_neighbours(self, remove: Callable[[Block], None]) -> Block:
+        """Make one block of this one and of its neighbours in the same state, each of which is removed from its list
+        first."""
+        block, after, before = self, self.next, self.prev
+        if after is not None and after.state == self.state:
+            remove(after)
+            self._absorb_next()
+        if before is not None and before.state == self.state:
+            remove(before)
+            before._absorb_next()
+            block = before
+        return block
+
+    def _absorb_next(self) -> None:
         """NOTE [first blocks stay]: of two blocks that become one, the one at the lower address remains, and of a block
         that is cut the front. So the first block of a segment is the same object as long as the segment exists."""
         gone = self.next
