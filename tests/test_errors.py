@@ -8,7 +8,7 @@ import pytest
 
 import memscale
 from memscale import _errors
-from memscale._errors import assert_never, quoted, shown
+from memscale._errors import quoted, shown
 
 pytestmark = pytest.mark.unit
 
@@ -63,8 +63,3 @@ def test_others_are_quoted_in_one_short_line(error: Exception, said: str) -> Non
 )
 def test_values_are_shown_in_few_words(value: object, said: str) -> None:
     assert shown(value) == said
-
-
-def test_a_case_that_nobody_thought_of_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="'keep' is a case"):
-        assert_never("keep")  # type: ignore[arg-type]

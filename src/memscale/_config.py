@@ -197,10 +197,6 @@ class Config:
         """Whether this technique was set to True by name, not by the mode."""
         return technique in self._explicit and bool(getattr(self, technique))
 
-    def rules_out(self, technique: str) -> bool:
-        """Whether this technique was set to False by name, not by the mode."""
-        return technique in self._explicit and not getattr(self, technique)
-
     def under(self, mode: OptimizationMode, **techniques: bool) -> Config:
         """A copy as another mode says, with some techniques otherwise; what was set by name stays as it is."""
         wanted = {**_TECHNIQUES_OF_MODE[mode], **techniques}

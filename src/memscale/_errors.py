@@ -3,21 +3,11 @@ catches all of it."""
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 MAX_QUOTED_CHARACTERS = 300
 """Of another's error message. The whole of it is the `__cause__`, or in the log at DEBUG."""
 _MAX_SHOWN_CHARACTERS = 100
 _MAX_SHOWN_BITS = 256
 """Python refuses to write integers of many thousand digits."""
-
-
-def assert_never(value: NoReturn) -> NoReturn:
-    """The end of a `match` that names every case: the type checker says if one is missing.
-
-    `typing` has it from Python 3.11 on.
-    """
-    raise AssertionError(f"{shown(value)} is a case that nobody thought of")
 
 
 def quoted(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from memscale._errors import ConfigError, shown
-from memscale._hardware.cards import KNOWN_CARDS, find_card
+from memscale._hardware.cards import KNOWN_CARDS, Card, find_card
 from memscale._hardware.footprints import footprint_of
 from memscale._hardware.host import host_memory
 
@@ -123,12 +123,7 @@ class Hardware:
             ConfigError: No such card is known; the message lists those that are.
             TypeError: The name is not a string.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"Hardware.from_name takes the name of a card as a string, not {type(name).__name__}")
-        card = find_card(name)
-        if card is None:
-            known = ", ".join(card.name for card in KNOWN_CARDS)
-            raise ConfigError(f"no card called {shown(name)} is known; known are: {known}")
+        card = _known_card(name)
         host_total, _ = host_memory()
         footprint = footprint_of(card.architecture)
         return cls(
@@ -166,3 +161,13 @@ class Hardware:
             f"{self.total_bytes / 1e9:.1f} GB, {self.free_bytes / 1e9:.1f} GB free; "
             f"host {self.host_available_bytes / 1e9:.1f} GB available; {' and '.join(maths) or 'no 16-bit math'}"
         )
+
+
+def _known_card(name: object) -> Card:
+    if not isinstance(name, str):
+        raise TypeError(f"Hardware.from_name takes the name of a card as a string, not {type(name).__name__}")
+    card = find_card(name)
+    if card is None:
+        known = ", ".join(card.name for card in KNOWN_CARDS)
+        raise ConfigError(f"no card called {shown(name)} is known; known are: {known}")
+    return card

@@ -12,7 +12,7 @@ import torch
 
 from memscale._errors import ConfigError, quoted, shown
 from memscale._hardware import LAUNCH_S, PAGEABLE_BYTES_PER_S, Hardware, benchmark
-from memscale._hardware.cards import find_card
+from memscale._hardware.cards import Card, find_card
 from memscale._hardware.footprints import footprint_of
 from memscale._hardware.host import cpu_flags, cpu_name, disk_free, host_memory, nearest_existing, resident_bytes
 
@@ -22,7 +22,17 @@ _CPU_FLOPS_PER_CORE = 3.0e10
 """Nominal fp32 throughput of one core. Only ratios of predicted times rest on it."""
 _CPU_BYTES_PER_S = 1.2e10
 _CPU_DISK_BYTES_PER_S = 5.0e8
-_UNKNOWN_GPU_FLOPS, _UNKNOWN_GPU_BYTES_PER_S, _UNKNOWN_LINK_BYTES_PER_S = 2.0e13, 6.0e11, 1.2e10
+_UNKNOWN_CARD = Card(
+    name="unknown",
+    total_bytes=0,
+    memory_bytes_per_s=6.0e11,
+    fp32_flops=2.0e13,
+    half_flops=4.0e13,
+    link_bytes_per_s=1.2e10,
+    architecture="unknown",
+    num_multiprocessors=80,
+)
+"""What is taken for the speeds of a card that is not in the table, until they are measured."""
 
 
 def detect_hardware(device: str | torch.device | None = None, offload_dir: str | None = None) -> Hardware:
@@ -39,7 +49,9 @@ def detect_hardware(device: str | torch.device | None = None, offload_dir: str |
     if index >= torch.accelerator.device_count():
         count = torch.accelerator.device_count()
         raise ConfigError(f"device={str(chosen)!r} is not available: this machine has {count} of that type")
-    return _accelerator_hardware(chosen.type, index, host_total, host_available, disk)
+    hardware = _accelerator_hardware(chosen.type, index, host_total, host_available, disk)
+    clock = getattr(_properties(chosen.type, index), "clock", None)
+    return _by_clock(hardware, clock) if clock is not None else _measured(hardware, torch.device(chosen.type, index))
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
@@ -81,15 +93,14 @@ def _accelerator_hardware(
     device_type: str, index: int, host_total: int, host_available: int, disk: int | None
 ) -> Hardware:
     free, total = torch.accelerator.get_memory_info(index)
-    module = torch.get_device_module(device_type)
-    properties = _properties(module, index)
+    properties = _properties(device_type, index)
     name = str(getattr(properties, "name", device_type))
-    card = find_card(name, loosely=True)
-    bf16, fast = _half_abilities(module, device_type, properties)
+    card = find_card(name, loosely=True) or _UNKNOWN_CARD
+    bf16, fast = _half_abilities(device_type, properties)
     architecture = _architecture(properties, device_type)
     caches = device_type == "cuda"
     footprint = footprint_of(architecture)
-    hardware = Hardware(
+    return Hardware(
         device_type=device_type,
         device_name=name,
         device_count=torch.accelerator.device_count(),
@@ -103,21 +114,17 @@ def _accelerator_hardware(
         host_total_bytes=host_total,
         host_available_bytes=host_available,
         disk_free_bytes=disk,
-        fp32_flops=card.fp32_flops if card else _UNKNOWN_GPU_FLOPS,
-        half_flops=card.half_flops if card else 2 * _UNKNOWN_GPU_FLOPS,
-        memory_bytes_per_s=card.memory_bytes_per_s if card else _UNKNOWN_GPU_BYTES_PER_S,
-        link_bytes_per_s=card.link_bytes_per_s if card else _UNKNOWN_LINK_BYTES_PER_S,
+        fp32_flops=card.fp32_flops,
+        half_flops=card.half_flops,
+        memory_bytes_per_s=card.memory_bytes_per_s,
+        link_bytes_per_s=card.link_bytes_per_s,
         blocking_link_bytes_per_s=PAGEABLE_BYTES_PER_S,
         launch_s=LAUNCH_S,
         has_caching_allocator=caches,
         context_bytes=footprint.context_bytes if caches else 0,
-        num_multiprocessors=int(getattr(properties, "multi_processor_count", 80)),
+        num_multiprocessors=int(getattr(properties, "multi_processor_count", _UNKNOWN_CARD.num_multiprocessors)),
         workspace_bytes=footprint.workspace_bytes if caches else 0,
     )
-    clock = getattr(properties, "clock", None)
-    if clock is not None:
-        return _by_clock(hardware, clock)
-    return _measured(hardware, torch.device(device_type, index))
 
 
 def _measured(hardware: Hardware, device: torch.device) -> Hardware:
@@ -183,8 +190,9 @@ def _current_type() -> str | None:
     return found.type if found is not None else None
 
 
-def _properties(module: Any, index: int) -> Any:
+def _properties(device_type: str, index: int) -> Any:
     """Device properties where the backend has them; not every one does."""
+    module = torch.get_device_module(device_type)
     return module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
 
 
@@ -198,8 +206,9 @@ def _architecture(properties: Any, device_type: str) -> str:
     return str(getattr(properties, "architecture", device_type))
 
 
-def _half_abilities(module: Any, device_type: str, properties: Any) -> tuple[bool, bool]:
+def _half_abilities(device_type: str, properties: Any) -> tuple[bool, bool]:
     """(bf16 is supported, 16-bit math is fast)."""
+    module = torch.get_device_module(device_type)
     bf16 = bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else device_type != "mps"
     major = getattr(properties, "major", None)
     return bf16, bf16 or major is None or major >= 7

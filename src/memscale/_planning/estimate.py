@@ -17,7 +17,7 @@ from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.advice import find_smaller
-from memscale._planning.job import Job, device_of
+from memscale._planning.job import open_job
 from memscale._planning.planner import Planner
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
@@ -100,18 +100,20 @@ def estimate(
     inputs = Inputs.from_sample(sample_input) if sample_input is not None else derive_inputs(model)
     if inputs is None:
         raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
-    hardware = hardware or Hardware.detect(_real_device(model, config), config.offload_dir)
-    planner = Planner(Job(model, config, hardware, optimizer), inputs)
-    by_mode: dict[OptimizationMode, ModeEstimate] = {}
-    for mode in OptimizationMode:
-        plan = planner.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
-        by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
-    profile = planner.profile
+    return _estimate_of(Planner(open_job(model, config, optimizer, hardware), inputs), config)
+
+
+def _estimate_of(planner: Planner, config: Config) -> Estimate:
+    by_mode = {mode: _estimate_mode(planner, config.replace(mode=mode, auto_policy=False)) for mode in OptimizationMode}
+    profile, hardware = planner.profile, planner.hardware
     baseline = planner.cost_model(config).peak_of(profile.plain, Choice())
     held = planner.held((), config)
     budget = budget_bytes(hardware, config)
     recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
-    advice = find_smaller(planner, config.replace(mode=mode), plan) if recommended is None else None
+    widest = next(reversed(by_mode))
+    advice = None
+    if recommended is None:
+        advice = find_smaller(planner, config.replace(mode=widest), by_mode[widest].plan)
     return Estimate(
         baseline_peak_bytes=baseline,
         breakdown=breakdown_at_peak(profile, baseline),
@@ -121,10 +123,15 @@ def estimate(
         recommended_mode=recommended,
         device_name=hardware.device_name,
         optimizer_name=profile.optimizer.name,
-        inputs=next(iter(by_mode.values())).plan.inputs,
+        inputs=by_mode[widest].plan.inputs,
         baseline_reserved_bytes=None if held is None else held.reserved_bytes,
         advice="" if advice is None else advice.remedy,
     )
+
+
+def _estimate_mode(planner: Planner, config: Config) -> ModeEstimate:
+    plan = planner.plan(choose_strategy(config))
+    return ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
 
 
 def _check_arguments(model: object, optimizer: object, config: object, hardware: object) -> None:
@@ -156,9 +163,3 @@ def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:
         parts |= {"grads": profile.plain.end_bytes, "activations": 0}
     parts["temporaries"] = peak_bytes - sum(parts.values())
     return parts
-
-
-def _real_device(model: nn.Module, config: Config) -> str | None:
-    """None, that is this machine's device, for a model without weights."""
-    device = device_of(model, config)
-    return None if device.type == "meta" else str(device)

@@ -34,8 +34,14 @@ class Job:
 def open_job(
     model: nn.Module, config: Config, optimizer: str | Optimizer = "adamw", hardware: Hardware | None = None
 ) -> Job:
-    """The job for this hardware; None: where the model computes, which is looked at once, here."""
-    return Job(model, config, hardware or Hardware.detect(device_of(model, config), config.offload_dir), optimizer)
+    """The job for this hardware; None: where the model computes, which is looked at once, here.
+
+    A model on the meta device has no weights anywhere yet: it will compute where this machine computes.
+    """
+    if hardware is None:
+        device = device_of(model, config)
+        hardware = Hardware.detect(None if device.type == "meta" else device, config.offload_dir)
+    return Job(model, config, hardware, optimizer)
 
 
 def device_of(model: nn.Module, config: Config) -> torch.device:

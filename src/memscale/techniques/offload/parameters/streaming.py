@@ -295,18 +295,32 @@ def attach(
     streamed = streamable(model, modules.values())
     _attach_layers(streamer, modules, streamed, undo, verify=verify)
     _attach_model(streamer, model, undo)
+    _move_in(streamer, model, streamed, undo, is_fake=is_fake, goes_on=previous is not None)
+    return streamer
+
+
+def _move_in(
+    streamer: Streamer,
+    model: nn.Module,
+    streamed: set[int],
+    undo: contextlib.ExitStack,
+    *,
+    is_fake: bool,
+    goes_on: bool,
+) -> None:
+    """Streamed parameters go to their homes, and what belongs to them follows. `goes_on`: some are there already."""
+    homes = streamer.homes
     following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
-    following.leaves_adopted = previous is not None
+    following.leaves_adopted = goes_on
     undo.callback(_leave_adopted, following, homes)
     if not is_fake:
         _announce(streamer, model, undo)
-    undo.callback(streamer.homes.restore)
-    streamer.homes.move_in(model, streamed)
+    undo.callback(homes.restore)
+    homes.move_in(model, streamed)
     streamer.make_room_for_landings()
     following.follow_all()
     if not is_fake:
         torch.accelerator.empty_cache()  # else the segments that parameters have left stay reserved for nobody
-    return streamer
 
 
 def _attach_layers(
