@@ -5,6 +5,17 @@
 
 A stranger who follows one call through the code meets these modules. Few of them, and few pairs that hand the data back
 and forth, make it easy to follow. Counted with `sys.setprofile`, in this thread.
+
+Not every pair is a detour. Of a pair that calls "directly" both ways, no call comes from PyTorch. The others are hooks
+and modes: a rehearsal runs the model with the very hooks of the plan, so that modules which know nothing of one another
+stand behind each other on the stack. The direct pairs are of three kinds, each of them intended:
+
+    a record and a stage       a stage asks a technique's record, which asks the stage for numbers: `CostModel` and
+                               `techniques.tiling`, `OptimizerModel` and `techniques.offload.optimizer`, `Planner` and
+                               `Technique.rehearse`, `write_plan` and `Technique.reason`
+    a class and its base       the base calls what the class fills in: `MethodOverride`, `RecomputedForward`
+    a function that was given  `Attach` from the planner to a rehearsal, `Stepping` to the optimizer's twin, the log of
+                               `LiveBytes`, what `Inputs` maps over its tensors
 """
 
 from __future__ import annotations
@@ -27,6 +38,7 @@ from memscale import cli
 from memscale.report.tables import table
 
 _PACKAGE = "memscale"
+_CALLED_BY_TORCH = ("__torch_function__", "__torch_dispatch__")
 
 
 @dataclasses.dataclass
@@ -36,6 +48,8 @@ class Walk:
     functions: set[str] = dataclasses.field(default_factory=set)
     modules: set[str] = dataclasses.field(default_factory=set)
     edges: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    direct: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    """The calls among them that do not come through PyTorch."""
     num_calls: int = 0
 
     def record(self, work: Callable[[], Any]) -> None:
@@ -54,32 +68,43 @@ class Walk:
         self.num_calls += 1
         self.modules.add(module)
         self.functions.add(f"{module}.{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code}")
-        caller = _caller_of_ours(frame)
+        caller, is_direct = _caller_of_ours(frame)
         if caller is not None and caller != module:
             self.edges[caller, module] += 1
+            self.direct[caller, module] += is_direct
 
     @property
     def both_ways(self) -> list[tuple[str, str]]:
-        return sorted((a, b) for a, b in self.edges if a < b and (b, a) in self.edges)
+        return _pairs(self.edges)
+
+    @property
+    def both_ways_directly(self) -> list[tuple[str, str]]:
+        return _pairs(+self.direct)
 
     def cells(self, name: str) -> tuple[str, ...]:
-        numbers = (len(self.modules), len(self.functions), self.num_calls, len(self.edges), len(self.both_ways))
+        counted = (self.edges, self.both_ways, self.both_ways_directly)
+        numbers = (len(self.modules), len(self.functions), self.num_calls, *map(len, counted))
         return name, *(f"{number:,}" for number in numbers)
+
+
+def _pairs(edges: collections.Counter[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted((a, b) for a, b in edges if a < b and (b, a) in edges)
 
 
 def _is_ours(module: str) -> bool:
     return module == _PACKAGE or module.startswith(f"{_PACKAGE}.")
 
 
-def _caller_of_ours(frame: Any) -> str | None:
-    """The nearest caller of the package: PyTorch may stand between the two."""
-    frame = frame.f_back
+def _caller_of_ours(frame: Any) -> tuple[str | None, bool]:
+    """The nearest caller of the package, and whether PyTorch does not stand between the two."""
+    is_direct, frame = frame.f_code.co_name not in _CALLED_BY_TORCH, frame.f_back
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if _is_ours(module):
-            return str(module)
+            return str(module), is_direct
+        is_direct = is_direct and module.partition(".")[0] != "torch"  # calls from its C++ have no frame
         frame = frame.f_back
-    return None
+    return None, False
 
 
 def encoder() -> tuple[nn.Module, torch.Tensor]:
@@ -116,13 +141,14 @@ def main() -> int:
     for walk_once in (walk_wrap, walk_estimate):
         walk_once()  # what happens at first use only, such as loading a module, is no part of the walk
     walks = {"wrap": walk_wrap(), "estimate": walk_estimate()}
-    header = ("walk", "modules", "functions", "calls", "edges", "both ways")
+    header = ("walk", "modules", "functions", "calls", "edges", "both ways", "directly")
     print("\n".join(table([header, *(walk.cells(name) for name, walk in walks.items())], left=(0,))))
     if options.pairs:
         for name, walk in walks.items():
             print(f"\n{name}:")
             for a, b in walk.both_ways:
-                print(f"  {a} -> {b}: {walk.edges[a, b]:,}; back: {walk.edges[b, a]:,}")
+                how = "" if (a, b) in walk.both_ways_directly else " (through PyTorch)"
+                print(f"  {a} -> {b}: {walk.edges[a, b]:,}; back: {walk.edges[b, a]:,}{how}")
     return 0
 
 
