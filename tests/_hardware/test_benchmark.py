@@ -66,8 +66,9 @@ def test_measured_once(cache: pathlib.Path) -> None:
 
 def test_processes_that_begin_at_once_have_the_same_figures(cache: pathlib.Path) -> None:
     code = (
-        "import torch\nfrom memscale._hardware.benchmark import device_figures\n"
-        "print(device_figures(torch.device('cpu'), 'card'))"
+        "import torch\nfrom memscale._hardware import benchmark\n"
+        "benchmark._LOCK_WAIT_S = 600.0  # a busy machine measures slowly, and nobody is to give up on it here\n"
+        "print(benchmark.device_figures(torch.device('cpu'), 'card'))"
     )
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert len({run.communicate()[0] for run in runs}) == 1

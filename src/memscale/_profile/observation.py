@@ -7,9 +7,9 @@
     profile_observed(model, observed, optimizer_cost)           # a `Profile`, like that of a rehearsal
 
 Nothing is run that the user did not run, and nothing of the model is changed. The step runs under the careful plan
-(`careful_actions`), in which every block is recomputed in backward. That recompute is the block's plain forward, with
-all that it keeps, so one such step shows both: how the step goes with every block checkpointed, and how it would go
-without. See NOTE [what a recompute shows].
+(`careful_plan` in observed_steps.py), in which every block is recomputed in backward. That recompute is the block's
+plain forward, with all that it keeps, so one such step shows both: how the step goes with every block checkpointed, and
+how it would go without. See NOTE [what a recompute shows].
 """
 
 from __future__ import annotations

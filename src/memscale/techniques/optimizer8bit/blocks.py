@@ -5,7 +5,7 @@ Elsewhere (simgpu, any other device) the same is done in plain tensor operations
 that bitsandbytes gives on the CPU.
 
 NOTE [packing twice]: the signed map has 1 but not -1. So the scale of a block whose largest element is negative is not
-the largest element of what is unpacked, and packing that again would change every element a little. `pack_exactly`
+the largest element of what is unpacked, and packing that again would change every element a little. `_pack_exactly`
 looks for the scale that gives the values back bit for bit, and finds it for everything that was unpacked before:
 saving, loading, detaching and attaching again change nothing.
 """

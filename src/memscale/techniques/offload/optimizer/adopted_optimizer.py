@@ -4,7 +4,7 @@
     adopted.attach(optimizer)       # hooks on its step, on saving and on loading; state that it has moves now
     adopted.detach()                # the whole state is back on its device, the hooks are gone
 
-Which optimizers are adopted, and when, is decided in optimizer.py. `Visits` (visits.py) moves the buckets.
+Which optimizers are adopted, and when, is decided in adoption.py. `Visits` (bucket_transfers.py) moves the buckets.
 
 NOTE [a step that fails]: what went wrong before the first bucket was stepped changed nothing; the error is raised as it
 is, and the step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets

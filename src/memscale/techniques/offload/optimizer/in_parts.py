@@ -4,7 +4,7 @@
 
 A part holds neighbours of one device, so that the step needs temporaries for one part only, on the host as on the
 device. See NOTE [the implementation of the whole] in implementations.py. An optimizer whose state waits in buckets is
-stepped by those (adopted.py); one that chooses no implementation by device is left alone.
+stepped by those (adopted_optimizer.py); one that chooses no implementation by device is left alone.
 
 Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. LBFGS, which
 joins all gradients in one tensor, cannot step on two devices at all, and is refused before anything has changed.
@@ -61,7 +61,7 @@ class StepsInParts(StepWatcher):
         return not is_shadow(optimizer) and not is_taken_over(optimizer) and _holds_streamed(optimizer)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Look after an optimizer from its first step on. The user's own pre-hooks come first: see adopted.py."""
+        """Look after an optimizer from its first step on. The user's own pre-hooks come first."""
         _refuse_joined_gradients(optimizer)
         if optimizer not in self._hooks and _chooses_by_device(optimizer):
             self._hooks[optimizer] = self._take(optimizer)

@@ -120,7 +120,7 @@ def _are_same(before: Any, after: Any) -> bool:
 
 
 class _Dropouts(TorchFunctionMode):
-    """Dropout that a tiled MLP can repeat passes for the identity; see `mlp.py`."""
+    """Dropout that a tiled MLP can repeat passes for the identity; see `tiling/mlp/__init__.py`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
