@@ -130,15 +130,16 @@ class Replanner(OwnHook):
     def _plan_for_held(self, model: nn.Module, inputs: Inputs) -> None:
         """The loop adds up gradients over several batches, or keeps them during forward: the plan is to count them."""
         self._is_tight, self.holds_gradients = False, True
-        logger.info("a forward began with gradients of an earlier batch: planning again, with them")
+        logger.info("this loop keeps gradients between batches: planning again, so that the plan counts them")
         earlier, self._known = self._known, []
         try:
             self.plan(model, inputs, inside=True)
         except DoesNotFitError as error:
             self.holds_gradients, self._known = False, earlier
             warnings.warn(
-                f"gradients of an earlier batch are held ({show_bytes(_held_bytes(model))}), which the plan does not "
-                f"count and for which none was found: the peak may be as much above it. {error}",
+                f"this loop keeps gradients between batches ({show_bytes(_held_bytes(model))}), which the current plan "
+                "does not count, and no plan that counts them fits the budget: the peak may be above the predicted one "
+                f"by that much. {error}",
                 stacklevel=2,
             )
 

@@ -35,7 +35,7 @@ from memscale._torch.host_rng import Fingerprint, HostRng
 from memscale._torch.overrides import ForwardOverride
 from memscale.techniques.recompute import key_value_caches
 from memscale.techniques.recompute.backward_errors import wait_on_errors
-from memscale.techniques.recompute.module_state import Flags, Memory, ModuleState
+from memscale.techniques.recompute.module_state import RUN_AGAIN, Flags, Memory, ModuleState
 
 
 class RecomputeWatcher(Protocol):
@@ -199,8 +199,8 @@ class Region:
         draws[self.memory.flags] = True
         if seen.numpy_moved():
             raise RuntimeError(
-                f"{self.owner.module_fqn} drew from NumPy's random numbers, which earlier forwards did not: its "
-                "recompute would not be the same. Run the step again: MemScale remembers it from now on."
+                f"{self.owner.module_fqn} drew from NumPy's random numbers in this forward but not in earlier ones, so "
+                f"computing it again in backward would give other results. {RUN_AGAIN}"
             )
         self.host_rng = HostRng(seen.python_state())
 

@@ -54,6 +54,7 @@ Slot: TypeAlias = tuple[int, str]
 """The number of a table, and a name in it."""
 Flags: TypeAlias = tuple[bool, ...]
 
+RUN_AGAIN = "Run the step again: MemScale remembers it from now on. If it recurs, leave the layer out of checkpointing."
 _NUM_TABLES = 4
 """Of each part: attributes, parameters, buffers, children."""
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
@@ -304,8 +305,8 @@ def _refuse_changed(memory: Memory) -> None:
     pairs = zip(memory.layout.slots[part], memory.values[part], memory.versions, strict=True)
     name, value = next((slot[1], value) for slot, value, version in pairs if version_of(value) != version)
     raise RuntimeError(
-        f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward: its "
-        "recompute would not be the same. Call backward before the optimizer's step."
+        f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward, so "
+        "computing its layer again would give other results. Call backward before the optimizer's step."
     )
 
 
@@ -372,8 +373,8 @@ def _is_as_copied(copied: torch.Tensor, now: Any) -> bool:
 
 def _refuse_buffer(layout: Layout, slot: Slot) -> None:
     raise RuntimeError(
-        f"buffer {slot[1]!r} of {layout.owner_of(slot)} was changed by this forward, not by earlier ones: its "
-        "recompute would not be the same. Run the step again: MemScale remembers it from now on."
+        f"buffer {slot[1]!r} of {layout.owner_of(slot)} was changed by this forward but not by earlier ones, so "
+        f"computing the layer again in backward would give other results. {RUN_AGAIN}"
     )
 
 
@@ -466,7 +467,6 @@ def _look_inside(values: dict[Slot, Any]) -> dict[Slot, HeldState]:
 
 def _refuse_attribute(layout: Layout, slot: Slot) -> None:
     raise RuntimeError(
-        f"attribute {slot[1]!r} of {layout.owner_of(slot)} was changed in place since this forward began, which "
-        "earlier ones did not do: its recompute would not be the same. Run the step again: MemScale remembers it from "
-        "now on."
+        f"attribute {slot[1]!r} of {layout.owner_of(slot)} was changed in place since this forward began, but not in "
+        f"earlier steps, so computing the layer again in backward would give other results. {RUN_AGAIN}"
     )
