@@ -376,7 +376,7 @@ def _refuse_unusable(model: nn.Module, config: Config) -> None:
 
 
 def _check_directory(offload_dir: str) -> None:
-    """That files can be made there, now: the first tensor may be sent there hours later. Nothing is left behind."""
+    """Check now that files can be made there: the first tensor may be sent hours later. Nothing is left behind."""
     existing = nearest_existing(offload_dir)
     if not existing.is_dir():
         raise ConfigError(f"offload_dir={offload_dir!r} is not a directory")

@@ -4,7 +4,7 @@ catches all of it."""
 from __future__ import annotations
 
 MAX_QUOTED_CHARACTERS = 300
-"""Of another's error message. The whole of it is the `__cause__`, or in the log at DEBUG."""
+"""How much of another's error message is quoted. The whole of it is the `__cause__`, or in the log at DEBUG."""
 _MAX_SHOWN_CHARACTERS = 100
 _MAX_SHOWN_BITS = 256
 """Python refuses to write integers of many thousand digits."""

@@ -48,7 +48,7 @@ app = typer.Typer(
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A name (gpt2-medium) or path/to/file.py:factory.")]
 MAX_SIZE = 2**24
-"""Of a batch or a sequence; with more, bytes could not be counted in 64 bits."""
+"""The largest batch or sequence; with more, bytes could not be counted in 64 bits."""
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, max=MAX_SIZE, help="Batch size.  [default: 1]")]
 SeqOption = Annotated[
     int | None, typer.Option("--seq", min=1, max=MAX_SIZE, help="Sequence length.  [default: up to 512]")

@@ -275,7 +275,7 @@ def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
 
 
 def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:
-    """Of a technique's option."""
+    """The values that can be chosen for a technique's option; doing nothing is one unless it must be used."""
     assert technique.option is not None
     found = technique.option.values(model, eligible) if eligible.has(technique) else ()
     return found if found and eligible.must_use(technique) else (nothing, *found)

@@ -15,7 +15,7 @@ from memscale.techniques.technique import StepManner
 
 
 class OptimizerModel:
-    """Of one profile, at one pace. What a technique does to it, that says itself: `StateRule`."""
+    """The optimizer of one profile, at one pace. What a technique does to it is said by the technique: `StateRule`."""
 
     def __init__(self, profile: Profile, pace: Pace) -> None:
         self.profile = profile
@@ -33,7 +33,7 @@ class OptimizerModel:
         return not any(t.state is not None and t.state.cost is not None for t in run.techniques)
 
     def _other_cost(self, run: RunOptions) -> OptimizerCost | None:
-        """None also where a technique has no effect: an optimizer that cannot be quantised keeps its state as it is."""
+        """The cost under a technique; None where none has an effect (what cannot be quantised stays as it is)."""
         costs = [t.state.cost for t in run.techniques if t.state is not None and t.state.cost is not None]
         return next((found for cost in costs if (found := cost(self.profile)) is not None), None)
 
@@ -77,12 +77,12 @@ class OptimizerModel:
         return max(0, self.profile.optimizer.state_bytes - rest.state_bytes) / self._block_bytes
 
     def largest_left(self, run: RunOptions, whole: int, rest: int, streamed_bytes: Any) -> Any:
-        """Of a cost of the largest part, which is there until the last block is streamed."""
+        """What is left of a cost of the largest part, which is there until the last block is streamed."""
         least = min(whole, rest) * (self._rest_left(run) > 0)
         return least + (whole - least) * (streamed_bytes < self._block_bytes)
 
     def left(self, run: RunOptions, whole: Any, rest: int, streamed_bytes: Any) -> Any:
-        """Of a cost that falls from `whole` to `rest` as blocks are streamed, and on as the rest is."""
+        """What is left of a cost that falls from `whole` to `rest` as blocks are streamed, and on as the rest is."""
         return self._falling(whole, rest, streamed_bytes) - rest * (1 - self._rest_left(run))
 
     def _falling(self, whole: Any, rest: int, streamed_bytes: Any) -> Any:
@@ -113,7 +113,7 @@ class OptimizerModel:
         return 1 - streamed_bytes / max(1, self._block_bytes + self._other_bytes)
 
     def compute_ms(self, cost: OptimizerCost, share: Any) -> Any:
-        """Of a step of this share of the parameters, without launches and transfers."""
+        """The time to step this share of the parameters, without launches and transfers."""
         if self.pace.counts_calls:
             moved_bytes, calls_ms = cost.moved_bytes, optimizer_calls_ms(cost.num_tensors)
         else:

@@ -41,7 +41,7 @@ def by_time(candidate: Candidate) -> tuple[float, ...]:
 
 
 def by_peak(candidate: Candidate) -> tuple[float, ...]:
-    """Of equal peaks an exact one, however fast the others are."""
+    """Among equal peaks an exact candidate comes first, however fast the others are."""
     outcome, choice = candidate.outcome, candidate.choice
     return outcome.peak_bytes, not choice.run.is_exact, round(outcome.step_ms, 9), choice.num_actions
 

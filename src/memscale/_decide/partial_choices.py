@@ -29,7 +29,7 @@ RESIDENT: less the trainable bytes that are streamed. SPLIT: whether there are a
 Joins = tuple[tuple[tuple[int, int], ...], ...]
 """By span of two groups of blocks together: the spans that it is made of, as (group, span)."""
 STACKED: Joins = (((0, 0), (1, 0)), ((1, 1), (0, 1)))
-"""Of neighbours that are visited once each way, in opposite order."""
+"""How neighbours are joined that are visited once each way, in opposite order."""
 _CHUNK = 128
 
 

@@ -24,18 +24,18 @@ _TILE_MS = 0.08
 """Of Python and views around the operators of a tile, which a host that launches ahead of its device hides. Nominal.
 The operators themselves are in the traces: launches on a device, calls on a CPU."""
 _FORWARD_MS, _BACKWARD_MS = 0.02, 0.01
-"""Of an operator: forward comes from Python, backward from the engine."""
+"""What an operator costs the host: forward comes from Python, backward from the engine."""
 _CHECKPOINT_MS = 0.8
-"""Of PyTorch's checkpoint and our hooks around it, random state and module state included."""
+"""What PyTorch's checkpoint and our hooks around it cost, random state and module state included."""
 _WATCHED_MS = 0.4
-"""Of an operator that a selective checkpoint looks at, in forward and again in backward."""
+"""What an operator costs that a selective checkpoint looks at, in forward and again in backward."""
 _TENSOR_MS = 0.06
-"""Of the optimizer's step, for each parameter."""
+"""What the optimizer's step costs for each parameter."""
 _BUCKET_MS = 0.4
 """Of Python, for each bucket of an optimizer's step beside its launches: a shadow of the optimizer, and its groups. A
 host that launches ahead of its device hides it. Measured on one core with AdamW over 580 parameters."""
 _RANDOM_MS = 7e-6
-"""Of one random number: generators are not vectorized."""
+"""What one random number costs: generators are not vectorized."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Moved:
     out_bytes: Any = 0
     in_bytes: Any = 0
     landing_bytes: int = 0
-    """Of the bytes that leave those of gradients, which a thread of the host waits for."""
+    """The part of `out_bytes` that is gradients. A thread of the host is blocked until these arrive."""
     first_bytes: Any = 0
-    """Of those that come, what nothing could hide."""
+    """What comes beside `in_bytes`, and that no compute could hide."""
 
 
 class Pace:
-    """Of one hardware; `overlaps`: transfers do not wait."""
+    """How fast one hardware is; `overlaps`: transfers run beside compute."""
 
     def __init__(self, hardware: Hardware, *, overlaps: bool = False) -> None:
         self.hardware = hardware
@@ -93,7 +93,7 @@ class Pace:
         return step_ms * _TILED_HEAD_SLOWDOWN + self.tiles_ms(num_tiles)
 
     def buckets_ms(self, num_buckets: int) -> float:
-        """Of the host, for so many buckets of an optimizer's step; a simulated clock does not count it."""
+        """What the host takes for so many buckets of an optimizer's step; a simulated clock does not count it."""
         return 0.0 if self.hardware.host_bytes_per_s is None else _BUCKET_MS * num_buckets
 
     def hooks_ms(self, treatment: Treatment, num_calls: int, num_operators: int) -> float:
@@ -172,7 +172,7 @@ class _Traffic:
         )
 
     def spread(self, number: int, early: float) -> tuple[Moved, Moved]:
-        """Of one block's forward and backward; `early` is the share of their time that is forward's."""
+        """What one block's forward and backward move; `early` is the share of their time that is forward's."""
         weights = sum(self.fetched)
         weights_back = min(sum(self.fetched_back), weights - self.param_bytes[-1]) if weights else 0
         returned = sum(self.fetched_back) - weights_back
@@ -193,7 +193,7 @@ class _Traffic:
 
 
 def _larger(a: Any, b: Any) -> Any:
-    """Of numbers, or of arrays."""
+    """The larger of two numbers, or of each two in arrays."""
     return (a + b + abs(a - b)) / 2
 
 

@@ -41,7 +41,7 @@ class HeldState:
 
 
 class Attachment:
-    """Of one plan to one model."""
+    """The attachment of one plan to one model."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class ParkedState:
 
 
 def without_reasons(actions: Sequence[AnyAction]) -> tuple[AnyAction, ...]:
-    """What is done, whyever it is done."""
+    """The actions without the reasons for them."""
     return tuple(dataclasses.replace(action, reason=Reason("")) for action in actions)
 
 
@@ -73,7 +73,7 @@ class Offloading:
         """By technique: who moves tensors, with its `stats`."""
         self.parked: ParkedState | None = None
         self.handed_over: Streamer | None = None
-        """By the plan before; only while one takes the place of another."""
+        """The streamer of the plan before; only while one plan takes the place of another."""
 
     @property
     def _model(self) -> nn.Module:
@@ -136,7 +136,7 @@ class Offloading:
             self.handed_over = streamer
 
     def end_hand_over(self) -> None:
-        """After it: where the next plan could not be attached, parameters go back to where they came from."""
+        """After a change of plans: if the next could not be attached, parameters go back to where they came from."""
         streamer, self.handed_over = self.handed_over, None
         if streamer is not None:
             streaming.let_go(streamer, self._model)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MATMUL_EFFICIENCY = 0.6
 """The share of nominal throughput that dense matrix products reach."""
 LAUNCH_S = 5e-6
-"""Of the host, for each operator that it gives to a GPU."""
+"""What each operator that the host gives to a GPU costs the host."""
 _HOST_BYTES_PER_S = 1.2e10
 PAGEABLE_BYTES_PER_S = 8e9
 """Between host memory that is not pinned and a GPU."""
@@ -78,7 +78,7 @@ class Hardware:
     context_bytes: int = 0
     """What the driver takes for a process, by architecture; 0 where nothing is known to be taken."""
     num_multiprocessors: int = 80
-    """Of a GPU: how much memory some kernels take inside themselves depends on it."""
+    """How many a GPU has: how much memory some kernels take inside themselves depends on it."""
     workspace_bytes: int = 0
     """What each thread that multiplies matrices takes, by architecture."""
 

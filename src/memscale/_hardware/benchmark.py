@@ -49,11 +49,11 @@ FILE_NAME = "hardware.json"
 _MAX_FILE_BYTES = 1 << 20
 """A larger file is not one that we wrote."""
 _LOCK_WAIT_S = 5.0
-"""For a lock that another process holds. Measuring takes about a second; who holds it longer is stopped or hangs."""
+"""How long a lock is waited for. Measuring takes about a second; a process that holds it longer is stopped or hangs."""
 _LOCK_POLL_S = 0.05
 _DISK_BYTES = 32 * 1024 * 1024
 _MAX_S = 0.2
-"""Of one measurement, in which it is repeated. Other processes only ever make it slower: the fastest counts."""
+"""How long one measurement is repeated. Other processes only ever make it slower, so the fastest run counts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class Figures:
     """By measurement."""
 
     fp32_flops: float
-    """Of dense matrix products, as the next."""
+    """The throughput of dense matrix products in fp32; `half_flops` is that in 16 bits."""
     half_flops: float
     memory_bytes_per_s: float
     """Read and written by an elementwise operator."""
     launch_s: float
-    """Of one that has nothing to do."""
+    """The time of an operator that has nothing to do."""
     link_bytes_per_s: float | None = None
     """Between pinned host memory and the device, the slower of both directions; None on a CPU."""
     blocking_link_bytes_per_s: float | None = None
@@ -91,7 +91,7 @@ def device_figures(device: torch.device, device_name: str) -> Figures:
 
 
 def disk_bytes_per_s(directory: pathlib.Path) -> float:
-    """Of writing and reading back there, past the page cache where the file system allows it."""
+    """The speed of writing and reading back there, past the page cache where the file system allows it."""
     key = f"{platform.node()} disk {os.stat(directory).st_dev}"
     found = _recall(key, lambda: {"bytes_per_s": _measure_disk(directory)})
     return float(found["bytes_per_s"])
@@ -143,7 +143,7 @@ def _known(path: pathlib.Path, key: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[None]:
-    """Of processes that begin at once one measures, and the others wait for its figures, but not for long."""
+    """Let one of several processes measure at a time. The others wait for its figures, but not for long."""
     with contextlib.ExitStack() as undo:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ class _Sizes:
     line: int
     """Elements of each of the two buffers that are read and written."""
     width: int
-    """Of the square matrices that are multiplied."""
+    """The width of the square matrices that are multiplied."""
 
     @property
     def num_bytes(self) -> int:

@@ -29,7 +29,7 @@ _ADA = "unsloth-zoo#1053: RTX 6000 Ada, torch 2.10 with CUDA 13.0"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one architecture."""
+    """The figures of one architecture."""
 
     architecture: str
     """The first compute capability that this is said of, as "sm_80"; or how an AMD architecture begins."""

@@ -44,7 +44,7 @@ from memscale._torch.live_bytes import Kind
 logger = logging.getLogger("memscale")
 
 WORKSPACE_BYTES = 8_519_680
-"""Of cuBLAS, on cards up to sm_89: two buffers of 4 MiB and eight of 16 KiB. From sm_90 on it is 32 MiB."""
+"""cuBLAS's workspace on cards up to sm_89: two buffers of 4 MiB and eight of 16 KiB. From sm_90 on it is 32 MiB."""
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset(
@@ -94,7 +94,7 @@ class AllocationLog:
         self.steps: list[list[Event]] = []
         self._num_allocations = 0
         self._serials: dict[int, int] = {}
-        """Of what lives, by the keys of storages."""
+        """The serial of each allocation that lives, by the key of its storage."""
         self._have_multiplied: set[Thread] = set()
         self._forgotten: set[int] = set()
 

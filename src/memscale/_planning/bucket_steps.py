@@ -36,7 +36,7 @@ class BucketRules:
     block_size: int
     """Elements that share a scale, of what waits in 8 bits."""
     resident_share: float = 0.0
-    """Of the state that could wait elsewhere, what stays on the device."""
+    """The share of the state that could wait elsewhere and stays on the device."""
 
 
 class SteppedOptimizer:

@@ -24,7 +24,7 @@ Reach = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """Of one forward of a model in training."""
+    """The demand of one forward of a model in training."""
 
     device: str
     parameters: tuple[tuple[bool, torch.dtype, int], ...]
@@ -34,7 +34,7 @@ class Demand:
     attention: str | None
     """The implementation of attention that a `transformers` model uses."""
     reaches: tuple[tuple[str, Reach], ...] = ()
-    """Of the inputs whose values decide something, by their place."""
+    """How far the values of inputs that decide something reach, by their place."""
 
     def covers(self, other: Demand) -> bool:
         """Whether a step under `other` takes at most what one under this does: no dimension is larger, and no value
@@ -76,7 +76,7 @@ def _is_within(inner: Reach, outer: Reach) -> bool:
 
 
 _NO_REACH: Reach = (-sys.maxsize,) * 9
-"""Of a tensor that has no values to look at: whatever comes goes further."""
+"""The reach of a tensor that has no values to look at: whatever comes goes further."""
 
 
 def _reach_of(tensor: torch.Tensor) -> Reach:

@@ -138,7 +138,7 @@ class KernelTemporaries:
             yield sizes
 
     def _of_split_sum(self, summed: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
-        """Of a sum over the rows of a matrix, which are far apart, or over everything."""
+        """The buffers of a sum over the rows of a matrix, which are far apart, or over everything."""
         num_outputs, num_inputs = result.numel(), summed.numel()
         if not num_outputs or num_inputs // num_outputs < 2 or not summed.is_contiguous():
             return ()

@@ -132,7 +132,7 @@ class ObservedSteps(StepWatcher):
         """None while the careful plan is in force."""
         self._profile: Profile | None = None
         self.demands: list[Demand] = []
-        """Of the steps that were seen under the careful plan: what the plan holds for."""
+        """The demands of the steps that were seen under the careful plan: the plan made from them holds for these."""
         self._demand: Demand | None = None
         self._seen: list[ObservedStep] = []
         self._margin_bytes = 0

@@ -58,7 +58,7 @@ class _Window:
     device: torch.device
     allocated_bytes: int
     peak_bytes: int
-    """Of the process so far."""
+    """The peak of the process so far."""
     input_bytes: int
     holds_gradients: bool
     """Those of an earlier batch are there: the plan need not count them."""
@@ -72,7 +72,7 @@ class StepWatch(StepWatcher):
         self._window: _Window | None = None
         self._excess: Excess | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        """That have stepped, and have had their state since, the latest last."""
+        """The optimizers that have stepped, and have had their state since, the latest last."""
         self._undo = contextlib.ExitStack()
         self._is_hooked = False
 
@@ -172,7 +172,7 @@ def _is_above(peak_bytes: int, plan: Plan) -> bool:
 
 
 def _bytes_on(tensors: Iterable[Any], device_type: str) -> int:
-    """Of unique storages on that device, in the blocks in which it hands out memory."""
+    """The bytes of unique storages on that device, rounded up to the blocks in which it hands out memory."""
     sizes = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == device_type and tensor.layout is torch.strided:

@@ -80,7 +80,7 @@ class StepTrace:
     segments: tuple[Segment, ...]
     gradients_at_peak: int = 0
     activations_at_peak: int = 0
-    """Of what is live at the peak above the start of the step; the rest is temporary."""
+    """The part of what is live at the peak, above the start of the step, that is activations; the rest is temporary."""
 
     @property
     def peak_bytes(self) -> int:
@@ -99,7 +99,7 @@ class StepTrace:
         )
 
     def _levels(self) -> Iterator[tuple[str, str, int, int]]:
-        """Of each segment its place, how far it rises, and how high that is above the start of the step."""
+        """For each segment: its place, how far it rises, and how high that is above the start of the step."""
         live = 0
         for segment in self.segments:
             yield segment.phase, segment.module_fqn, segment.peak_bytes, live + segment.peak_bytes
@@ -146,7 +146,7 @@ class TraceKey:
     """What was rehearsed. Without arguments: the model as it is."""
 
     treatment: Treatment = KEEP
-    """Of every block."""
+    """The treatment of every block."""
     head_rows: int = 0
     """Rows of logits at once; 0: the head is not tiled."""
     num_tiles: int = 0
@@ -218,7 +218,7 @@ class OptimizerCost:
     """Operators of such a step."""
     num_step_buckets: int = 0
     bucket_bytes: tuple[int, ...] = ()
-    """In which its state moves, one after the other, when that waits elsewhere."""
+    """The buckets in which its state moves, one after the other, when it waits elsewhere."""
     bucket_launches: int = 0
     """Operators of such a step."""
     shares: tuple[StateShare, ...] = ()

@@ -90,7 +90,7 @@ class Inputs:
 
 
 def _named_tensors(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of nested containers and dataclasses, with their place as "0.ids"."""
+    """The tensors of nested containers and dataclasses, with their place as "0.ids"."""
     for path, leaf in tree_leaves_with_path(tree):
         name = ".".join([*([prefix] if prefix else []), *(str(_key_of(key)) for key in path)])
         if isinstance(leaf, torch.Tensor):

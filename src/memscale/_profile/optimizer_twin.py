@@ -56,7 +56,7 @@ class Stepping(Protocol):
 
     @property
     def padding_bytes(self) -> int:
-        """Of a bucket's memory."""
+        """What a bucket's memory is padded with."""
 
     @property
     def window_bytes(self) -> int:
@@ -171,11 +171,11 @@ class _BucketCost:
     """What the state of a few parameters takes on the device."""
 
     waiting_bytes: int
-    """Of its memory, in which it waits."""
+    """The bytes of the memory in which its state waits."""
     kept_bytes: int
-    """Of the state tensors that never wait."""
+    """The bytes of state tensors that never wait."""
     unpacked_bytes: int
-    """For a step: of those that wait packed, in memory of their own."""
+    """The bytes of state tensors that wait packed, once they are unpacked for a step into memory of their own."""
     step_bytes: int
     """The step's temporaries."""
     scratch_bytes: int
@@ -218,7 +218,7 @@ class _Trial:
 
     optimizer: Optimizer
     states: tuple[Mapping[Any, Any], ...]
-    """Of the parameters with gradients, in their order."""
+    """The states of the parameters with gradients, in their order."""
     state_bytes: int
     making_bytes: int
     """The most that there was in the first step, in which the state is made."""
@@ -374,12 +374,12 @@ class _Twin:
         )
 
     def _stepped(self, how: Stepping) -> _StepCost:
-        """Of all buckets, one after the other."""
+        """The cost of all buckets, one after the other."""
         buckets = self._try_buckets(how)
         return _StepCost(*self._in_buckets(how, buckets), *_launched(buckets))
 
     def _once_split(self, parts: Stepping | None) -> _StepCost:
-        """Of a step when something is streamed. See NOTE [two devices]."""
+        """The cost of a step when something is streamed. See NOTE [two devices]."""
         if parts is not None:
             return self._stepped(parts)
         return self._whole(self._again(looped=self._split or self._picked))
@@ -390,7 +390,7 @@ class _Twin:
         return _same_class(self.optimizer, [{**g, "foreach": False} if i in looped else g for i, g in groups])
 
     def _whole(self, optimizer: Optimizer) -> _StepCost:
-        """Of all parameters at once."""
+        """The cost of a step of all parameters at once."""
         trial = self._tried(optimizer, self._fakes)
         state_bytes = trial.state_bytes - self._counter_bytes(trial.optimizer)
         return _StepCost(state_bytes, trial.step_bytes, trial.num_launches, trial.launched_bytes)
@@ -507,7 +507,7 @@ class _Twin:
         return _BucketCost(waiting_bytes, kept_bytes, unpacked_bytes, trial.step_bytes, scratch_bytes)
 
     def _counter_bytes(self, optimizer: Optimizer) -> int:
-        """Of tensors that are on the host in truth, and were counted here."""
+        """The bytes of counters that are on the host in a real run, and were counted here."""
         return self.rounding_bytes * len(host_counters(optimizer)) if self.is_emulated else 0
 
 

@@ -56,7 +56,7 @@ class SegmentRecorder(LiveBytes):
         self._highest_by_kind = dict(self.by_kind)
         self._opened_by_kind = dict(self.by_kind)
         self._handles: list[RemovableHandle] = []
-        """Of hooks on tensors of the step, some of which may be the user's own and outlive it."""
+        """The hooks on tensors of the step, some of which may be the user's own and outlive it."""
         self.is_off = False
         """Nothing is seen any more: operators go through."""
         self.saw_backward = False
@@ -237,7 +237,7 @@ def with_gradient(tree: Any) -> list[torch.Tensor]:
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Also those in dataclasses, which PyTorch's trees take for leaves."""
+    """All tensors of a tree, also those in dataclasses, which PyTorch's trees take for leaves."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -156,7 +156,7 @@ def _is_uniform(real: torch.Tensor) -> bool:
 
 
 def _cell_of(fake: torch.Tensor) -> Cell | None:
-    """Of whatever lies in the same memory and has values, if anything does."""
+    """The cell of what lies in the same memory and has values; None where nothing does."""
     cell: Cell | None = fake.untyped_storage().__dict__.get("_memscale_cell")
     return cell
 
@@ -509,7 +509,7 @@ _LOGIC = frozenset(
         _aten.all.default,
     )
 )
-"""Of equal elements they make equal elements, or the element itself."""
+"""Operators that make equal elements of equal elements, or the element itself."""
 _RESHAPING = frozenset((_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor))
 """They give a tensor other memory."""
 

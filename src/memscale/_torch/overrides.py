@@ -25,7 +25,7 @@ class OwnHook:
 
 
 def undo_with(owner: Any, callback: Callable[[], Any], undo: contextlib.ExitStack) -> None:
-    """For what the whole process sees: undone with the rest, or when the owner is gone without that."""
+    """Undo what the whole process sees: with the rest, or when the owner is gone without that."""
     undo.callback(weakref.finalize(owner, callback))
 
 

@@ -435,7 +435,7 @@ def has_own_kernel(operator: str, device_type: str) -> bool:
 
 
 NUM_HOLDERS_IN_DISPATCH = 2
-"""Of a storage, when an operator sees a tensor on it that only its caller holds."""
+"""How many hold a storage when an operator sees a tensor on it that only the operator's caller holds."""
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:

@@ -44,9 +44,9 @@ _MAX_VISITED = 20_000
 _MAX_DEPTH = 8
 """Steps from the model's code."""
 _MAX_ELEMENTS = 100_000
-"""Of a container whose contents are remembered."""
+"""The most elements of a container whose contents are remembered."""
 _MAX_LOOKED_INTO = 1_000
-"""Of a container whose elements are looked at themselves."""
+"""The most elements of a container whose elements are looked at themselves."""
 _MAX_ARRAY_BYTES = 1 << 16
 _CONTAINERS = (
     list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter,
@@ -207,7 +207,7 @@ class _Globals:
 
 
 class _Attributes:
-    """Of a class or an object, those that come and go included."""
+    """The attributes of a class or an object, those that come and go included."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -301,7 +301,7 @@ class Beside:
         self._names = {"forward"}
         """Mentioned by some code. Methods are looked into when theirs is."""
         self._methods: dict[str, list[tuple[Any, int]]] = {}
-        """That no code has mentioned yet."""
+        """The methods that no code has mentioned yet."""
         self._wait(roots, 0)
         while self._waiting and len(self._seen) < _MAX_VISITED:
             self._visit(*self._waiting.popleft())
@@ -311,13 +311,13 @@ class Beside:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Beside:
-        """Of everything that a step of this model runs, hooks of all modules included."""
+        """The state beside everything that a step of this model runs, hooks of all modules included."""
         hooks = [hook for _, hooks in private.global_module_hooks() for hook in hooks.values()]
         return cls([*_roots(model), *hooks])
 
     @classmethod
     def inside(cls, values: Iterable[Any]) -> Beside:
-        """Of what these values hold, not of the code that they lead to, nor of modules."""
+        """The state that these values hold, without the code that they lead to and without modules."""
         return _Inside(values)
 
     @contextlib.contextmanager

@@ -135,13 +135,13 @@ class Technique:
     treatments: tuple[Treated, ...] = ()
     """What blocks can be treated with because of it."""
     traits: Callable[[Any], Mapping[str, Any]] | None = None
-    """Of its action on a block: the fields of `Treatment` that it sets."""
+    """The fields of `Treatment` that its action on a block sets."""
     recomputes: bool = False
     """Its blocks are computed again in backward."""
     option: RunOption | None = None
     state: StateRule | None = None
     step: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
-    """Of its actions: the fields of `PlannedStep` that they set; None: they do not concern the optimizer's step."""
+    """The fields of `PlannedStep` that its actions set; None: they do not concern the optimizer's step."""
 
     rehearse: Callable[[Planner, Config], None] | None = None
     """What is tried for it beside its treatments of blocks, which are always tried; None: nothing."""
@@ -163,7 +163,7 @@ class Technique:
     begins: tuple[str, ...] = ()
     """How its words about blocks begin, the mildest first."""
     said_once: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-    """Of its actions on a run those that are put into words; None: all of them."""
+    """The part of its actions on a run that is put into words; None: all of them."""
     outcome: Callable[[Sequence[Any]], str]
     """What was done to a model, in words: "20 blocks recomputed in backward"."""
     outcome_rank: int

@@ -41,7 +41,7 @@ PACKED_BYTES = 10 * MIB
 """Requests of the large pool below this share segments; others get one of their own size."""
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 ADDRESS_SPACE_BYTES = 1 << 46
-"""Of an expandable segment where the size of the card is not known."""
+"""The address space of an expandable segment where the size of the card is not known."""
 
 
 class OutOfMemoryError(MemScaleError):
@@ -70,11 +70,11 @@ class CachingAllocator:
         self.settings = settings = settings or AllocatorSettings()
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0
-        """Of the blocks that are handed out."""
+        """The sum of the blocks that are handed out."""
         self.requested_bytes = 0
         """What was asked for, of blocks that are handed out or wait for events."""
         self.reserved_bytes = 0
-        """Of the segments."""
+        """The sum of the segments."""
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
         """How often all that was cached had to be given back for a request."""
@@ -89,9 +89,9 @@ class CachingAllocator:
         self._collects = settings.garbage_collection_threshold > 0 and self._allowed_bytes is not None
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._first_blocks: dict[int, Block] = {}
-        """Of all segments, by address. See NOTE [first blocks stay]."""
+        """The first block of every segment, by address. See NOTE [first blocks stay]."""
         self._events: dict[int, collections.deque[tuple[int, Block]]] = {}
-        """Of each stream, oldest first: the request before which it was recorded, and the block that waits for it."""
+        """Events by stream, oldest first: the request before which each was recorded, and the block that waits."""
         self._event_lag = event_lag
         self._num_requests = 0
         self._num_searches = {True: 0, False: 0}

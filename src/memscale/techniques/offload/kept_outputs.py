@@ -63,7 +63,7 @@ def _make_contexts(offloader: Offloader, policy: Any) -> tuple[Any, Any]:
 
 
 class _KeptOutputs:
-    """Of one call of a block, by operator and how often that was called before; read once."""
+    """The kept outputs of one call of a block, by operator and how often that was called before. Each is read once."""
 
     def __init__(self, offloader: Offloader, policy: Any) -> None:
         from torch.utils.checkpoint import SAC_IGNORED_OPS

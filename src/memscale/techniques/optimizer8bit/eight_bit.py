@@ -169,7 +169,7 @@ class Chooser:
         return self.packing(id(parameter), name, value) if value.shape == parameter.shape else None
 
     def packing(self, parameter_id: int, name: Any, value: torch.Tensor) -> BlockPacking | None:
-        """For a state tensor of the parameter's shape."""
+        """How a state tensor of the parameter's shape is packed; None: it is not."""
         if parameter_id not in self.eligible or value.dtype not in _KINDS:
             return None
         return self.packings.get(name)

@@ -30,7 +30,7 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"_buffers"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (*_PLAIN, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator)
 _WELL_KNOWN = ("memscale.", "torch.", "transformers.", "accelerate.", "peft.")
-"""Whose hooks hand no activation to anybody but in the result."""
+"""Packages whose hooks hand activations to nobody but in the result."""
 
 
 def map_outputs(output: Any, change: MapTensor, leave: tuple[str, ...] = ()) -> Any:

@@ -148,7 +148,7 @@ class Region:
         """Arguments before the module's own."""
         self.original: tuple[Any, Any] | None = (args, kwargs)
         self.host_rng: HostRng | None = None
-        """For a module that draws from it."""
+        """The state of the host's random numbers, for a module that draws from them."""
         self.caches: list[key_value_caches.CacheBefore] = []
         """Key-value caches among the arguments, as they were."""
         self.caches_off = key_value_caches.now_switched_off()

@@ -56,7 +56,7 @@ Flags: TypeAlias = tuple[bool, ...]
 
 RUN_AGAIN = "Run the step again: MemScale remembers it from now on. If it recurs, leave the layer out of checkpointing."
 _NUM_TABLES = 4
-"""Of each part: attributes, parameters, buffers, children."""
+"""How many tables each part of a model has: attributes, parameters, buffers, children."""
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
 _is = operator.is_
 
@@ -125,7 +125,7 @@ class Layout:
         return sum(map(len, self._buffer_tables))
 
     def slots_now(self) -> Iterator[Slot]:
-        """Also those that came after this layout was made; without children."""
+        """All slots there are now, also those that came after this layout was made; without children."""
         for number, table in enumerate(self._tables()):
             kind = number % _NUM_TABLES
             names = [name for name in table if kind or name not in _COMMON_ATTRIBUTES] if kind != 3 else []
@@ -421,7 +421,7 @@ class _Held:
 
     def __init__(self) -> None:
         self._changing: dict[Flags, dict[Slot, bool]] = {}
-        """Also whether tensors in there are changed in place: then they are copied before."""
+        """What changes, and whether tensors in there are changed in place: then they are copied before."""
 
     def before(self, memory: Memory) -> None:
         layout, known = memory.layout, self._changing.get(memory.flags)

@@ -37,9 +37,9 @@ class Found:
     module_fqns: tuple[str, ...]
     reason: str
     weight_fqn: str | None = None
-    """For a head: its weight, when the module's own forward multiplies with it."""
+    """The weight of a head, when the module's own forward multiplies with it."""
     numbers: dict[str, int] = dataclasses.field(default_factory=dict)
-    """For a head: its shape; for MLPs and attentions: the positions of each."""
+    """The shape of a head; the positions of each MLP or attention."""
 
     def __bool__(self) -> bool:
         return bool(self.module_fqns)

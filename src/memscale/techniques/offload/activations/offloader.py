@@ -66,7 +66,7 @@ class Stretch:
         self.start = start
         self.ticket = ticket
         self.witness = witness
-        """Of the tensor that it was sent for. See NOTE [changed in place]."""
+        """A witness of the tensor that it was sent for. See NOTE [changed in place]."""
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 

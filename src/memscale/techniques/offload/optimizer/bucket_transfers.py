@@ -33,7 +33,7 @@ class OptimizerStats:
     num_prefetched: int = 0
     """Buckets whose state was asked for before it was needed."""
     num_hits: int = 0
-    """Of these, how many were there in time."""
+    """How many of the prefetched buckets were there in time."""
     largest_bucket_bytes: int = 0
     """State bytes of the largest bucket; the device holds at most twice that."""
     waiting_bytes: int = 0

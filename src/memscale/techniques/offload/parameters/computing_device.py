@@ -30,7 +30,7 @@ def attach(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -
 
 
 class _Parts:
-    """Of one streamed model; it does not keep them alive."""
+    """The parts of one streamed model; they are not kept alive by this."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         # By id: a user's module may have an equality of its own.
