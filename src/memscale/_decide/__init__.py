@@ -189,7 +189,7 @@ def confirmed(plan: Plan, peak_bytes: int, *, fits: bool, held: Held | None = No
 
 
 def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
-    """Those for which host and disk have room."""
+    """The candidates for which host and disk have room."""
     anywhere = dataclasses.replace(budget, device_bytes=2**63)
     return [c for c in candidates if anywhere.admits(c.outcome)]
 

@@ -164,15 +164,15 @@ class CostModel:
     # ---- stretches
 
     def rest(self, run: RunOptions) -> list[Stretch]:
-        """The step with the rest run so; its blocks are of no meaning."""
+        """The step with the rest of the model run in this way. Only its rest may be read, not its blocks."""
         return self._stretches_of(run.rest_key)
 
     def treated(self, run: RunOptions, treatment: Treatment) -> list[Stretch]:
-        """The step with every block treated so; its rest is of no meaning."""
+        """The step with every block treated in this way. Only its blocks may be read, not its rest."""
         return self._stretches_of(run.block_key(treatment))
 
     def _stretches_of(self, key: TraceKey) -> list[Stretch]:
-        """As traced; or with tiles of a size that was not, from the chord between the sizes that were."""
+        """The stretches as traced; for tiles of a size that was not traced, interpolated between sizes that were."""
         found = self._stretches.get(key)
         if found is None:
             traced, size = self._sizes[key.of_any_size], key.tile_size

@@ -25,7 +25,7 @@ class Eligible:
     """What a plan may use, and what it must."""
 
     techniques: tuple[Technique, ...]
-    """Those whose switch is on, and that nothing hinders."""
+    """The techniques whose switch is on and that nothing hinders."""
     asked_for: frozenset[str]
     """Switches that the user has set by name."""
     half_type: HalfType | None

@@ -25,7 +25,7 @@ class OptimizerModel:
         self._other_bytes = sum(layer.trainable_bytes for layer in profile.layers if not layer.is_block)
 
     def cost(self, run: RunOptions) -> OptimizerCost:
-        """With nothing streamed."""
+        """The cost with nothing streamed."""
         return self._other_cost(run) or self.profile.optimizer
 
     def is_itself(self, run: RunOptions) -> bool:
@@ -43,7 +43,7 @@ class OptimizerModel:
         return next(manners, AT_ONCE)
 
     def can_step(self, run: RunOptions) -> bool:
-        """In one manner, and the optimizer in that."""
+        """Whether at most one technique says how the optimizer steps, and the optimizer can step so."""
         manners = [t for t in run.techniques if t.state is not None and t.state.manner is not None]
         return len(manners) < 2 and self.manner(run).can_step(self.cost(run))
 
@@ -62,7 +62,7 @@ class OptimizerModel:
         return self.manner(run).step_bytes(self, run, streamed_bytes)
 
     def unstreamed_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """State of what is not streamed."""
+        """The state of parameters that are not streamed."""
         whole, rest = self.cost(run).state_bytes, self.profile.rest_optimizer
         if rest is None:
             return whole + 0 * streamed_bytes

@@ -26,7 +26,7 @@ MAX_SIZES = 4
 MAX_OPERATORS = 12_000
 """Operators that advice may run through, on fake tensors, each of which takes up to a millisecond or so."""
 _RUNS_A_SIZE = 2
-"""A step as it is, which other sizes are profiled by, and one under the plan."""
+"""How many steps one size takes: one of the unmodified model, for its profile, and one under the plan."""
 _NEAR = 0.97
 """A size that fits is good enough when its peak is at least this share of the budget."""
 _SILENT_S = 2.0
@@ -39,7 +39,7 @@ class Advice:
     remedy: str = ""
     """"lower the batch size from 64 to 12"; "" when nothing that was tried fits."""
     tried: str = ""
-    """"batch size 32, 12"; "" when nothing was."""
+    """"batch size 32, 12"; "" when nothing was looked at."""
 
 
 def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:

@@ -103,7 +103,7 @@ class AllocationLog:
         return self.steps[-1] if self.steps else self.before
 
     def begin_step(self) -> list[Event]:
-        """What comes from here on, which is filled as it comes."""
+        """Begin another step. The list that is returned is filled as the events of the step come."""
         self.steps.append([])
         return self.steps[-1]
 
@@ -146,7 +146,7 @@ class AllocationLog:
             self._now.append(Multiplied(thread))
 
     def forget(self, keys: Iterable[int]) -> None:
-        """What lives under these keys is not on the device in truth."""
+        """What lives under these keys is on the host in a real run, and was counted here: the log forgets it."""
         gone = {self._serials[key] for key in keys} - self._forgotten
         self._forgotten |= gone
         for events in (self.before, *self.steps):
@@ -157,7 +157,7 @@ class AllocationLog:
 
 
 class EventRecorder(SegmentRecorder):
-    """Feeds a log."""
+    """Records what an `AllocationLog` holds while a rehearsal runs."""
 
     def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog, hardware: Hardware | None = None) -> None:
         super().__init__(rehearsal.device_type, rehearsal.rounding_bytes, counts_fakes=rehearsal.is_fake)
@@ -279,14 +279,14 @@ def _record_parts(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reserved:
-    """The highest of each, over all steps."""
+    """The highest value of each figure, over all steps."""
 
     requested_peak_bytes: int
-    """What the storages take."""
+    """What the storages ask for."""
     allocated_peak_bytes: int
-    """What is handed out for them."""
+    """What the allocator hands out for them."""
     reserved_peak_bytes: int
-    """What is held for that."""
+    """What the allocator holds to hand that out."""
 
 
 def allocator_settings() -> AllocatorSettings:

@@ -23,7 +23,7 @@ from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.optimizer8bit.blocks import CHUNK_ELEMENTS
 
 Forget = Callable[[list[torch.Tensor]], None]
-"""Told of tensors that are on the host in truth."""
+"""Is told of tensors that are on the host in a real run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class BucketRules:
     window_bytes: int
     """More than this is never on its way to another tier."""
     block_size: int
-    """Elements that share a scale, of what waits in 8 bits."""
+    """How many elements of what waits in 8 bits share a scale."""
     resident_share: float = 0.0
     """The share of the state that could wait elsewhere and stays on the device."""
 
@@ -62,7 +62,7 @@ class SteppedOptimizer:
         self._rules = rules
 
     def step(self) -> None:
-        """With the gradients that there are."""
+        """Step once, with the gradients that there are."""
         with AnyValue():
             if self._whole is not None:
                 self._whole.step()
@@ -147,7 +147,7 @@ class _Bucket:
         return self._slots is not None
 
     def start(self) -> None:
-        """Memory for what waits elsewhere."""
+        """Allocate memory for what waits elsewhere."""
         if self._slots and self._memory is None:
             self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
 
@@ -204,7 +204,7 @@ class _Bucket:
             del codes, scales
 
     def let_go(self) -> None:
-        """Its memory has been copied out."""
+        """The bucket's memory has been copied out, and is freed."""
         if self.moves:
             self._memory = None
 

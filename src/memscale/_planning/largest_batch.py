@@ -48,7 +48,7 @@ class Fitting:
     """The largest size that fits, in one way of training."""
 
     size: int
-    """0 when not even the smallest does."""
+    """The size; 0 when not even the smallest fits."""
     predicted_peak_bytes: int
     predicted_slowdown: float
     plan: Plan | None

@@ -171,7 +171,7 @@ class ObservedSteps(StepWatcher):
             self.end_step()
 
     def give_up(self, reason: str) -> None:
-        """Observe nothing any more."""
+        """Stop observing for good."""
         self.abandon()
         self.has_given_up = True
         what = "the careful plan" if self.plan is None else "the plan that was made from earlier ones"

@@ -125,11 +125,11 @@ class OptimizerCosts:
         return functools.partial(prepare_twin, optimizer, wide)
 
     def eight_bit(self) -> OptimizerCost | None:
-        """None where there is no state."""
+        """What the optimizer costs in 8 bits; None where there is no state."""
         return self.cost(eight_bit=True) if self.cost().state_bytes else None
 
     def _in_step_buckets(self) -> _InBuckets:
-        """The state stays where it is."""
+        """The rules for a step in buckets whose state stays where it is."""
         in_parts = self._stepping(moves=False, eight_bit=False)
         return dataclasses.replace(in_parts, bucket_bytes=STEP_BUCKET_BYTES)
 

@@ -37,7 +37,7 @@ def can_scale(small: Profile, large: Profile) -> bool:
 
 
 def _paired(small: Profile, large: Profile) -> dict[TraceKey, TraceKey]:
-    """By key of a trace of the large profile the small one's. Tiles go by rank: their sizes follow the batch's."""
+    """For each trace of the large profile that of the small one. Tiles are matched by the rank of their size."""
     keys = {ranked: key for key, ranked in _ranked(small).items()}
     return {key: keys[ranked] for key, ranked in _ranked(large).items() if ranked in keys}
 
@@ -51,7 +51,7 @@ def _ranked(profile: Profile) -> dict[TraceKey, tuple[TraceKey, int]]:
 
 
 def _trace(small: StepTrace, large: StepTrace, position: float) -> StepTrace | None:
-    """None where the step has other pieces."""
+    """The trace between the two; None where the step has other pieces."""
     places = [[(s.phase, s.module_fqn) for s in trace.segments] for trace in (small, large)]
     if places[0] != places[1]:
         return None

@@ -40,13 +40,13 @@ from memscale.report import console
 logger = logging.getLogger("memscale")
 
 Report = Callable[[Executor, Plan, Hardware], None]
-"""Is called after every plan."""
+"""A function that is called after every plan."""
 _MAX_KNOWN = 32
-"""Demands whose plans are remembered."""
+"""The most demands whose plans are remembered."""
 _MAX_LOOKS = 32
-"""Batches that are rehearsed because of their values."""
+"""The most batches that are rehearsed because of their values."""
 _MAX_IDLE_LOOKS = 4
-"""As many show that values do not matter, where not one of these steps was another."""
+"""After so many, values are taken not to matter if each of these steps went the same way."""
 _MAX_EXCEEDED = 2
 """How often steps are observed anew because one exceeded the budget."""
 
@@ -84,7 +84,7 @@ class Replanner(OwnHook):
         """Batches that were rehearsed because of their values, and those of them that were other steps."""
         self._watch = StepWatch(executor.model)
         self._num_exceeded = 0
-        """Steps above the budget."""
+        """How many steps were above the budget."""
         self._is_planning = False
         self._is_tight = False
         """All gradients beside the planned peak would exceed the budget."""

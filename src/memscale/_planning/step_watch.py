@@ -47,7 +47,7 @@ class Excess:
 
     plan: Plan
     peak_bytes: int
-    """Without what others held on the device when the step began."""
+    """The peak without what others held on the device when the step began."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Window:
     """The peak of the process so far."""
     input_bytes: int
     holds_gradients: bool
-    """Those of an earlier batch are there: the plan need not count them."""
+    """Gradients of an earlier batch are there; the plan need not count them."""
 
 
 class StepWatch(StepWatcher):

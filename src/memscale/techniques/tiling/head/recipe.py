@@ -157,7 +157,7 @@ class Block:
         self.expression = expression
         self.family = family
         self.rows = rows
-        """None: all of them, in order."""
+        """The rows that are shown; None: all of them, in order."""
         self.full: torch.Tensor | None = None
         """The values of the whole block, once they had to be shared memory."""
 

@@ -51,7 +51,7 @@ SHORTEST = 16
 
 
 class _Unsure(Exception):
-    """Carries the reason."""
+    """The module may mix positions; the message says why."""
 
 
 def why_not_position_wise(
