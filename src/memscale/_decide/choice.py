@@ -39,7 +39,7 @@ class RunOptions:
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """Those whose option is chosen, in the order of the fields."""
+        """The techniques whose option is chosen, in the order of the fields."""
         return _techniques_of(self)
 
     @property
@@ -61,7 +61,7 @@ class RunOptions:
 
 
 OPTIONS: dict[str, Technique] = {t.option.field: t for t in TECHNIQUES if t.option is not None}
-"""By field of `RunOptions`: whose it is."""
+"""The technique that each field of `RunOptions` belongs to."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,7 +109,7 @@ def actions_of(choice: Choice, profile: Profile) -> Iterator[Action]:
 
 
 def block_actions(module_fqn: str, treatment: Treatment) -> Iterator[LayerAction]:
-    """What gives a block this treatment."""
+    """The actions that give a block this treatment."""
     return (dataclasses.replace(action, module_fqn=module_fqn) for action in TREATED[treatment].actions)
 
 

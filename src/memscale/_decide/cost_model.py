@@ -282,7 +282,7 @@ class CostModel:
         return Extras(-params, 0, params + trainable)
 
     def _movable_bytes(self, module_fqn: str, treatment: Treatment) -> int:
-        """Activations that wait elsewhere."""
+        """The bytes of activations that wait elsewhere."""
         if not treatment.offloads:
             return 0
         on_device = self.saved_bytes(module_fqn, treatment.without_offload)

@@ -76,7 +76,7 @@ class Whole:
         return np.stack([peak, ms, *self.waiting(front)], axis=1)
 
     def _spans(self, columns: Array) -> tuple[Array, Array]:
-        """Forward's and backward's, also where one of them visits no block."""
+        """The spans of forward and of backward, also where one of them visits no block."""
         nothing = np.zeros((len(columns), 2), np.int64)
         found = [columns[:, at : at + 2] for at in range(SPANS, columns.shape[1], 2)]
         if len(found) == 2:
@@ -125,7 +125,7 @@ class _Points:
         self.streamed = self._sums([(-front.columns[:, RESIDENT]).max(keepdims=True) for front in fronts])[:, 0]
 
     def _held(self, block: int, front: Front) -> Array:
-        """By treatment and point: what it holds there."""
+        """What each treatment of a block holds at each point of the step."""
         held = np.repeat(front.columns[:, STATIC, None], len(self.owners), axis=1)
         for span, point in enumerate(np.flatnonzero(self.owners == block)):
             held[:, point + 1 :] += front.columns[:, SPANS + 2 * span + 1, None]
@@ -134,7 +134,7 @@ class _Points:
 
     @staticmethod
     def _sums(rows: list[Array]) -> Array:
-        """Over the blocks from each one on."""
+        """For each block the sum over it and all that follow."""
         return np.cumsum(np.stack([*rows, np.zeros_like(rows[0])])[::-1], axis=0)[::-1]
 
     def starts(self, num_treated: int) -> Array:
@@ -145,7 +145,7 @@ class _Points:
 
 
 def least_peak(whole: Whole, fronts: Sequence[Front]) -> int:
-    """What no way can be below."""
+    """The peak that no way of treating the blocks can be below."""
     return int(_Descent(whole, fronts, 0, None).bounds(0)[0])
 
 

@@ -38,7 +38,7 @@ class OptimizerModel:
         return next((found for cost in costs if (found := cost(self.profile)) is not None), None)
 
     def manner(self, run: RunOptions) -> StepManner:
-        """How it steps."""
+        """How the optimizer steps in this run."""
         manners = (t.state.manner for t in run.techniques if t.state is not None and t.state.manner is not None)
         return next(manners, AT_ONCE)
 
@@ -98,7 +98,7 @@ class OptimizerModel:
     # ---- time
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """On the device, and on the host for what is streamed."""
+        """The time of a step: on the device, and on the host for what is streamed."""
         hardware = self.pace.hardware
         on_device_ms = self.manner(run).step_ms(self, run, streamed_bytes)
         if hardware.host_bytes_per_s is None:

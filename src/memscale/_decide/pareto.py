@@ -28,7 +28,7 @@ def pareto_front(
 
 
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Fastest first, that is from high to low."""
+    """The candidates that no other beats, the fastest first, that is from the highest peak to the lowest."""
     found: list[Candidate] = []
     for candidate in sorted(candidates, key=by_time):
         if not found or candidate.outcome.peak_bytes < found[-1].outcome.peak_bytes:

@@ -49,7 +49,7 @@ class Front:
         return Front(self.columns[rows], self.ms[rows], self.picks[rows])
 
     def plus(self, other: Front) -> Front:
-        """The other's ways, too."""
+        """The ways of both."""
         return Front(
             np.concatenate([self.columns, other.columns]),
             np.concatenate([self.ms, other.ms]),

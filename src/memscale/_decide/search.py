@@ -41,21 +41,21 @@ from memscale._decide.timeline import Stretch
 from memscale._profile import KEEP, Treatment
 
 MIN_FRONT = 64
-"""Ways that are kept of a stretch of unequal blocks, at least."""
+"""The least number of ways that are kept of a stretch of unequal blocks."""
 EXACT_BLOCKS = 8
 """Up to so many blocks nothing is thinned, unless every block is another and has many treatments."""
 _MAX_COUNTS = 21_000
 """Ways of treating equal blocks: all of them for up to 24 blocks under five treatments."""
 _MAX_WAYS = 400_000
-"""Ways of treating stretches of a model, all stretches together."""
+"""The most ways of treating stretches of a model, all stretches together."""
 _MAX_EXACT = 24_000
-"""Ways of treating a short model that are compared with one another."""
+"""The most ways of treating a short model that are compared with one another."""
 _MAX_ROWS = 4_000_000
 """Ways of treating a short model, all runs together, that are evaluated without comparing them first."""
 _MAX_EACH = 1024
 """Ways of treating a whole model that are tried with every run, where the host is tight."""
 _MAX_RUNS_IN_ROOM = 6
-"""Runs that are searched for the lowest peak, where the host is tight."""
+"""The most run options that are searched for the lowest peak where host memory is short."""
 
 FORWARD_PEAK, FORWARD_NET, BACKWARD_PEAK, BACKWARD_NET = range(SPANS, SPANS + 4)
 """Columns of blocks that are visited once each way, and of a whole model."""

@@ -19,10 +19,10 @@ from memscale._hardware import Hardware
 from memscale._profile import Segment, Treatment
 
 _TILED_HEAD_SLOWDOWN = 1.02
-"""What is bit-exact comes first."""
+"""A nominal price of tiling the head, so that plans that are exact bit for bit come first."""
 _TILE_MS = 0.08
-"""Of Python and views around the operators of a tile, which a host that launches ahead of its device hides. Nominal.
-The operators themselves are in the traces: launches on a device, calls on a CPU."""
+"""What Python and views around the operators of a tile cost; a host that launches ahead of its device hides it. A
+nominal figure. The operators themselves are in the traces: launches on a device, calls on a CPU."""
 _FORWARD_MS, _BACKWARD_MS = 0.02, 0.01
 """What an operator costs the host: forward comes from Python, backward from the engine."""
 _CHECKPOINT_MS = 0.8
@@ -32,8 +32,8 @@ _WATCHED_MS = 0.4
 _TENSOR_MS = 0.06
 """What the optimizer's step costs for each parameter."""
 _BUCKET_MS = 0.4
-"""Of Python, for each bucket of an optimizer's step beside its launches: a shadow of the optimizer, and its groups. A
-host that launches ahead of its device hides it. Measured on one core with AdamW over 580 parameters."""
+"""What Python costs for each bucket of an optimizer's step beside its launches: a shadow of the optimizer, and its
+groups. A host that launches ahead of its device hides it. Measured on one core with AdamW over 580 parameters."""
 _RANDOM_MS = 7e-6
 """What one random number costs: generators are not vectorized."""
 
@@ -75,7 +75,7 @@ class Pace:
         return float(self.slowest_ms(compute_ms, sum(segment.num_launches for segment in segments), moved))
 
     def compute_ms(self, segment: Segment, *, halves: bool = False) -> float:
-        """By arithmetic and memory traffic."""
+        """The time of a segment by its arithmetic and its memory traffic."""
         hardware = self.hardware
         flops_per_s = (hardware.half_flops if halves else hardware.fp32_flops) * hardware.matmul_efficiency
         matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
@@ -115,7 +115,7 @@ class Pace:
         return paced_ms + self.link_ms(moved.first_bytes)
 
     def link_ms(self, num_bytes: Any) -> Any:
-        """One way."""
+        """The time of a transfer in one direction."""
         blocking = self.hardware.blocking_link_bytes_per_s
         rate = self.hardware.link_bytes_per_s if self.overlaps or blocking is None else blocking
         return num_bytes / rate * 1e3
@@ -148,7 +148,7 @@ class Pace:
         return spread
 
     def busy_ms(self, segments: list[Segment]) -> float:
-        """Without transfers."""
+        """The time of these segments without transfers."""
         num_launches = sum(segment.num_launches for segment in segments)
         return float(self.slowest_ms(sum(self.compute_ms(segment) for segment in segments), num_launches, Moved()))
 

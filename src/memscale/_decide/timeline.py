@@ -8,7 +8,7 @@ import math
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stretch:
-    """Adjacent segments of one owner, as one."""
+    """Adjacent segments of one owner, added up."""
 
     peak_bytes: int = 0
     net_bytes: int = 0
@@ -19,7 +19,7 @@ class Stretch:
         return Stretch(peak, self.net_bytes + other.net_bytes, self.ms + other.ms)
 
     def towards(self, other: Stretch, position: float) -> Stretch:
-        """From this (0) to the other (1), on the chord; bytes are rounded up."""
+        """The stretch between this one (position 0) and the other (position 1), interpolated; bytes are rounded up."""
         return Stretch(
             self.peak_bytes + math.ceil((other.peak_bytes - self.peak_bytes) * position),
             self.net_bytes + math.ceil((other.net_bytes - self.net_bytes) * position),

@@ -73,7 +73,7 @@ def write_plan(
 
 
 def _least_slowdown(model: CostModel, baseline: Outcome, budget_bytes: int) -> float | None:
-    """Rounded down: a bound is not to be above what it bounds."""
+    """The bound on the slowdown, rounded down: a bound must not be above what it bounds."""
     if not baseline.step_ms:
         return None
     return max(1.0, math.floor(least_ms(model, budget_bytes) / baseline.step_ms * 1e4) / 1e4)
@@ -126,7 +126,7 @@ def _lossy_reason(config: Config, switch: str, numbers: dict[str, int | float | 
 
 
 def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
-    """With their reasons."""
+    """The actions of the plan, with their reasons."""
     treated, chosen = dict(choice.blocks), Chosen(model, config, choice)
     of_the_run: dict[str, Reason] = {}  # tiles are many, and each would evaluate the plan anew
     for action in actions_of(choice, model.profile):

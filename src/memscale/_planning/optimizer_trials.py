@@ -45,7 +45,7 @@ RESIDENT_SHARES = tuple(number / 32 for number in range(1, 32))
 
 
 class OptimizerCosts:
-    """Of one optimizer over one model, each found once.
+    """What one optimizer over one model costs in every way, each found once.
 
     `replacement` is bitsandbytes' own that steps in the optimizer's place in 8 bits; None: the optimizer itself does,
     and its waiting state is packed.

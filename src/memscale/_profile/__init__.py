@@ -182,7 +182,7 @@ class StateShare:
     step_bytes: int
     """State and temporaries at the peak of a step, above that."""
     stays: tuple[bool, ...]
-    """By bucket of `OptimizerCost.bucket_bytes`."""
+    """Whether each bucket of `OptimizerCost.bucket_bytes` stays on the device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class OptimizerCost:
     """State and temporaries on the device at the peak of a step whose state waits elsewhere, above what stays; None:
     not separable."""
     offloaded_state_bytes: int = 0
-    """State that stays on the device even then."""
+    """The state that stays on the device even when the rest waits elsewhere."""
     num_tensors: int = 0
     """Parameters that it steps."""
     num_launches: int = 0

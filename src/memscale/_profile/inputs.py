@@ -49,7 +49,7 @@ class Inputs:
         return Inputs(args, kwargs)
 
     def map_others(self, function: Callable[[Any], Any]) -> Inputs:
-        """What is neither a tensor nor a dataclass."""
+        """The same inputs with this function applied to what is neither a tensor nor a dataclass."""
 
         def mapped(leaf: Any) -> Any:
             return leaf if isinstance(leaf, torch.Tensor) or _is_record(leaf) else function(leaf)
@@ -61,7 +61,7 @@ class Inputs:
         return [tensor for _, tensor in self.named_tensors()]
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """With their place, as "0.1" or "1.attention_mask"."""
+        """All tensors with their place, as "0.1" or "1.attention_mask"."""
         return list(_named_tensors("", (self.args, self.kwargs)))
 
     def size(self, dimension: int) -> int | None:

@@ -31,7 +31,7 @@ _FREE = frozenset(
         "set_",
     )
 )
-"""Operators that read and write nothing, beside views."""
+"""Operators other than views that read and write nothing."""
 _LOOKUPS = frozenset(("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::_unsafe_index"))
 _OVERWRITING = frozenset(("aten::zero_", "aten::fill_", "aten::copy_", "aten::_foreach_zero_"))
 _COPIES = frozenset(("aten::_to_copy", "aten::copy_"))
@@ -39,7 +39,7 @@ _COPIES = frozenset(("aten::_to_copy", "aten::copy_"))
 
 @dataclasses.dataclass(slots=True)
 class Work:
-    """What was computed since it was zero."""
+    """What was computed since this was made."""
 
     num_launches: int = 0
     flops: int = 0
@@ -50,7 +50,7 @@ class Work:
     """Copies to the host, or to another device."""
     sent_bytes: int = 0
     num_fetches: int = 0
-    """Copies from there."""
+    """Copies from the host, or from another device."""
     fetched_bytes: int = 0
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, device_type: str) -> None:

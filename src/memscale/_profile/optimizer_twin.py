@@ -67,7 +67,7 @@ class Stepping(Protocol):
         """Shares of the state that may stay on the device while the rest moves."""
 
     def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
-        """Which buckets of these bytes of parameters stay then."""
+        """Which buckets, given the bytes of their parameters, stay on the device for that share of the state."""
 
     def split(self, sizes: list[int]) -> list[list[int]]:
         """From the sizes of parameters to the indices of those that are stepped together."""
@@ -82,7 +82,7 @@ class Stepping(Protocol):
         """Whether state of this parameter may wait in fewer bytes than it has."""
 
     def scratch_bytes(self, value: torch.Tensor) -> int:
-        """What packing it takes."""
+        """The memory that packing this tensor takes."""
 
 
 def optimizer_cost(
@@ -183,13 +183,13 @@ class _BucketCost:
     """Operators of the step."""
     launched_bytes: int = 0
     making_bytes: int = 0
-    """The most that there is while the state is made and laid out."""
+    """The most bytes that exist while the state is made and laid out."""
     state_bytes: int = 0
-    """As the optimizer makes it."""
+    """The bytes of the state as the optimizer makes it."""
     made_bytes: int = 0
-    """The most that there is while it is made."""
+    """The most bytes that exist while the state is made."""
     moves: bool = True
-    """Its state waits elsewhere, where buckets do."""
+    """Its state waits on another tier, if the state of buckets does."""
 
     def staying(self) -> _BucketCost:
         """The same bucket where its state is left as the optimizer makes it."""
@@ -207,7 +207,7 @@ class _BucketCost:
         return self.kept_bytes + (0 if how.moves else self.waiting_bytes)
 
     def stepping_bytes(self, how: Stepping) -> int:
-        """Above what stays."""
+        """The bytes that a step of this bucket needs above what stays on the device."""
         beside = self.waiting_bytes if how.moves else 0
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
 

@@ -132,7 +132,7 @@ class Rehearsal:
         loss.backward()
 
     def hold_gradients(self, recorder: SegmentRecorder) -> None:
-        """Those of earlier batches, before a step."""
+        """Give parameters the gradients of earlier batches, before a step."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and name not in self.untrained:
                 parameter.grad = torch.zeros_like(parameter)
@@ -153,7 +153,7 @@ class Rehearsal:
 
 
 class FakeRehearsal(Rehearsal):
-    """On a copy of the model whose tensors have shapes and no memory."""
+    """A rehearsal on a copy of the model whose tensors have shapes and no memory."""
 
     source = "static"
     is_fake = True

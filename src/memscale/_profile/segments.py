@@ -65,7 +65,7 @@ class SegmentRecorder(LiveBytes):
         self._open_passes: set[int] = set()
         """Backward passes at whose end we shall be called. One that raises has none."""
         self._finished: StepTrace | None = None
-        """Up to the end of the last backward pass, where that is told."""
+        """The trace up to the end of the last backward pass, where its end was noticed."""
         self._ends_recompute = False
         self.recomputes: list[int] = []
         """Which of the segments are the forward of a block, computed again in backward."""

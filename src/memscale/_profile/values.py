@@ -175,7 +175,7 @@ class Values(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.share = HIGHEST_DRAW
-        """What every uniform draw is."""
+        """The number that every uniform draw gives."""
         self.seed = SEED
         self.was_draw_asked = False
         """A decision of the step hung on a uniform random number."""
@@ -495,7 +495,7 @@ FROM_SHAPES = frozenset(
         _aten.rand_like.default,
     )
 )
-"""They read the shape of their argument, not its contents."""
+"""Operators that read the shape of their argument, not its contents."""
 _LOGIC = frozenset(
     (
         _aten.mul.Tensor,
@@ -511,14 +511,14 @@ _LOGIC = frozenset(
 )
 """Operators that make equal elements of equal elements, or the element itself."""
 _RESHAPING = frozenset((_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor))
-"""They give a tensor other memory."""
+"""Operators that give a tensor other memory."""
 
 
 # ---- random draws
 
 
 def _is_luck(func: Any) -> bool:
-    """Draws that are not in our hands."""
+    """Whether the operator draws random numbers that a rehearsal cannot choose."""
     return func not in _DRAWS and torch.Tag.nondeterministic_seeded in func.tags
 
 

@@ -52,7 +52,7 @@ class _Interception:
             setattr(self.owner, self.name, self.stand_in)
 
     def take_away(self) -> None:
-        """Only if it is in front: see NOTE [interceptions]."""
+        """Take the stand-in off, if it is in front: see NOTE [interceptions]."""
         if not self.is_in_front():
             return
         if self._is_inherited:

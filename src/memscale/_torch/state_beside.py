@@ -42,7 +42,7 @@ from memscale._torch.snapshots import ABSENT, is_generator, set_state, state_of
 
 _MAX_VISITED = 20_000
 _MAX_DEPTH = 8
-"""Steps from the model's code."""
+"""How many steps from the model's code are followed."""
 _MAX_ELEMENTS = 100_000
 """The most elements of a container whose contents are remembered."""
 _MAX_LOOKED_INTO = 1_000
@@ -91,8 +91,8 @@ def _same_state(first: Any, second: Any) -> bool:
 
 
 class _Contents:
-    """Of a container, by identity. Methods are those of the builtin class: one derived from it may do more in its own,
-    such as load what it lists."""
+    """The contents of a container, by identity. The methods called are those of the builtin class: one derived from it
+    may do more in its own, such as load what it lists."""
 
     def __init__(self, container: Any) -> None:
         self._container = container
@@ -102,7 +102,7 @@ class _Contents:
         return int(self._kind.__len__(self._container))
 
     def elements(self) -> list[Any]:
-        """Without keys."""
+        """The elements, without the keys of a dictionary."""
         return list(self._kind.values(self._container)) if self._is_dict() else self.take()
 
     def take(self) -> list[Any]:
@@ -299,7 +299,7 @@ class Beside:
         self._waiting: collections.deque[tuple[Any, int]] = collections.deque()
         self._mentioned: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._names = {"forward"}
-        """Mentioned by some code. Methods are looked into when theirs is."""
+        """Names that some code mentions. A method is looked into when its name is among them."""
         self._methods: dict[str, list[tuple[Any, int]]] = {}
         """The methods that no code has mentioned yet."""
         self._wait(roots, 0)
@@ -423,10 +423,10 @@ class _Inside(Beside):
             super()._visit(value, depth)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        """It is code."""
+        """Do not look into it: a function is code."""
 
     def _visit_class(self, cls: type, depth: int) -> None:
-        """Its attributes are others' as well."""
+        """Do not look into it: its attributes belong to other objects as well."""
 
 
 _UNINTERESTING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, types.ModuleType, torch.dtype)

@@ -28,12 +28,12 @@ class Strategy:
     config: Config
     source: DecisionSource
     reason: Reason | None = None
-    """None: it is the user's own."""
+    """Why it was chosen; None: it is the user's own."""
     wider: Config | None = None
     """What a policy would allow where nothing fits under `config`."""
 
     def widened(self) -> Strategy:
-        """The last resort."""
+        """The strategy that allows everything, the last resort."""
         assert self.wider is not None
         numbers = {} if self.reason is None else self.reason.numbers
         reason = Reason(f"{self.config.mode.value} does not suffice: everything is eligible", numbers)

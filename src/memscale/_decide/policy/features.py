@@ -23,7 +23,7 @@ trained with, so a new technique is added here together with a newly trained pol
 
 
 def features_of(situation: Situation, config: Config) -> dict[str, float]:
-    """By name, always in the same order."""
+    """The features by name, always in the same order."""
     return {**_bytes(situation), **_times(situation), **_room(situation), **_eligible(situation, config)}
 
 
@@ -86,7 +86,7 @@ def _times(situation: Situation) -> dict[str, float]:
 
 
 def _room(situation: Situation) -> dict[str, float]:
-    """Elsewhere, over what would wait there if everything did."""
+    """The room on other tiers, over what would wait there if everything did."""
     waiting = max(1, situation.model.most_waiting_bytes())
     budget = situation.budget
     return {
