@@ -23,7 +23,7 @@ from memscale._decide.cost_model import CostModel
 
 
 def least_ms(model: CostModel, budget_bytes: int) -> float:
-    """The least time of a step that peaks at no more than the budget."""
+    """Of a step that peaks at no more than the budget."""
     coming, leaving = _crossing_shares(model)
     excess_bytes = max(0, _bytes_in_step(model) - budget_bytes)
     link_ms = 1e3 / model.hardware.link_bytes_per_s * excess_bytes
@@ -38,7 +38,7 @@ def _bytes_in_step(model: CostModel) -> int:
 
 
 def _crossing_shares(model: CostModel) -> tuple[float, float]:
-    """For each byte that is away in the optimizer's step: what must come in a step, and what must leave."""
+    """Of each byte that is not on the device in the optimizer's step: what must come in a step, and what must leave."""
     profile = model.profile
     layers = [(layer.param_bytes, layer.trainable_bytes) for layer in profile.layers]
     layers.append((profile.rest_param_bytes, profile.rest_trainable_bytes))

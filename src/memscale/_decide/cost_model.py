@@ -164,11 +164,11 @@ class CostModel:
     # ---- stretches
 
     def rest(self, run: RunOptions) -> list[Stretch]:
-        """The step with the rest of the model run in this way. Only its rest may be read, not its blocks."""
+        """The step with the rest run so; its blocks are of no meaning."""
         return self._stretches_of(run.rest_key)
 
     def treated(self, run: RunOptions, treatment: Treatment) -> list[Stretch]:
-        """The step with every block treated in this way. Only its blocks may be read, not its rest."""
+        """The step with every block treated so; its rest is of no meaning."""
         return self._stretches_of(run.block_key(treatment))
 
     def _stretches_of(self, key: TraceKey) -> list[Stretch]:

@@ -98,7 +98,7 @@ class OptimizerModel:
     # ---- time
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """The time of a step: on the device, and on the host for what is streamed."""
+        """On the device, and on the host for what is streamed."""
         hardware = self.pace.hardware
         on_device_ms = self.manner(run).step_ms(self, run, streamed_bytes)
         if hardware.host_bytes_per_s is None:

@@ -193,7 +193,7 @@ class _Traffic:
 
 
 def _larger(a: Any, b: Any) -> Any:
-    """The larger of two numbers, or of each two in arrays."""
+    """Of numbers, or of arrays."""
     return (a + b + abs(a - b)) / 2
 
 

@@ -201,8 +201,8 @@ def record_steps(
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
     `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. `attach` puts a
-    plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, the log
-    also has what only its kernels allocate inside themselves. `learns`: the second step may differ from the first.
+    plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, what its
+    kernels allocate inside themselves is in the log, too. `learns`: the second step may differ from the first.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
@@ -286,7 +286,7 @@ class Reserved:
     allocated_peak_bytes: int
     """What the allocator hands out for them."""
     reserved_peak_bytes: int
-    """What the allocator holds to hand that out."""
+    """What is held for that."""
 
 
 def allocator_settings() -> AllocatorSettings:

@@ -36,7 +36,7 @@ class BucketRules:
     block_size: int
     """How many elements of what waits in 8 bits share a scale."""
     resident_share: float = 0.0
-    """The share of the state that could wait elsewhere and stays on the device."""
+    """Of the state that could wait elsewhere, what stays on the device."""
 
 
 class SteppedOptimizer:

@@ -84,7 +84,7 @@ class Replanner(OwnHook):
         """Batches that were rehearsed because of their values, and those of them that were other steps."""
         self._watch = StepWatch(executor.model)
         self._num_exceeded = 0
-        """How many steps were above the budget."""
+        """Steps above the budget."""
         self._is_planning = False
         self._is_tight = False
         """All gradients beside the planned peak would exceed the budget."""

@@ -189,7 +189,7 @@ class _BucketCost:
     made_bytes: int = 0
     """The most bytes that exist while the state is made."""
     moves: bool = True
-    """Its state waits on another tier, if the state of buckets does."""
+    """Its state waits elsewhere, where buckets do."""
 
     def staying(self) -> _BucketCost:
         """The same bucket where its state is left as the optimizer makes it."""
@@ -207,7 +207,7 @@ class _BucketCost:
         return self.kept_bytes + (0 if how.moves else self.waiting_bytes)
 
     def stepping_bytes(self, how: Stepping) -> int:
-        """The bytes that a step of this bucket needs above what stays on the device."""
+        """Above what stays."""
         beside = self.waiting_bytes if how.moves else 0
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
 
@@ -379,7 +379,7 @@ class _Twin:
         return _StepCost(*self._in_buckets(how, buckets), *_launched(buckets))
 
     def _once_split(self, parts: Stepping | None) -> _StepCost:
-        """The cost of a step when something is streamed. See NOTE [two devices]."""
+        """Of a step when something is streamed. See NOTE [two devices]."""
         if parts is not None:
             return self._stepped(parts)
         return self._whole(self._again(looped=self._split or self._picked))

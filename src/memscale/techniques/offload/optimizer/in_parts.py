@@ -45,7 +45,7 @@ from memscale.techniques.offload.optimizer.separable import (
 )
 
 BYTES_AT_ONCE = 16 * 1024 * 1024
-"""The most bytes of parameters that are stepped together; a larger parameter is stepped alone."""
+"""Of parameters that are stepped together; a larger one is stepped alone."""
 
 
 class StepsInParts(StepWatcher):
