@@ -18,7 +18,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
-from memscale._decide.pareto import by_peak, by_time, pareto_front, undominated
+from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
@@ -54,7 +54,7 @@ def decide(
     raise_if_unfit: bool = True,
 ) -> Plan:
     """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none."""
-    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    model = CostModel(profile, hardware, overlaps=resolve(config, hardware).overlaps)
     plan = decide_on(
         model,
         config,
@@ -105,7 +105,7 @@ def decide_on(
 
 def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions: tuple[Action, ...], rule: str) -> Plan:
     """The plan that does just this, whatever else there would be; `plan.fits` says whether it may."""
-    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    model = CostModel(profile, hardware, overlaps=resolve(config, hardware).overlaps)
     choice, baseline = choice_of(actions, profile), model.evaluate(Choice())
     budget, outcome = full_budget(hardware, config), model.evaluate(choice)
     numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
@@ -202,6 +202,26 @@ def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint
     wanted = choice_of(plan.actions, profile)
     chosen = next((c for c in candidates if _key(c.choice) == _key(wanted)), None)
     return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)), profile)
+
+
+def may_be_faster_blocking(model: CostModel, config: Config, plan: Plan, *, spare_bytes: int) -> bool:
+    """Whether a plan whose transfers block could be faster than this one, whose transfers overlap.
+
+    It is found from the profile with overlap: rehearsals without are dear, and are made only where this says so.
+    `spare_bytes` is how much lower the peak of the same choice may be then, beyond what the allocator takes. What sends
+    nothing away is the same plan either way.
+    """
+    blocking, eligible = CostModel(model.profile, model.hardware), resolve(config, model.hardware)
+    baseline = blocking.evaluate(Choice())
+    limit = dataclasses.replace(eligible.budget, device_bytes=eligible.budget.device_bytes + spare_bytes)
+    is_exact = choice_of(plan.actions, model.profile).run.is_exact
+    return any(
+        candidate.outcome.waiting_bytes
+        and (candidate.choice.run.is_exact or not is_exact)
+        and limit.admits(candidate.outcome)
+        and slowdown(candidate, baseline) < plan.predicted_slowdown
+        for candidate in find_candidates(blocking, baseline, eligible)
+    )
 
 
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:

@@ -107,7 +107,7 @@ def estimate(
         plan = planner.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
         by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
     profile = planner.profile
-    baseline = planner.cost_model(config).peak_of(profile.plain, Choice())
+    baseline = planner.cost_model().peak_of(profile.plain, Choice())
     held = planner.held((), config)
     budget = budget_bytes(hardware, config)
     recommended = next((mode for mode, result in by_mode.items() if result.fits), None)

@@ -7,6 +7,7 @@ import math
 from memscale._config import Config
 from memscale._decide.choice import RunOptions
 from memscale._decide.policy.situation import Situation
+from memscale._decide.travel import travels
 from memscale._profile import KEEP
 
 
@@ -94,5 +95,5 @@ def _eligible(situation: Situation, config: Config) -> dict[str, float]:
         "can_tile": float(not config.rules_out("enable_tiling")),
         "can_halve": float(hardware.has_fast_16bit and not config.rules_out("use_mixed_precision")),
         "can_quantize": float(not config.rules_out("use_8bit_optimizer")),
-        "overlaps": float(config.async_offload),
+        "overlaps": float(travels(config, hardware)[0].overlaps),
     }
