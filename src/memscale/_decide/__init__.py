@@ -204,24 +204,27 @@ def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint
     return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)), profile)
 
 
-def may_be_faster_blocking(model: CostModel, config: Config, plan: Plan, *, spare_bytes: int) -> bool:
+def may_be_faster_blocking(
+    model: CostModel, config: Config, plan: Plan, *, spare_bytes: int, reserve_bytes: int
+) -> bool:
     """Whether a plan whose transfers block could be faster than this one, whose transfers overlap.
 
     It is found from the profile with overlap: rehearsals without are dear, and are made only where this says so.
-    `spare_bytes` is how much lower the peak of the same choice may be then, beyond what the allocator takes. What sends
-    nothing away is the same plan either way.
+    `spare_bytes` is how much lower the peak of the same choice may be then, which is no more than what waits elsewhere
+    can take on its way there and back. What sends nothing away is the same plan either way.
     """
     blocking, eligible = CostModel(model.profile, model.hardware), resolve(config, model.hardware)
-    baseline = blocking.evaluate(Choice())
-    limit = dataclasses.replace(eligible.budget, device_bytes=eligible.budget.device_bytes + spare_bytes)
-    is_exact = choice_of(plan.actions, model.profile).run.is_exact
-    return any(
-        candidate.outcome.waiting_bytes
-        and (candidate.choice.run.is_exact or not is_exact)
-        and limit.admits(candidate.outcome)
-        and slowdown(candidate, baseline) < plan.predicted_slowdown
-        for candidate in find_candidates(blocking, baseline, eligible)
-    )
+    baseline, is_exact = blocking.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
+
+    def could(candidate: Candidate) -> bool:
+        outcome = candidate.outcome
+        freed_bytes = min(spare_bytes, 2 * outcome.waiting_bytes)
+        least = dataclasses.replace(outcome, peak_bytes=outcome.peak_bytes + reserve_bytes - freed_bytes)
+        is_other = outcome.waiting_bytes and (candidate.choice.run.is_exact or not is_exact)
+        return bool(is_other) and eligible.budget.admits(least) and slowdown(candidate, baseline) < best
+
+    best = plan.predicted_slowdown
+    return any(map(could, find_candidates(blocking, baseline, eligible)))
 
 
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:

@@ -83,8 +83,8 @@ class _Way:
         if not plan.fits:
             return _needed_bytes(plan) - spare_bytes <= plan.budget_bytes
         # What the allocator holds above what is live is taken to be the same for other plans.
-        held_bytes = _needed_bytes(plan) - plan.predicted_peak_bytes
-        return may_be_faster_blocking(model, self.config, plan, spare_bytes=spare_bytes - held_bytes)
+        reserve_bytes = _needed_bytes(plan) - plan.predicted_peak_bytes
+        return may_be_faster_blocking(model, self.config, plan, spare_bytes=spare_bytes, reserve_bytes=reserve_bytes)
 
 
 def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool) -> Plan:
