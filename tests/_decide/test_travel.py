@@ -9,7 +9,7 @@ import pytest
 from memscale import AsyncOffloadConfig, Config, Hardware
 from memscale._decide.eligible import resolve
 from memscale._decide.policy.strategies import STRATEGIES
-from memscale._decide.travel import Travel, travels
+from memscale._decide.travel import LEAN, Travel, travels
 
 pytestmark = pytest.mark.unit
 CARD = Hardware.from_name("RTX 3090")
@@ -18,24 +18,32 @@ UNIFIED = dataclasses.replace(CARD, unified_memory=True)
 OWN = AsyncOffloadConfig(window_bytes=1234)
 
 
-@pytest.mark.parametrize("own", [None, OWN], ids=["default", "own"])
-def test_left_open_it_is_both_on_a_card_and_blocking_elsewhere(own: AsyncOffloadConfig | None) -> None:
-    config, transfers = Config(async_config=own), own or AsyncOffloadConfig()
-    assert travels(config, CARD) == (Travel(True, transfers), Travel(False, transfers))
+DEFAULT = AsyncOffloadConfig()
+
+
+def test_left_open_it_is_overlapped_first_on_a_card_and_blocking_elsewhere() -> None:
+    assert travels(Config(), CARD) == (Travel(True, DEFAULT), Travel(True, LEAN), Travel(False, DEFAULT))
     for hardware in (CPU, UNIFIED):
-        assert travels(config, hardware) == (Travel(False, transfers),)
+        assert travels(Config(), hardware) == (Travel(False, DEFAULT),)
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("hardware", [CARD, CPU], ids=["card", "cpu"])
-def test_who_asks_for_one_way_gets_that_one(hardware: Hardware, overlaps: bool) -> None:
-    assert travels(Config(async_offload=overlaps), hardware) == (Travel(overlaps, AsyncOffloadConfig()),)
+def test_windows_that_the_user_chose_are_the_only_ones() -> None:
+    assert travels(Config(async_config=OWN), CARD) == (Travel(True, OWN), Travel(False, OWN))
+    assert travels(Config(async_config=OWN), CPU) == (Travel(False, OWN),)
+    assert travels(Config(async_config=OWN, async_offload=True), CARD) == (Travel(True, OWN),)
+
+
+def test_who_asks_for_one_way_gets_that_one() -> None:
+    assert travels(Config(async_offload=True), CARD) == (Travel(True, DEFAULT), Travel(True, LEAN))
+    assert travels(Config(async_offload=True), CPU) == (Travel(True, DEFAULT),)
+    for hardware in (CARD, CPU):
+        assert travels(Config(async_offload=False), hardware) == (Travel(False, DEFAULT),)
 
 
 def test_where_nothing_travels_there_is_nothing_to_choose() -> None:
     assert len(resolve(Config(mode="conservative"), CARD).travels) == 1
-    assert len(resolve(Config(), CARD).travels) == 2
-    assert len(resolve(Config(mode="conservative", enable_kept_offload=True), CARD).travels) == 2
+    assert len(resolve(Config(), CARD).travels) == 3
+    assert len(resolve(Config(mode="conservative", enable_kept_offload=True), CARD).travels) == 3
 
 
 def test_a_config_with_a_way_said_in_it_is_otherwise_the_same() -> None:

@@ -105,14 +105,15 @@ def test_the_other_way_is_not_rehearsed_where_it_cannot_be_better() -> None:
     assert not planner._others
 
 
-def test_where_blocking_could_be_faster_both_are_planned_and_the_faster_is_taken() -> None:
-    """Near the lowest peak, where windows let more go than blocking transfers would need to send."""
-    config = config_of(memory_budget_gb=lowest(True).predicted_peak_bytes / 1e9)
-    planner = planner_of(config)
-    plan = planner.plan(choose_strategy(config))
-    assert planner._others
-    ways = [plan_of(memory_budget_gb=config.memory_budget_gb, async_offload=way) for way in (True, False)]
-    assert plan.predicted_slowdown == min(way.predicted_slowdown for way in ways)
+def test_where_blocking_is_faster_it_is_taken() -> None:
+    """A slow link, and nothing but transfers to save memory by: what windows hold must be sent away as well."""
+    slow = dataclasses.replace(CARD, link_bytes_per_s=1e8, blocking_link_bytes_per_s=None)
+    fields = {"enable_checkpointing": False, "memory_budget_gb": 0.85 * lowest(True).baseline_peak_bytes / 1e9}
+    overlapped, blocking, plan = (plan_of(slow, **fields, async_offload=way) for way in (True, False, None))
+    assert overlapped.fits
+    assert blocking.predicted_slowdown < overlapped.predicted_slowdown
+    assert plan.predicted_slowdown == blocking.predicted_slowdown
+    assert "this budget takes longer" in lines(plan)[0]
 
 
 def test_neither_is_looked_into_where_the_model_fits() -> None:

@@ -2,9 +2,9 @@
 
     plan = plan_either_way(planner, strategy)       # `plan.conditions` says which it is, and why if they block
 
-Trying techniques and rehearsing a plan is what takes long, so the other way is looked into only where it may matter:
-where nothing that overlaps fits, where a bound says that blocking could be faster, and for the lowest peak of all. On
-every level of techniques both ways come before the next level, since what is exact goes before what is not.
+Trying techniques and rehearsing a plan is what takes long, so another way is looked into only where it may matter:
+where nothing fits in the one before, where a bound says that it could be faster, and for the lowest peak of all. On
+every level of techniques all ways come before the next level, since what is exact goes before what is not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
+from memscale._decide import decide_on, may_be_faster, needs_optimizing
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, most_in_flight_bytes
@@ -76,15 +76,21 @@ class _Way:
     def plan(self) -> Plan:
         return self.planner.decide_and_rehearse(self._strategy)
 
-    def leaves_room_for(self, plan: Plan) -> bool:
-        """Whether blocking transfers could do better than this plan, which is this way's."""
-        model = self.planner.cost_model()
-        spare_bytes = most_in_flight_bytes(model, self.travel)
+    def may_beat(self, plan: Plan, first: _Way) -> bool:
+        """Whether something better than this plan could be found in this way, by what is known from the first."""
+        model = first.planner.cost_model()
+        spare_bytes = most_in_flight_bytes(model, first.travel) - most_in_flight_bytes(model, self.travel)
         if not plan.fits:
             return _needed_bytes(plan) - spare_bytes <= plan.budget_bytes
-        # What the allocator holds above what is live is taken to be the same for other plans.
-        reserve_bytes = _needed_bytes(plan) - plan.predicted_peak_bytes
-        return may_be_faster_blocking(model, self.config, plan, spare_bytes=spare_bytes, reserve_bytes=reserve_bytes)
+        return may_be_faster(
+            model,
+            self.config,
+            plan,
+            overlaps=self.travel.overlaps,
+            spare_bytes=spare_bytes,
+            # What the allocator holds above what is live is taken to be the same for other plans.
+            reserve_bytes=_needed_bytes(plan) - plan.predicted_peak_bytes,
+        )
 
 
 def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool) -> Plan:
@@ -92,10 +98,10 @@ def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool) -> Plan:
     first, *others = ways
     first.look_into(level)
     best = first.plan()
-    rule = "with overlap this budget takes longer" if best.fits else "with overlap nothing fits the budget"
     for way in others:
-        if first.leaves_room_for(best) or (looks_everywhere and not best.fits):
+        if way.may_beat(best, first) or (looks_everywhere and not best.fits):
             way.look_into(level)
+            rule = "with overlap this budget takes longer" if best.fits else "with overlap nothing fits the budget"
             best = min(best, _because(way.plan(), rule, best), key=_rank)
     return best
 
@@ -105,7 +111,8 @@ def _rank(plan: Plan) -> tuple[float, ...]:
 
 
 def _lowest(ways: list[_Way]) -> Plan:
-    """The lowest peak that any way has; of equal ones that of the way that comes first."""
+    """The lowest peak of all; of equal ones that of transfers that overlap. Larger windows peak no lower."""
+    ways = [*[way for way in ways if way.travel.overlaps][-1:], *(way for way in ways if not way.travel.overlaps)]
     for way in ways:
         way.look_into()
     guesses = [(way.guess(), way) for way in ways]
@@ -122,8 +129,9 @@ def _overlaps(plan: Plan) -> bool:
 
 
 def _because(plan: Plan, rule: str, overlapped: Plan) -> Plan:
-    """The plan, with why its transfers block; `overlapped` is what there would be if they did not."""
-    assert plan.conditions is not None
+    """The plan, with why its transfers block, if they do; `overlapped` is what there would be if they did not."""
+    if plan.conditions is None or plan.conditions.async_offload:
+        return plan
     numbers = {"overlapped_bytes": _needed_bytes(overlapped), "overlapped_slowdown": overlapped.predicted_slowdown}
     conditions = dataclasses.replace(plan.conditions, blocking=Reason(rule, {**numbers}))
     return dataclasses.replace(plan, conditions=conditions)

@@ -129,9 +129,10 @@ class ObservedSteps(StepWatcher):
     """A model's first training steps, under the careful plan and then under the one that is made from them."""
 
     def __init__(self, model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> None:
-        self.travel = travels(config, hardware)[-1]
+        ways = travels(config, hardware)
+        self.travel = ways[-1]
         """One way for all plans, the most careful: what overlapping takes is known only from rehearsals."""
-        self._blocking = UNREHEARSED if self.travel != travels(config, hardware)[0] else None
+        self._blocking = UNREHEARSED if ways[0].overlaps and not self.travel.overlaps else None
         self.config = self.travel.said_in(config)
         self.hardware = hardware
         careful, self._treatment = careful_plan(model, self.config, hardware, costs.by(self.travel))

@@ -159,7 +159,8 @@ def _transfer_lines(plan: Plan) -> list[str]:
         return []
     if found.async_offload:
         window, ahead = show_bytes(found.window_bytes), found.prefetch_depth
-        return [f"  transfers: beside compute, with {window} on their way out at most and {ahead} layers fetched ahead"]
+        layers = f"{ahead} layer{'s' if ahead > 1 else ''}"
+        return [f"  transfers: beside compute, with {window} on their way out at most and {layers} fetched ahead"]
     why = "" if found.blocking is None else f", since {reason_text(found.blocking)}"
     return [f"  transfers: without overlap, compute waits for them{why}"]
 
