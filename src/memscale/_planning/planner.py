@@ -91,9 +91,6 @@ class Planner:
         self.profile = profile_model(job.model, self.rehearsal, self.stage.plain, self.costs.cost(), inputs)
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
-        self._traces: dict[Hashable, StepTrace] = {}
-        """Rehearsals, by what was done, without the reasons for it."""
-        self._held_by: dict[Hashable, Held | None] = {}
         self.skipped_inside = False
         self._known_cost_model: CostModel | None = None
 
@@ -193,10 +190,10 @@ class Planner:
         the steps cannot be recorded."""
         if not self.hardware.has_caching_allocator:
             return None
-        key = tuple(map(_without_reason, actions))
-        if key not in self._held_by:
-            self._held_by[key] = self._record_held(actions, config)
-        return self._held_by[key]
+        key = self._key(actions)
+        if key not in self.stage.held:
+            self.stage.held[key] = self._record_held(actions, config)
+        return self.stage.held[key]
 
     def _record_held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
         kinds = {type(action) for action in actions}
@@ -241,13 +238,18 @@ class Planner:
         return least_bytes if held is None else max(least_bytes, held.reserved_bytes - baseline_bytes)
 
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
-        key = tuple(map(_without_reason, actions))
-        if key not in self._traces:
+        key, known = self._key(actions), self.stage.rehearsed
+        if key not in known:
             steps = [technique_of(mine[0]).settling_steps for mine in by_technique(actions).values()]
             num_steps = max(steps) if self.travel.overlaps else 1
             trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
-            self._traces[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
-        return self._traces[key]
+            known[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+        return known[key]
+
+    def _key(self, actions: tuple[Action, ...]) -> Hashable:
+        """What is done, without the reasons for it; and how tensors travel, where any does."""
+        travel = self.travel if any(technique_of(action).travels for action in actions) else None
+        return travel, *map(_without_reason, actions)
 
     def _rehearsed_short(self, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
         """On a shorter model where that shows the same."""
@@ -334,7 +336,10 @@ class Planner:
                 self._tried.add(key)
                 if not key.precision:
                     self._exact[key] = actions
-                trace = self._tried_trace(actions, config)
+                known = self._key(actions)
+                if known not in self.stage.tried:
+                    self.stage.tried[known] = self._tried_trace(actions, config)
+                trace = self.stage.tried[known]
                 if trace is not None:
                     traces[key] = trace
         self.learn(variants=traces)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 
 import torch
 
+from memscale._decide.budget import Held
 from memscale._planning.job import Job
 from memscale._planning.tile_sizes import Tiles, find_tiles
+from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
 from memscale._profile.shallow import ShallowRehearsal, open_shallow
@@ -27,6 +30,12 @@ class Stage:
             holds_gradients=job.holds_gradients,
         )
         """With the trace of the plain step, which was the first to be tried."""
+        self.tried: dict[Hashable, StepTrace | None] = {}
+        """Traces of single techniques, by what was done and how tensors travelled, if any did."""
+        self.rehearsed: dict[Hashable, StepTrace] = {}
+        """The same of whole plans."""
+        self.held: dict[Hashable, Held | None] = {}
+        """What the allocator holds under them."""
 
     @functools.cached_property
     def shallow(self) -> ShallowRehearsal | None:
