@@ -10,7 +10,6 @@ every level of techniques all ways come before the next level, since what is exa
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING
 
 from memscale._decide import decide_on, may_be_faster, needs_optimizing
@@ -32,14 +31,12 @@ def plan_either_way(planner: Planner, strategy: Strategy) -> Plan:
         return ways[0].plan()
     if strategy.config.force_optimize:
         return _lowest(ways)
-    for level in itertools.count(1):
-        is_last = level == ways[0].num_levels
-        plan = _cheapest(ways, level, looks_everywhere=is_last)
-        if is_last:
-            return plan
+    num_levels = ways[0].num_levels
+    for level in range(1, num_levels):
+        plan = _cheapest(ways, level)
         if plan.fits:
             return dataclasses.replace(plan, front_note=MORE_BELOW)
-    raise AssertionError("there is a last level")
+    return _cheapest(ways, num_levels, looks_everywhere=True)
 
 
 class _Way:
@@ -93,7 +90,7 @@ class _Way:
         )
 
 
-def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool) -> Plan:
+def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -> Plan:
     """With techniques up to this level. `looks_everywhere`: before it is said that nothing fits."""
     first, *others = ways
     first.look_into(level)
