@@ -219,7 +219,7 @@ def _device_plans(planner: Planner, config: memscale.Config) -> dict[str, tuple[
 
 def _predicted(planner: Planner, actions: tuple[Action, ...], config: memscale.Config) -> float | None:
     """Step time over the plain step's; None where the plan is not for this model."""
-    model = CostModel(planner.profile, planner.hardware, overlaps=config.async_offload)
+    model = CostModel(planner.profile, planner.hardware, overlaps=planner.travel.overlaps)
     choice = choice_of(actions, model.profile)
     treatments = {treatment for _, treatment in choice.blocks}
     whole = treatments & set(model.whole_treatments)

@@ -17,7 +17,7 @@ import memscale
 from memscale import Config, ConfigError, DoesNotFitError, ProfileError
 from memscale._execute.executor import executor_of
 from tests._torch.test_overrides import snapshot
-from tests.models import Mlp, small, square_loss
+from tests.models import Mlp, features, small, square_loss
 from tests.parity import attached_plan
 
 QUIET = Config(force_optimize=True, enable_logging=False)
@@ -192,6 +192,14 @@ def test_async_offload_by_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEMSCALE_ASYNC_OFFLOAD", raising=False)
     config = QUIET.replace(async_offload=True)
     assert executor_of(memscale.wrap(small(), config)).settings.asynchronous is True
+
+
+def test_async_offload_is_left_to_the_plan_and_a_cpu_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMSCALE_ASYNC_OFFLOAD", raising=False)
+    assert QUIET.async_offload is None
+    executor = executor_of(memscale.wrap(small(), QUIET.replace(force_optimize=True), features(0)))
+    assert executor.settings.asynchronous is False
+    assert executor.plan.conditions.async_offload is False
 
 
 def test_nonsense_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

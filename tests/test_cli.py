@@ -281,6 +281,14 @@ def test_plan_as_json_is_the_plan(shell: Shell, model_file: str) -> None:
     assert memscale.Plan.from_json(text).to_json() == text
 
 
+@pytest.mark.parametrize(("flag", "overlaps"), [(None, True), ("--async", True), ("--no-async", False)])
+def test_transfers_overlap_on_a_card_unless_told_otherwise(
+    shell: Shell, model_file: str, flag: str | None, overlaps: bool
+) -> None:
+    arguments = ["plan", f"{model_file}:short", "--gpu", "RTX 3090", "--json", *([flag] if flag else [])]
+    assert json.loads(shell(*arguments))["conditions"]["async_offload"] is overlaps
+
+
 def test_plan_groups_layers_and_explains_each(shell: Shell, model_file: str) -> None:
     arguments = ("plan", f"{model_file}:build", "--gpu", "RTX 3090")
     assert "\n0 to 5 " in shell(*arguments)

@@ -102,6 +102,8 @@ BAD: list[tuple[str, Any]] = [
     ("enable_checkpointing", 1),
     ("enable_logging", 0),
     ("async_config", {"prefetch_depth": 2}),
+    ("async_offload", "yes"),
+    ("async_offload", 1),
     ("log_file", 3),
     ("offload_dir", b"x"),
     ("device", 0),

@@ -119,8 +119,9 @@ class _Setting:
             profiles["lossy"] = self.profile
         for profile in profiles.values():
             tried = sum(_is_tried(key, config) for key in profile.variants)
-            model = CostModel(profile, self.hardware, overlaps=config.async_offload)
-            yield tried, _Options(find_candidates(model, model.evaluate(Choice()), resolve(config, self.hardware)))
+            eligible = resolve(config, self.hardware)
+            model = CostModel(profile, self.hardware, overlaps=eligible.overlaps)
+            yield tried, _Options(find_candidates(model, model.evaluate(Choice()), eligible))
 
     def cases(self, family: str, group: str, rng: random.Random) -> Iterator[Case]:
         """Budgets from the baseline's peak down to the lowest that anything reaches."""

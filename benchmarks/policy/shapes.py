@@ -148,7 +148,7 @@ class _QuickPlanner(Planner):
         return dataclasses.replace(found, num_inside=one)
 
     def try_everything(self, config: Config) -> Profile:
-        for level in self._levels(config):
+        for level in self.levels(config):
             level(config)
         return self.profile
 

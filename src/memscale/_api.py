@@ -28,7 +28,7 @@ from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.job import Job, device_of
 from memscale._planning.replanning import Replanner
-from memscale._planning.saved_plans import device_for, refuse_plan, with_conditions
+from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._torch.optimizer_steps import owns_any
@@ -62,7 +62,8 @@ def wrap(
         sample_input: A training batch: a tensor, a tuple of positional or a dict of keyword inputs. It is read for
             shapes, dtypes and the values of integers, and lets the plan be made now. Without one, inputs are derived
             from a `transformers` config, or the plan is made at the first training forward.
-        async_offload: Overlap transfers with compute; None: as `MEMSCALE_ASYNC_OFFLOAD` or the config says.
+        async_offload: Overlap transfers with compute, or not; None: as `MEMSCALE_ASYNC_OFFLOAD` says, else the config,
+            which leaves it to the plan unless it is set there.
         async_config: How transfers overlap; None: as the config says.
 
     Returns:
@@ -147,7 +148,7 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
     if not isinstance(plan, Plan):
         raise TypeError(f"execute takes a memscale.Plan (Plan.load reads a file), not {type(plan).__name__}")
     known = _checked_optimizer(optimizer)
-    config = with_conditions(_checked_config(config), plan)
+    config = _checked_config(config)
     device = device_for(plan, _model_of(model), config)
     hardware = Hardware.detect(device, config.offload_dir)
     refuse_plan(plan, hardware, config)

@@ -162,10 +162,11 @@ class Config:
     """Serve metrics on this port. Not built yet: any value but None is refused."""
     verify_correctness: bool = False
     """Compare every recomputation with the first computation, bit for bit, and raise where they differ."""
-    async_offload: bool = False
-    """Overlap transfers with compute."""
+    async_offload: bool | None = None
+    """Overlap transfers with compute. None: wherever the device has streams, unless blocking serves the budget better;
+    the plan says which."""
     async_config: AsyncOffloadConfig | None = None
-    """How; None: the defaults."""
+    """How; None: the plan chooses."""
     auto_policy: bool | Literal["rule"] = False
     """Let a policy choose the mode and the techniques that are not set here: True, or "rule" for the rule table."""
     _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
@@ -190,6 +191,8 @@ class Config:
         _check_int(self, "warmup_steps", minimum=0)
         if self.observability_port is not None:
             raise _bad("observability_port", self.observability_port, "None: this version serves no metrics")
+        if self.async_offload is not None:
+            _check_bool(self, "async_offload")
         if self.async_config is not None and not isinstance(self.async_config, AsyncOffloadConfig):
             raise _bad("async_config", self.async_config, "an AsyncOffloadConfig or None")
 
@@ -200,8 +203,17 @@ class Config:
     def under(self, mode: OptimizationMode, **techniques: bool) -> Config:
         """A copy as another mode says, with some techniques otherwise; what was set by name stays as it is."""
         wanted = {**_TECHNIQUES_OF_MODE[mode], **techniques}
-        changed = self.replace(mode=mode, **{name: wanted[name] for name in wanted if name not in self._explicit})
-        _set(changed, "_explicit", self._explicit)  # the others are still nobody's explicit wish
+        return self._changed(mode=mode, **{name: wanted[name] for name in wanted if name not in self._explicit})
+
+    def travelling(self, *, overlaps: bool, transfers: AsyncOffloadConfig) -> Config:
+        """A copy in which tensors travel in just this way, and nothing else is another."""
+        return self._changed(async_offload=overlaps, async_config=transfers)
+
+    def _changed(self, **changes: Any) -> Config:
+        """A copy of every field as it is, but for these; none of them becomes anybody's explicit wish."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        changed = Config(**{**fields, **changes})
+        _set(changed, "_explicit", self._explicit)
         return changed
 
     def replace(self, **changes: Any) -> Config:
@@ -236,7 +248,6 @@ _BOOLEAN_FIELDS = (
     "use_empirical_fallback",
     "enable_logging",
     "verify_correctness",
-    "async_offload",
 )
 
 

@@ -240,6 +240,19 @@ class Conditions:
     min_tensor_bytes: int
     speeds: dict[str, float] = dataclasses.field(default_factory=dict)
     """Fields of `Hardware` that times were reckoned with, measured or from the card table."""
+    blocking: Reason | None = None
+    """Why transfers block although they could overlap with compute; None where they do, where the user asked for it and
+    where the device has no streams."""
+
+    @property
+    def transfers(self) -> dict[str, Any]:
+        """Fields of `AsyncOffloadConfig` that the peak rests on: what is on its way is part of it."""
+        return {
+            "prefetch_depth": self.prefetch_depth,
+            "prefetch_bytes": self.prefetch_bytes,
+            "window_bytes": self.window_bytes,
+            "min_tensor_bytes": self.min_tensor_bytes,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -60,6 +60,9 @@ UtilizationOption = Annotated[
     float, typer.Option("--utilization", metavar="SHARE", help="Without a budget: the share of memory to fill.")
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="As low as the mode allows, even if it fits as it is.")]
+AsyncOption = Annotated[
+    bool | None, typer.Option("--async/--no-async", help="Transfers overlap, or block; without it the plan chooses.")
+]
 WeightsOption = Annotated[
     bool, typer.Option("--with-weights", help="Call a factory with real tensors, not on the meta device.")
 ]
@@ -122,11 +125,18 @@ def estimate(
     utilization: UtilizationOption = 0.85,
     mode: Annotated[str | None, typer.Option("--mode", help="Show this mode only.")] = None,
     force: ForceOption = False,
+    overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the peak of a training step, plain and in each mode. Nothing is allocated."""
-    config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, force_optimize=force)
+    config = Config(
+        mode=_mode(mode),
+        memory_budget_gb=budget,
+        target_gpu_utilization=utilization,
+        force_optimize=force,
+        async_offload=overlaps,
+    )
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
     with _progress(f"profiling {model} on fake tensors"), _quiet():
         result = memscale.estimate(
@@ -154,6 +164,7 @@ def plan(
     utilization: UtilizationOption = 0.85,
     mode: Annotated[str, typer.Option("--mode", help="conservative, balanced or aggressive.")] = "balanced",
     force: ForceOption = False,
+    overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")
@@ -165,7 +176,13 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan that `memscale.wrap` would attach. Exits with 1 when none fits."""
-    config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, force_optimize=force)
+    config = Config(
+        mode=_mode(mode),
+        memory_budget_gb=budget,
+        target_gpu_utilization=utilization,
+        force_optimize=force,
+        async_offload=overlaps,
+    )
     _check_writable("--output", output)
     _check_writable("--pareto", pareto)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
@@ -218,6 +235,7 @@ def fit(
     budget: BudgetOption = None,
     utilization: UtilizationOption = 0.85,
     mode: Annotated[str | None, typer.Option("--mode", help="This mode only.")] = None,
+    overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -226,7 +244,9 @@ def fit(
         raise ConfigError(f"--vary {shown(vary)} is not known; it must be batch or seq")
     if (batch if vary == "batch" else seq) is not None:
         raise ConfigError(f"--{vary} is what is looked for: leave it out, or vary the other")
-    config = Config(mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization)
+    config = Config(
+        mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, async_offload=overlaps
+    )
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
     from memscale._planning.largest_batch import fit as find
     from memscale._profile.inputs import longest_sequence

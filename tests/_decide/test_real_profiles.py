@@ -47,7 +47,7 @@ def profile_of(name: str) -> Profile:
 @functools.cache
 def model_of(name: str) -> CostModel:
     """One for all budgets: what can be chosen is searched once for each mode."""
-    return CostModel(profile_of(name), CARD, overlaps=Config().async_offload)
+    return CostModel(profile_of(name), CARD, overlaps=False)
 
 
 def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from memscale import Config, Hardware, zoo
+from memscale import AsyncOffloadConfig, Config, Hardware, zoo
 from memscale._decide.policy import choose_strategy
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
@@ -70,6 +70,7 @@ def test_what_is_predicted_now(row: dict[str, Any]) -> None:
     config = Config(
         mode="balanced" if mode == "plain" else mode,
         async_offload=travels == "async",
+        async_config=AsyncOffloadConfig(),  # the windows that were measured, not the smallest
         force_optimize=True,
         enable_logging=False,
     )

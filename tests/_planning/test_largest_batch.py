@@ -100,7 +100,7 @@ def test_the_answer_is_the_largest_when_sizes_are_checked_one_by_one(name: str) 
     """By plans that are made from nothing, as `wrap` makes them, two sizes up and two down."""
     build, inputs_of, hardware, mode, plain_size = ONE_BY_ONE[name]
     plain = Planner(Job(build(), Config(), hardware), inputs_of(plain_size))
-    peak_bytes = plain.cost_model(Config()).evaluate(Choice()).peak_bytes
+    peak_bytes = plain.cost_model().evaluate(Choice()).peak_bytes
     config = Config(memory_budget_gb=peak_bytes / 1e9, mode=mode)
     found = fit(build(), inputs_of, config=config, hardware=hardware, modes=(OptimizationMode(mode),))
     answer = found.by_mode[OptimizationMode(mode)].size

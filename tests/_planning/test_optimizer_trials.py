@@ -89,6 +89,18 @@ def test_the_peak_of_the_run_is_the_predicted_one(name: str, way: str, simgpu_de
     assert max(peaks) <= plan.predicted_peak_bytes
 
 
+def test_left_alone_transfers_overlap_and_the_peak_of_the_run_is_the_predicted_one(simgpu_device: Any) -> None:
+    config = config_of(enable_bucketed_step=False)
+    lowest, _ = train(LARGE, config)
+    budget_gb = (lowest.baseline_peak_bytes + 3 * lowest.predicted_peak_bytes) / 4e9
+    plan, peaks = train(LARGE, config.replace(force_optimize=False, memory_budget_gb=budget_gb))
+    assert {type(action) for action in plan.actions} == {OffloadOptimizer}
+    assert plan.conditions is not None
+    assert plan.conditions.async_offload
+    assert plan.predicted_peak_bytes == pytest.approx(max(peaks), rel=0.001)
+    assert max(peaks) <= plan.predicted_peak_bytes <= plan.budget_bytes
+
+
 def test_the_first_step_can_be_the_highest(simgpu_device: Any) -> None:
     """State is made as the optimizer makes it, then laid out in its bucket: it is there twice."""
     plan, peaks = train(LARGE, config_of())

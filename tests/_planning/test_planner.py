@@ -25,7 +25,7 @@ from tests.models import WIDTH, Chain, TwoLinears
 
 DEPTH, ROWS = 8, 1 << 16
 BOUNDARY_BYTES = 4 * WIDTH * ROWS
-CONFIG = Config(force_optimize=True, enable_logging=False)
+CONFIG = Config(force_optimize=True, enable_logging=False, async_offload=False)
 
 
 def study_of() -> Planner:

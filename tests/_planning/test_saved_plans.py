@@ -211,6 +211,15 @@ def test_conditions_are_saved_and_explained() -> None:
     assert Plan.from_json(plan.to_json()).explain() == plan.explain()
 
 
+def test_plans_saved_before_they_said_why_transfers_block_still_load_and_run() -> None:
+    plan = made(async_offload=False)
+    data = json.loads(plan.to_json())
+    del data["conditions"]["blocking"]
+    old = Plan.from_json(json.dumps(data))
+    assert old == plan
+    memscale.execute(Mlp(), old, QUIET).detach()
+
+
 def test_plans_saved_before_conditions_still_load_and_run() -> None:
     plan = made()
     data = json.loads(plan.to_json())

@@ -115,7 +115,7 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     for is_on in (True, False):
         if not is_on:
-            monkeypatch.setattr("memscale._planning.planner.open_shallow", lambda *_: None)
+            monkeypatch.setattr("memscale._planning.stage.open_shallow", lambda *_: None)
         planner = Planner(Job(Deep(10), config, Hardware.from_name("T4")), INPUTS)
         plans.append(planner.plan(choose_strategy(config)))
     assert plans[0] == plans[1]

@@ -152,6 +152,7 @@ def _wrapped(model: Any, inputs: Any, mode: str) -> dict[str, Any]:
     config = memscale.Config(
         mode=memscale.OptimizationMode(kind),
         async_offload=travels == "async",
+        async_config=memscale.AsyncOffloadConfig(),  # the same windows in every run, not the smallest that there are
         force_optimize=True,
         enable_logging=False,
     )

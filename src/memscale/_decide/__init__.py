@@ -18,7 +18,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
-from memscale._decide.pareto import by_peak, by_time, pareto_front, undominated
+from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.write_plan import asked_for, write_plan
 from memscale._errors import DoesNotFitError
@@ -31,6 +31,10 @@ FORCED = "force_optimize: the lowest peak that the mode allows"
 LOWEST = "the lowest peak that the mode allows"
 DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does not"
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
+
+_WORTHWHILE = 0.95
+"""Smaller windows are looked into where they may take less than this share of the time: they hide less than they seem
+to, since the time model does not count what waits for a full window."""
 
 
 def needs_optimizing(model: CostModel, config: Config, reserve_bytes: int = 0) -> bool:
@@ -54,7 +58,7 @@ def decide(
     raise_if_unfit: bool = True,
 ) -> Plan:
     """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none."""
-    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    model = CostModel(profile, hardware, overlaps=resolve(config, hardware).overlaps)
     plan = decide_on(
         model,
         config,
@@ -105,7 +109,7 @@ def decide_on(
 
 def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions: tuple[Action, ...], rule: str) -> Plan:
     """The plan that does just this, whatever else there would be; `plan.fits` says whether it may."""
-    model = CostModel(profile, hardware, overlaps=config.async_offload)
+    model = CostModel(profile, hardware, overlaps=resolve(config, hardware).overlaps)
     choice, baseline = choice_of(actions, profile), model.evaluate(Choice())
     budget, outcome = full_budget(hardware, config), model.evaluate(choice)
     numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
@@ -202,6 +206,30 @@ def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint
     wanted = choice_of(plan.actions, profile)
     chosen = next((c for c in candidates if _key(c.choice) == _key(wanted)), None)
     return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)), profile)
+
+
+def may_be_faster(
+    model: CostModel, config: Config, plan: Plan, *, overlaps: bool, spare_bytes: int, reserve_bytes: int
+) -> bool:
+    """Whether a plan whose tensors travel in another way could be faster than this one.
+
+    It is found from the profile of this plan's way: trying the other is dear, and is done only where this says so.
+    `spare_bytes` is how much lower the peak of the same choice may be in the other, which is no more than what waits
+    elsewhere can take on its way there and back. What sends nothing away is the same plan either way.
+    """
+    other = model if overlaps == model.pace.overlaps else CostModel(model.profile, model.hardware, overlaps=overlaps)
+    baseline, is_exact = other.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
+    eligible = resolve(config, model.hardware)
+    limit = plan.predicted_slowdown * (_WORTHWHILE if overlaps else 1.0)
+
+    def could(candidate: Candidate) -> bool:
+        outcome = candidate.outcome
+        freed_bytes = min(spare_bytes, 2 * outcome.waiting_bytes)
+        least = dataclasses.replace(outcome, peak_bytes=outcome.peak_bytes + reserve_bytes - freed_bytes)
+        is_other = outcome.waiting_bytes and (candidate.choice.run.is_exact or not is_exact)
+        return bool(is_other) and eligible.budget.admits(least) and slowdown(candidate, baseline) < limit
+
+    return any(map(could, find_candidates(other, baseline, eligible)))
 
 
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:

@@ -22,11 +22,10 @@ class Budget:
     disk_bytes: int
 
     def admits(self, outcome: Outcome) -> bool:
-        waits = outcome.host_bytes + outcome.movable_bytes
         return (
             outcome.peak_bytes <= self.device_bytes
             and outcome.host_bytes <= self.host_bytes
-            and waits <= self.host_bytes + self.disk_bytes
+            and outcome.waiting_bytes <= self.host_bytes + self.disk_bytes
         )
 
 

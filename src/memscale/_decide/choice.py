@@ -94,6 +94,11 @@ class Outcome:
     movable_bytes: int = 0
     """Activations and offloaded optimizer state, which wait on the host or below it."""
 
+    @property
+    def waiting_bytes(self) -> int:
+        """All that is not on the device."""
+        return self.host_bytes + self.movable_bytes
+
 
 # ---- from a choice to actions
 

@@ -12,6 +12,7 @@ import dataclasses
 
 from memscale._config import SWITCHES, Config
 from memscale._decide.budget import Budget, full_budget
+from memscale._decide.travel import Travel, travels
 from memscale._hardware import Hardware
 from memscale._profile import Treatment
 from memscale.techniques import TECHNIQUES, TREATED, technique_of
@@ -30,9 +31,14 @@ class Eligible:
     """Switches that the user has set by name."""
     half_type: HalfType | None
     """The 16-bit type that may be computed in."""
-    overlaps: bool
-    """Transfers run beside compute."""
+    travels: tuple[Travel, ...]
+    """How tensors may travel, the way that is tried first at the front."""
     budget: Budget
+
+    @property
+    def overlaps(self) -> bool:
+        """Transfers run beside compute, in the way that is tried first."""
+        return self.travels[0].overlaps
 
     def has(self, technique: Technique) -> bool:
         return technique in self.techniques
@@ -48,11 +54,13 @@ class Eligible:
 
 def resolve(config: Config, hardware: Hardware) -> Eligible:
     """What this config makes eligible on this hardware."""
+    techniques = tuple(t for t in TECHNIQUES if getattr(config, t.switch) and not t.hindrance(config, hardware))
+    ways = travels(config, hardware)
     return Eligible(
-        techniques=tuple(t for t in TECHNIQUES if getattr(config, t.switch) and not t.hindrance(config, hardware)),
+        techniques=techniques,
         asked_for=frozenset(switch for switch in SWITCHES if config.asks_for(switch)),
         half_type=half_type(config, hardware),
-        overlaps=config.async_offload,
+        travels=ways if any(technique.travels for technique in techniques) else ways[:1],
         budget=full_budget(hardware, config),
     )
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from memscale._config import AsyncOffloadConfig, Config
+from memscale._config import Config
 from memscale._decide.bound import least_ms
 from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible
 from memscale._decide.pareto import slowdown
 from memscale._decide.search import Candidate
+from memscale._decide.travel import travels
 from memscale._hardware import Hardware
 from memscale._plan import Action, Conditions, DecisionSource, FrontPoint, LayerAction, LayerRow, Plan, Reason
 from memscale._profile import KEEP, Layer, Treatment
@@ -67,7 +68,7 @@ def write_plan(
         movable_bytes=outcome.movable_bytes,
         front=front,
         front_note=front_note,
-        conditions=_conditions(model.hardware, config),
+        conditions=conditions_of(config, model.hardware),
         least_slowdown=_least_slowdown(model, baseline, max(budget_bytes, outcome.peak_bytes)),
     )
 
@@ -79,11 +80,13 @@ def _least_slowdown(model: CostModel, baseline: Outcome, budget_bytes: int) -> f
     return max(1.0, math.floor(least_ms(model, budget_bytes) / baseline.step_ms * 1e4) / 1e4)
 
 
-def _conditions(hardware: Hardware, config: Config) -> Conditions:
-    transfers = config.async_config or AsyncOffloadConfig()
+def conditions_of(config: Config, hardware: Hardware) -> Conditions:
+    """What the numbers of a plan rest on that is made under this config."""
+    travel = travels(config, hardware)[0]
+    transfers = travel.transfers
     speeds = {name: getattr(hardware, name) for name in _SPEEDS}
     return Conditions(
-        async_offload=config.async_offload,
+        async_offload=travel.overlaps,
         prefetch_depth=transfers.prefetch_depth,
         prefetch_bytes=transfers.prefetch_bytes,
         window_bytes=transfers.window_bytes,

@@ -97,10 +97,13 @@ class Executor:
 
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
-        if self.plan is None or without_reasons(self.plan.actions) != without_reasons(plan.actions):
+        settings = self.settings.under(plan.conditions)
+        does_the_same = self.plan is not None and without_reasons(self.plan.actions) == without_reasons(plan.actions)
+        if not does_the_same or settings != self.settings:
             try:
                 self._offloading.hand_over(plan.actions)
                 self.suspend()
+                self.settings = self._offloading.settings = settings
                 self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
             finally:
                 self._offloading.end_hand_over()
@@ -127,6 +130,11 @@ class Executor:
     def streams(self) -> bool:
         """Whether parameters of the model visit the device only while they are needed."""
         return "streaming" in self._offloading.users
+
+    @property
+    def keeps_waiting(self) -> bool:
+        """Whether parameters or optimizer state wait elsewhere from step to step."""
+        return self.streams or self._offloading.parked is not None
 
     def suspend(self) -> None:
         """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""

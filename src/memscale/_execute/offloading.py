@@ -37,17 +37,23 @@ class ParkedState:
     """Optimizer state that waits elsewhere, from one plan to the next."""
 
     actions: tuple[Any, ...]
+    overlaps: bool
+    """It was parked for transfers beside compute, in pinned memory."""
     transfers: Transfers | None
     adoption: adoption.Adoption
     undo: contextlib.ExitStack
 
-    def goes_on_with(self, actions: Sequence[Action]) -> bool:
-        return without_reasons(actions) == self.actions
+    def goes_on_with(self, actions: Sequence[Action], settings: ExecutionSettings) -> bool:
+        """Memory that is pinned serves transfers that block, too; other memory does not serve those that overlap."""
+        can_travel = self.transfers is None or self.overlaps or not settings.asynchronous
+        return can_travel and without_reasons(actions) == self.actions
 
-    def resume(self, host_budget_bytes: int | None) -> None:
-        """Another plan is attached: parameters may have moved, and the host's budget with them."""
+    def resume(self, host_budget_bytes: int | None, settings: ExecutionSettings) -> None:
+        """Another plan is attached: parameters may have moved, the host's budget with them, and the way that state
+        travels may be another."""
         if self.transfers is not None:
             tiers.set_host_budget(self.transfers.store, host_budget_bytes)
+            self.transfers.turn_to(settings.asynchronous, settings.async_config.window_bytes)
         self.adoption.follow_devices()
 
 
@@ -66,7 +72,8 @@ class Offloading:
         optimizer_ref: weakref.ref[Optimizer] | None,
     ) -> None:
         self._model_ref = model_ref
-        self._settings = settings
+        self.settings = settings
+        """Of the plan that is attached, or is about to be."""
         self._optimizer = optimizer_ref
         """None: whatever optimizer steps first on the model's parameters."""
         self.users: dict[str, Any] = {}
@@ -83,7 +90,7 @@ class Offloading:
 
     @property
     def _device(self) -> torch.device:
-        return self._settings.device_of(self._model)
+        return self.settings.device_of(self._model)
 
     @property
     def _is_fake(self) -> bool:
@@ -97,10 +104,10 @@ class Offloading:
         `waiting_bytes` are known to wait; None: not known. What is returned moves the state; None: nothing does.
         """
         actions = [action for one in held for action in one.actions]
-        if self.parked is not None and not self.parked.goes_on_with(actions):
+        if self.parked is not None and not self.parked.goes_on_with(actions, self.settings):
             self.give_back()  # now that parameters are where this plan wants them
         if self.parked is not None:
-            self.parked.resume(budget)
+            self.parked.resume(budget, self.settings)
         elif actions:
             self._park(held, budget, waiting_bytes)
         if self.parked is None:
@@ -114,12 +121,13 @@ class Offloading:
         with contextlib.ExitStack() as undo:
             transfers = self.open_tier(budget, undo) if any(one.moves for one in held) else None
             adopted = self._adopt(held, transfers, self._host_has_room(budget, waiting_bytes), undo)
-            self.parked = ParkedState(without_reasons(actions), transfers, adopted, undo.pop_all())
+            how = without_reasons(actions), self.settings.asynchronous
+            self.parked = ParkedState(*how, transfers, adopted, undo.pop_all())
 
     def turn_to(self, settings: ExecutionSettings) -> None:
         """The model computes on another device: tiers are opened anew, below that one."""
         self.give_back()
-        self._settings = settings
+        self.settings = settings
 
     def give_back(self) -> None:
         """The whole optimizer state, to where its parameters are. A second call does nothing."""
@@ -167,10 +175,10 @@ class Offloading:
             self._device,
             undo,
             is_fake=self._is_fake,
-            asynchronous=self._settings.asynchronous,
-            async_config=self._settings.async_config,
+            asynchronous=self.settings.asynchronous,
+            async_config=self.settings.async_config,
             host_budget_bytes=budget,
-            offload_dir=self._settings.offload_dir,
+            offload_dir=self.settings.offload_dir,
         )
 
     def traffic(self) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""How a plan is carried out on this machine: `ExecutionSettings`. A plan itself says only what."""
+"""How a plan is carried out on this machine: `ExecutionSettings`. A plan says what is done, and how tensors travel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memscale._config import AsyncOffloadConfig, Config
+from memscale._plan import Conditions
 from memscale._torch import private
 
 
@@ -30,11 +31,18 @@ class ExecutionSettings:
         return cls(
             device=device,
             verify=config.verify_correctness,
-            asynchronous=config.async_offload,
+            asynchronous=bool(config.async_offload),  # None: the plan says it, see `under`
             async_config=config.async_config or AsyncOffloadConfig(),
             host_budget_bytes=host_budget_bytes,
             offload_dir=config.offload_dir,
         )
+
+    def under(self, conditions: Conditions | None) -> ExecutionSettings:
+        """With tensors that travel as a plan reckons; None: it does not say, and they travel as they do here."""
+        if conditions is None:
+            return self
+        transfers = dataclasses.replace(self.async_config, **conditions.transfers)
+        return dataclasses.replace(self, asynchronous=conditions.async_offload, async_config=transfers)
 
     def device_of(self, model: nn.Module) -> torch.device:
         """Where the model computes."""

@@ -83,6 +83,11 @@ class Hardware:
     """What each thread that multiplies matrices takes, by architecture."""
 
     @property
+    def has_streams(self) -> bool:
+        """Copies to the next tier can run beside compute, as PyTorch's accelerators have it."""
+        return self.device_type != "cpu" and not self.unified_memory
+
+    @property
     def held_bytes(self) -> int:
         """What this process cannot have: its own context and what others hold. Read from a card that is present."""
         return max(0, self.total_bytes - self.free_bytes)

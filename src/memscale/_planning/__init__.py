@@ -13,6 +13,7 @@ from memscale._decide import decide, plan_as_it_is
 from memscale._decide.budget import full_budget
 from memscale._decide.misfit import explain_misfit
 from memscale._decide.policy import Situation, Strategy, choose_strategy
+from memscale._decide.travel import travel_of
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
@@ -50,7 +51,8 @@ def make_plan(
         smaller, tried = (None, "") if advice is None else (advice.remedy, advice.tried)
         raise DoesNotFitError(explain_misfit(planner.profile, plan, strategy.config, smaller, tried))
     if on_front is not None:
-        on_front(planner.full_front(strategy, plan))
+        travelling = planner.by(travel_of(plan, strategy.config, hardware))
+        on_front(travelling.full_front(strategy, plan))
     return dataclasses.replace(plan, strategy=strategy.reason)
 
 

@@ -14,6 +14,7 @@ import time
 from memscale._config import Config
 from memscale._decide.budget import budget_bytes
 from memscale._decide.policy import choose_strategy
+from memscale._decide.travel import travel_of
 from memscale._errors import MemScaleError
 from memscale._plan import Plan
 from memscale._planning.planner import Planner
@@ -45,7 +46,7 @@ class Advice:
 def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
     """A size that fits; None when nothing can be tried, without real data or because a single step is too long.
 
-    The planner is that of the size that does not fit, and the plan is the lowest there.
+    The planner is that of the size that does not fit, and the plan is the lowest there; tensors travel as it says.
     """
     num_operators = _RUNS_A_SIZE * sum(segment.num_launches for segment in planner.profile.plain.segments)
     num_sizes = MAX_OPERATORS // max(1, num_operators)
@@ -68,7 +69,8 @@ class _Descent:
     """One plan at ever better sizes of one dimension."""
 
     def __init__(self, planner: Planner, config: Config, plan: Plan, dimension: int, num_sizes: int) -> None:
-        self.planner, self.config, self.plan = planner, config, plan
+        travel = travel_of(plan, config, planner.hardware)
+        self.planner, self.config, self.plan = planner.by(travel), travel.said_in(config), plan
         self.dimension, self.num_sizes = dimension, num_sizes
         self.peaks: dict[int, int] = {}
         self.started_s = time.monotonic()

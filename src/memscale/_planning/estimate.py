@@ -106,7 +106,7 @@ def estimate(
 def _estimate_of(planner: Planner, config: Config) -> Estimate:
     by_mode = {mode: _estimate_mode(planner, config.replace(mode=mode, auto_policy=False)) for mode in OptimizationMode}
     profile, hardware = planner.profile, planner.hardware
-    baseline = planner.cost_model(config).peak_of(profile.plain, Choice())
+    baseline = planner.cost_model().peak_of(profile.plain, Choice())
     held = planner.held((), config)
     budget = budget_bytes(hardware, config)
     recommended = next((mode for mode, result in by_mode.items() if result.fits), None)

@@ -21,7 +21,9 @@ from memscale._config import SWITCHES, Config, OptimizationMode
 from memscale._decide import decide
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
+from memscale._decide.travel import travels
 from memscale._errors import ProfileError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
@@ -123,16 +125,21 @@ class _Search:
 
     def largest(self, config: Config, name: str, at_least: Fitting | None = None) -> Fitting:
         """The largest size that has a plan which fits: the next size has none."""
-        self._look_into_everything(config, name)
+        lean = self._leanest(config)
+        self._look_into_everything(lean, name)
         known = at_least.size if at_least is not None else 0
-        guess = max(known, self._guess(config, name, known))
+        guess = max(known, self._guess(lean, name, known))
         low, high = self._bracket(guess, config, name)
         while low + 1 < high:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._full_plan(middle, config, name).fits else (low, middle)
+            low, high = (middle, high) if self._fits(middle, config, name) else (low, middle)
         if not low:
             return _none()
         return _fitting(low, self._full_plan(low, config, name), is_limited=low == self.limit)
+
+    def _leanest(self, config: Config) -> Config:
+        """With tensors that travel in the way that takes the least memory: what fits in any way fits in that one."""
+        return resolve(config, self.hardware).travels[-1].said_in(config)
 
     def _guess(self, config: Config, name: str, known: int) -> int:
         """By drawn profiles, each rehearsed at its size: the largest that was found to fit; 0 where none was."""
@@ -163,7 +170,7 @@ class _Search:
         low, high, stride = 0, self.limit + 1, 1
         size = min(max(guess, 1), self.limit)
         while low < size < high:
-            if self._full_plan(size, config, name).fits:
+            if self._fits(size, config, name):
                 low, size = size, min(size + stride, self.limit)
             else:
                 high, size = size, size - stride
@@ -171,6 +178,9 @@ class _Search:
                 break
             stride *= 2
         return low, high
+
+    def _fits(self, size: int, config: Config, name: str) -> bool:
+        return self._full_plan(size, self._leanest(config), name).fits
 
     def _full_plan(self, size: int, config: Config, name: str) -> Plan:
         """What `wrap` would do with a batch of this size."""
@@ -183,8 +193,8 @@ class _Search:
     def _look_into_everything(self, config: Config, name: str) -> None:
         self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
         for size in self.anchors:
-            self.planner_at(size).look_into_everything(config)
-        small, large = (self.planner_at(size).profile for size in self.anchors)
+            self._planner(size, config).look_into_everything(config)
+        small, large = (self._planner(size, config).profile for size in self.anchors)
         if not can_scale(small, large):
             raise ProfileError("a step of this model has other pieces at another size: it cannot be scaled")
 
@@ -207,28 +217,32 @@ class _Search:
             probe = max(low + 1, probe)
         return low, plan
 
-    def _profile_at(self, size: int) -> Profile:
-        small, large = (self.planner_at(anchor).profile for anchor in self.anchors)
+    def _planner(self, size: int, config: Config) -> Planner:
+        """With tensors that travel as this config says."""
+        return self.planner_at(size).by(travels(config, self.hardware)[0])
+
+    def _profile_at(self, size: int, config: Config) -> Profile:
+        small, large = (self._planner(anchor, config).profile for anchor in self.anchors)
         return at_size(small, large, self.anchors, size)
 
     def _plan_at(self, size: int, config: Config) -> Plan:
         return decide(
-            self._profile_at(size), self.hardware, config, choose_strategy(config).source, raise_if_unfit=False
+            self._profile_at(size, config), self.hardware, config, choose_strategy(config).source, raise_if_unfit=False
         )
 
     def _confirmed(self, size: int, plan: Plan, config: Config) -> Plan:
         """This very plan at this very size; its peak is the rehearsal's."""
-        planner = self.planner_at(size)
+        planner = self._planner(size, config)
         budget = budget_bytes(self.hardware, config)
         if plan.actions:
             seen = planner.profile
             if size not in self.anchors:  # what the techniques cost there was drawn, not tried
-                drawn = self._profile_at(size)
+                drawn = self._profile_at(size, config)
                 planner.profile = dataclasses.replace(drawn, plain=seen.plain, input_bytes=seen.input_bytes)
             confirmed = planner.confirm(plan, config)
             planner.profile = seen  # what was tried: it may be planned for in full
         else:
-            peak_bytes = planner.cost_model(config).evaluate(Choice()).peak_bytes
+            peak_bytes = planner.cost_model().evaluate(Choice()).peak_bytes
             confirmed = planner.confirm(dataclasses.replace(plan, predicted_peak_bytes=peak_bytes), config)
         fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
         return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)

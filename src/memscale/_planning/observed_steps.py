@@ -27,6 +27,8 @@ from memscale._decide.budget import full_budget
 from memscale._decide.choice import block_actions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
+from memscale._decide.travel import travels
+from memscale._decide.write_plan import conditions_of
 from memscale._hardware import Hardware
 from memscale._plan import (
     OPTIMIZER_BUCKET_BYTES,
@@ -58,6 +60,7 @@ logger = logging.getLogger("memscale")
 ROOM_SHARE = 0.5
 """How much of the budget parameters, gradients and optimizer state may take before the careful plan sends them away:
 what activations need is not known yet."""
+UNREHEARSED = Reason("the model cannot be rehearsed, so nobody knows what overlap would take")
 _MAX_PLANS = 4
 MAX_FAILED_TRIES = 8
 """Steps in a row that could not be observed to their end."""
@@ -118,6 +121,7 @@ def _provisional(
         summary=Reason("the model cannot be rehearsed: its first training steps are observed"),
         rows=(),
         provisional=True,
+        conditions=conditions_of(config, hardware),
     )
 
 
@@ -125,9 +129,14 @@ class ObservedSteps(StepWatcher):
     """A model's first training steps, under the careful plan and then under the one that is made from them."""
 
     def __init__(self, model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> None:
-        self.config = config
+        ways = travels(config, hardware)
+        self.travel = ways[-1]
+        """One way for all plans, the most careful: what overlapping takes is known only from rehearsals."""
+        self._blocking = UNREHEARSED if ways[0].overlaps and not self.travel.overlaps else None
+        self.config = self.travel.said_in(config)
         self.hardware = hardware
-        self.careful, self._treatment = careful_plan(model, config, hardware, costs)
+        careful, self._treatment = careful_plan(model, self.config, hardware, costs.by(self.travel))
+        self.careful = self._saying_why(careful)
         self.plan: Plan | None = None
         """None while the careful plan is in force."""
         self._profile: Profile | None = None
@@ -214,6 +223,7 @@ class ObservedSteps(StepWatcher):
 
     def make_plan(self, model: nn.Module, costs: OptimizerCosts) -> Plan:
         """From what was seen under the careful plan; the highest of these steps counts."""
+        costs = costs.by(self.travel)
         highest = max(self._seen, key=lambda step: step.trace.peak_bytes)
         profile = profile_observed(model, highest, costs.cost(), self.hardware.device_type, self._treatment)
         self._profile = self._with_optimizer(model, profile, costs)
@@ -223,9 +233,14 @@ class ObservedSteps(StepWatcher):
         plan = self._chosen_plan()
         kinds = {type(action) for action in plan.actions}
         asked = [a for a in self.careful.actions if isinstance(a, MixedPrecision) and MixedPrecision not in kinds]
-        self.plan = dataclasses.replace(plan, actions=(*plan.actions, *asked))
+        self.plan = self._saying_why(dataclasses.replace(plan, actions=(*plan.actions, *asked)))
         self._seen, self._num_plans = [], self._num_plans + 1
         return self.plan
+
+    def _saying_why(self, plan: Plan) -> Plan:
+        """With the reason for which transfers block, where that is not the user's own wish."""
+        assert plan.conditions is not None
+        return dataclasses.replace(plan, conditions=dataclasses.replace(plan.conditions, blocking=self._blocking))
 
     def _chosen_plan(self) -> Plan:
         """NOTE [no way back]: to stream other blocks, parameters and their state come to the device in between. Where
@@ -249,7 +264,7 @@ class ObservedSteps(StepWatcher):
 
     def check(self, model: nn.Module, costs: OptimizerCosts) -> Plan | None:
         """Hold the plan against its own first step. None: it stands; else what takes its place."""
-        plan, profile = self.plan, self._profile
+        plan, profile, costs = self.plan, self._profile, costs.by(self.travel)
         assert plan is not None
         assert profile is not None
         shown_bytes = self._peak_of(model, profile, self._seen.pop().trace, plan, costs)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memscale._config import AsyncOffloadConfig
 from memscale._decide.eligible import has_next_tier
+from memscale._decide.travel import Travel, travels
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
@@ -52,16 +52,26 @@ class OptimizerCosts:
     """
 
     def __init__(self, job: Job) -> None:
+        self._job = job
+        self.travel = travels(job.config, job.hardware)[0]
+        """How state travels to the next tier and back."""
         self._model = job.model
         self._optimizer = job.optimizer
         self._replacement = job.replacement
         self._device_type = job.hardware.device_type
-        self._prefetches = job.config.async_offload
-        self._window_bytes = (job.config.async_config or AsyncOffloadConfig()).window_bytes
         self._has_next_tier = has_next_tier(job.config, job.hardware)
         self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
+        self._beside: dict[Travel, OptimizerCosts] = {}
+
+    def by(self, travel: Travel) -> OptimizerCosts:
+        """The same, with state that travels so."""
+        if travel == self.travel:
+            return self
+        if travel not in self._beside:
+            self._beside[travel] = OptimizerCosts(self._job.under(travel.said_in(self._job.config)))
+        return self._beside[travel]
 
     def leave_idle(self, idle: frozenset[int]) -> None:
         """The parameters with these ids never get a gradient, for which optimizers make no state.
@@ -137,13 +147,13 @@ class OptimizerCosts:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
         return _InBuckets(
             moves=moves,
-            prefetches=self._prefetches,
+            prefetches=self.travel.overlaps,
             padding_bytes=PART_BYTES if self._device_type == "cpu" else 0,
             eligible=eligible_parameters(self._model, action.min_elements) if eight_bit else frozenset(),
             block_size=action.block_size,
             device_type=self._device_type,
             bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else BYTES_AT_ONCE,
-            window_bytes=self._window_bytes,
+            window_bytes=self.travel.transfers.window_bytes,
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
         )
 

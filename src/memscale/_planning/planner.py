@@ -4,6 +4,9 @@
     plan = planner.plan(strategy)       # `plan.fits` says whether there is one
     planner.profile                     # what was seen so far
 
+What a technique does to the peak and to the time depends on how tensors travel (`_decide/travel.py`), so a planner goes
+by one way, and `planner.by(travel)` by another on the same stage. `plan` looks at all that the strategy leaves open.
+
 This is where the stages meet: profile, decide, execute on the stage; only frozen data crosses between them.
 """
 
@@ -18,14 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide import confirmed, decide, decide_on, full_front, needs_optimizing
+from memscale._config import Config
+from memscale._decide import confirmed, decide, decide_on, full_front
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
+from memscale._decide.travel import Travel, travels
 from memscale._errors import quoted
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
@@ -37,24 +41,25 @@ from memscale._plan import (
     StreamParameters,
 )
 from memscale._planning.allocations import allocator_settings, record_steps, reserved_of
+from memscale._planning.either_way import plan_either_way
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
-from memscale._planning.tile_sizes import Tiles, find_tiles
+from memscale._planning.stage import Stage
+from memscale._planning.tile_sizes import Tiles
 from memscale._profile import KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
-from memscale._profile.profiler import open_rehearsal, profile_model, refuse_unprofilable, try_variant
+from memscale._profile.profiler import profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach
-from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
+from memscale._profile.shallow import ShallowRehearsal, rehearse_short
 from memscale._torch import private
 from memscale._units import round_up, show_bytes
 from memscale.report.explain import words_of_actions
-from memscale.techniques import TREATMENTS, planned_step, settling_steps
+from memscale.techniques import TREATMENTS, planned_step, settling_steps, technique_of
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
 
 _MAX_REHEARSALS = 4
-MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
 
 
 class Planner:
@@ -63,58 +68,54 @@ class Planner:
     Techniques are tried only when a plan needs them, each once; several strategies can be planned on one planner.
     """
 
-    def __init__(self, job: Job, inputs: Inputs, costs: OptimizerCosts | None = None) -> None:
-        """`costs`: those of the same optimizer over the same model, where they are known."""
+    def __init__(
+        self, job: Job, inputs: Inputs, costs: OptimizerCosts | None = None, *, beside: Planner | None = None
+    ) -> None:
+        """`costs`: those of the same optimizer over the same model, where they are known; `beside`: a planner of the
+        same step, whose tensors travel otherwise."""
         refuse_unprofilable(job.model)
         self.job = job
         self.inputs = inputs
         self.model, self.hardware = job.model, job.hardware
-        self.costs = costs or OptimizerCosts(job)
-        self.rehearsal, plain = open_rehearsal(
-            job.model,
-            inputs,
-            torch.device(job.hardware.device_type),
-            static=job.config.use_static_profiling,
-            holds_gradients=job.holds_gradients,
-        )
+        self.travel = travels(job.config, job.hardware)[0]
+        self.costs = (costs or OptimizerCosts(job)).by(self.travel)
+        self.stage: Stage = Stage(job, inputs) if beside is None else beside.stage
+        self.rehearsal = self.stage.rehearsal
+        self._others: dict[Travel, Planner] = {}
+        """Of the same step, by how its tensors travel."""
         untrained = self.rehearsal.untrained
         self.costs.leave_idle(frozenset(id(p) for name, p in job.model.named_parameters() if name in untrained))
-        self.profile = profile_model(job.model, self.rehearsal, plain, self.costs.cost(), inputs)
+        self.profile = profile_model(job.model, self.rehearsal, self.stage.plain, self.costs.cost(), inputs)
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
-        self._tiles: Tiles | None = None
-        self._traces: dict[Hashable, StepTrace] = {}
-        """Rehearsals, by what was done, without the reasons for it, and whether transfers overlapped."""
-        self._held_by: dict[Hashable, Held | None] = {}
         self.skipped_inside = False
         self._known_cost_model: CostModel | None = None
 
+    def by(self, travel: Travel) -> Planner:
+        """The planner of the same step whose tensors travel so."""
+        if travel == self.travel:
+            return self
+        if travel not in self._others:
+            job = self.job.under(travel.said_in(self.job.config))
+            self._others[travel] = type(self)(job, self.inputs, self.costs, beside=self)
+        return self._others[travel]
+
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
-        config = strategy.config
-        if not needs_optimizing(self.cost_model(config), config, self._first_reserve(config)):
-            return self._decide_and_rehearse(strategy)
-        *levels, last = self._levels(config)
-        for level in levels:
-            level(config)
-            if not config.force_optimize:
-                plan = self._decide_and_rehearse(strategy)
-                if plan.fits:
-                    return dataclasses.replace(plan, front_note=MORE_BELOW)
-        last(config)
-        return self._decide_and_rehearse(strategy)
+        return plan_either_way(self, strategy)
 
     def full_front(self, strategy: Strategy, plan: Plan) -> tuple[FrontPoint, ...]:
         """Peak against time with everything that the strategy allows, also what the plan did not need."""
         self.look_into_everything(strategy.config)
-        return full_front(self.cost_model(strategy.config), strategy.config, plan)
+        return full_front(self.cost_model(), self.travel.said_in(strategy.config), plan)
 
     def look_into_everything(self, config: Config) -> None:
         """Try all that the config allows, whether the budget needs it or not."""
-        for level in self._levels(config):
+        config = self.travel.said_in(config)
+        for level in self.levels(config):
             level(config)
 
-    def _levels(self, config: Config) -> list[Callable[[Config], None]]:
+    def levels(self, config: Config) -> list[Callable[[Config], None]]:
         """What is dear to find out, or not exact, is looked into only when nothing else is left."""
         eligible = resolve(config, self.hardware)
         levels: list[Callable[[Config], None]] = [self._try_simple]
@@ -126,13 +127,13 @@ class Planner:
                 levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
         return levels
 
-    def _decide_and_rehearse(self, strategy: Strategy) -> Plan:
+    def decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
         margin_bytes, rehearsed = 0, dict[Choice, int]()
-        reserve_bytes = self._first_reserve(strategy.config)
+        reserve_bytes = self.first_reserve(strategy.config)
         for attempt in range(_MAX_REHEARSALS + 1):
             decided = decide_on(
-                self.cost_model(strategy.config),
+                self.cost_model(),
                 strategy.config,
                 strategy.source,
                 margin_bytes=margin_bytes,
@@ -164,7 +165,7 @@ class Planner:
         choice = choice_of(plan.actions, self.profile)
         if choice.run.quantizes_optimizer:
             self.cost_in_8_bits()
-        peak_bytes = self._peak_of(trace, choice, config)
+        peak_bytes = self._peak_of(trace, choice)
         shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         fits = full_budget(self.hardware, config).admits(shown)
         held = self.held(plan.actions, config) if fits else None
@@ -186,20 +187,19 @@ class Planner:
         the steps cannot be recorded."""
         if not self.hardware.has_caching_allocator:
             return None
-        key = (*map(_without_reason, actions), config.async_offload)
-        if key not in self._held_by:
-            self._held_by[key] = self._record_held(actions, config)
-        return self._held_by[key]
+        key = self._key(actions)
+        if key not in self.stage.held:
+            self.stage.held[key] = self._record_held(actions, config)
+        return self.stage.held[key]
 
     def _record_held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
-        transfers = config.async_config or AsyncOffloadConfig()
         try:
-            rules = self.costs.rules(planned_step(actions), window_bytes=transfers.window_bytes)
+            rules = self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes)
             log = record_steps(
                 self.rehearsal,
                 self.model,
                 self.job.optimizer,
-                learns=config.async_offload and settling_steps(actions) > 1,
+                learns=self.travel.overlaps and settling_steps(actions) > 1,
                 attach=self._attacher(actions, config) if actions else None,
                 rules=rules,
                 hardware=self.hardware,
@@ -215,24 +215,29 @@ class Planner:
         """As this process would run; a card elsewhere is taken to have PyTorch's defaults."""
         return allocator_settings() if self.hardware.present else AllocatorSettings()
 
-    def _first_reserve(self, config: Config) -> int:
+    def first_reserve(self, config: Config) -> int:
         """What is expected to be held above what is live: that of the plain step, where that could be left alone."""
         if not self.hardware.has_caching_allocator:
             return 0
         least_bytes = 2 * self.hardware.workspace_bytes
-        baseline_bytes = self.cost_model(config).evaluate(Choice()).peak_bytes
+        baseline_bytes = self.cost_model().evaluate(Choice()).peak_bytes
         if config.force_optimize or baseline_bytes + least_bytes > budget_bytes(self.hardware, config):
             return least_bytes
         held = self.held((), config)
         return least_bytes if held is None else max(least_bytes, held.reserved_bytes - baseline_bytes)
 
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
-        key = (*map(_without_reason, actions), config.async_offload)
-        if key not in self._traces:
-            num_steps = settling_steps(actions) if config.async_offload else 1
+        key, known = self._key(actions), self.stage.rehearsed
+        if key not in known:
+            num_steps = settling_steps(actions) if self.travel.overlaps else 1
             trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
-            self._traces[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
-        return self._traces[key]
+            known[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+        return known[key]
+
+    def _key(self, actions: tuple[Action, ...]) -> Hashable:
+        """What is done, without the reasons for it; and how tensors travel, where any does."""
+        travel = self.travel if any(technique_of(action).travels for action in actions) else None
+        return travel, *map(_without_reason, actions)
 
     def _rehearsed_short(self, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
         """On a shorter model where that shows the same."""
@@ -240,7 +245,7 @@ class Planner:
             return None
         return rehearse_short(self.rehearsal, actions, lambda here: self._attacher(here, config))
 
-    def _peak_of(self, trace: StepTrace, choice: Choice, config: Config) -> int:
+    def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
         """With the optimizer over what is not streamed, to the byte."""
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
@@ -249,13 +254,13 @@ class Planner:
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
         num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
-        return self.cost_model(config).peak_of(trace, choice, optimizer, num_bytes)
+        return self.cost_model().peak_of(trace, choice, optimizer, num_bytes)
 
-    def cost_model(self, config: Config) -> CostModel:
+    def cost_model(self) -> CostModel:
         """That of the profile as it is now, built once."""
         model = self._known_cost_model
-        if model is None or model.profile is not self.profile or model.pace.overlaps != config.async_offload:
-            model = CostModel(self.profile, self.hardware, overlaps=config.async_offload)
+        if model is None or model.profile is not self.profile:
+            model = CostModel(self.profile, self.hardware, overlaps=self.travel.overlaps)
             self._known_cost_model = model
         return model
 
@@ -292,7 +297,7 @@ class Planner:
         """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""
         forced = config.replace(force_optimize=True)
         bound = decide(_without_block_peaks(self.profile), self.hardware, forced, raise_if_unfit=False)
-        return bound.predicted_peak_bytes < decide_on(self.cost_model(config), forced).predicted_peak_bytes
+        return bound.predicted_peak_bytes < decide_on(self.cost_model(), forced).predicted_peak_bytes
 
     def try_in_16_bits(self, config: Config) -> None:
         dtype = resolve(config, self.hardware).half_type
@@ -319,7 +324,10 @@ class Planner:
                 self._tried.add(key)
                 if not key.precision:
                     self._exact[key] = actions
-                trace = self._tried_trace(actions, config)
+                known = self._key(actions)
+                if known not in self.stage.tried:
+                    self.stage.tried[known] = self._tried_trace(actions, config)
+                trace = self.stage.tried[known]
                 if trace is not None:
                     traces[key] = trace
         self.learn(variants=traces)
@@ -356,12 +364,9 @@ class Planner:
             return None if trace is None else shallow.stretch(trace)
         return try_variant(self.rehearsal, self._attacher(actions, config), what)
 
-    @functools.cached_property
+    @property
     def shallow(self) -> ShallowRehearsal | None:
-        if not self.rehearsal.is_fake or self.rehearsal.holds_gradients:
-            return None  # what is held belongs to all blocks, and to none of their stretches
-        blocks = self.rehearsal.blocks
-        return open_shallow(self.model, self.inputs, self.hardware.device_type, blocks, self.profile.plain)
+        return self.stage.shallow
 
     def treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
         """By eligible treatment: the actions that give it to every block."""
@@ -374,13 +379,11 @@ class Planner:
 
     @property
     def tiles(self) -> Tiles:
-        if self._tiles is None:
-            self._tiles = find_tiles(self.rehearsal, self.shallow)
-        return self._tiles
+        return self.stage.tiles
 
     def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
-        settings = ExecutionSettings.from_config(config, torch.device(self.rehearsal.device_type))
-        return functools.partial(_rehearse_actions, actions, settings)
+        travelling, device = self.travel.said_in(config), torch.device(self.rehearsal.device_type)
+        return functools.partial(_rehearse_actions, actions, ExecutionSettings.from_config(travelling, device))
 
 
 def _without_reason(action: Action) -> Hashable:

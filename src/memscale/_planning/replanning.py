@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._config import Config
 from memscale._decide.budget import full_budget
+from memscale._decide.travel import travel_of
 from memscale._errors import DoesNotFitError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
@@ -167,7 +169,16 @@ class Replanner(OwnHook):
         self._announce(plan)
 
     def _job(self, model: nn.Module) -> Job:
-        return Job(model, self.config, self.hardware, self.optimizer, self.replacement, self.holds_gradients)
+        config = self._travelling()
+        return Job(model, config, self.hardware, self.optimizer, self.replacement, self.holds_gradients)
+
+    def _travelling(self) -> Config:
+        """What waits in memory that is not pinned goes on to block: to be moved, it would have to fit the device."""
+        plan = self.executor.plan
+        blocks = plan is not None and plan.conditions is not None and not plan.conditions.async_offload
+        if plan is None or not blocks or not self.executor.keeps_waiting:
+            return self.config
+        return travel_of(plan, self.config, self.hardware).said_in(self.config)
 
     def _rehearsed_plan(self, model: nn.Module, inputs: Inputs, on_profile: Callable[[Profile], None]) -> Plan:
         if self._needs_observation:

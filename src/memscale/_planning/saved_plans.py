@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import nn
 
-from memscale._config import AsyncOffloadConfig, Config
+from memscale._config import Config
 from memscale._decide.budget import full_budget
 from memscale._decide.choice import Outcome
 from memscale._errors import DoesNotFitError, PlanError
@@ -18,21 +16,6 @@ from memscale._units import show_bytes
 from memscale.techniques import by_technique, technique_of
 
 _AGAIN = "Or plan on this machine: memscale.wrap(model)."
-
-
-def with_conditions(config: Config, plan: Plan) -> Config:
-    """The config, with tensors that travel as the plan reckons: what is on its way is part of the peak."""
-    found = plan.conditions
-    if found is None:
-        return config
-    transfers = dataclasses.replace(
-        config.async_config or AsyncOffloadConfig(),
-        prefetch_depth=found.prefetch_depth,
-        prefetch_bytes=found.prefetch_bytes,
-        window_bytes=found.window_bytes,
-        min_tensor_bytes=found.min_tensor_bytes,
-    )
-    return config.replace(async_offload=found.async_offload, async_config=transfers)
 
 
 def device_for(plan: Plan, model: nn.Module, config: Config) -> torch.device:

@@ -105,6 +105,7 @@ def head_lines(plan: Plan) -> list[str]:
         *_number_lines(plan),
         f"  rule:      {reason_text(plan.summary)}",
         *([f"  strategy:  {reason_text(plan.strategy)}"] if plan.strategy is not None else []),
+        *_transfer_lines(plan),
         *([f"  times by:  {speeds_text(conditions)}"] if conditions is not None and conditions.speeds else []),
         *_bits_lines(plan),
     ]
@@ -149,6 +150,19 @@ def _held_lines(plan: Plan) -> list[str]:
         f"  card:      {allocated} allocated, {reserved} reserved; {total} with the context and what others hold",
         *([f"  waiting:   {waits}"] if waits else []),
     ]
+
+
+def _transfer_lines(plan: Plan) -> list[str]:
+    """How tensors travel, where any does and could do otherwise."""
+    found = plan.conditions
+    if found is None or plan.device_type == "cpu" or not any(technique_of(action).travels for action in plan.actions):
+        return []
+    if found.async_offload:
+        window, ahead = show_bytes(found.window_bytes), found.prefetch_depth
+        layers = f"{ahead} layer{'s' if ahead > 1 else ''}"
+        return [f"  transfers: beside compute, with {window} on their way out at most and {layers} fetched ahead"]
+    why = "" if found.blocking is None else f", since {reason_text(found.blocking)}"
+    return [f"  transfers: without overlap, compute waits for them{why}"]
 
 
 def _bits_lines(plan: Plan) -> list[str]:

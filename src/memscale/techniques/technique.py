@@ -126,6 +126,8 @@ class Technique:
     """It is about whole blocks, about parts of them, or about the run."""
     is_exact: bool = True
     """Up to the order of summation; False where numbers are rounded that would not be."""
+    travels: bool = False
+    """Because of it tensors go to the next tier and come back."""
 
     hindrance: Callable[[Config, Hardware], str] = nothing_hinders
     """Why it cannot be used there though its switch is on; "" where it can."""

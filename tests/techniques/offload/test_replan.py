@@ -8,6 +8,7 @@ import gc
 import pathlib
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +20,16 @@ from memscale._config import AsyncOffloadConfig
 from memscale._errors import StoreFullError
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.settings import ExecutionSettings
-from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, Reason, StreamParameters
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    Conditions,
+    OffloadActivations,
+    OffloadOptimizer,
+    Plan,
+    Reason,
+    StreamParameters,
+)
 from memscale.techniques.offload.optimizer.buckets import Waiting
 from memscale.techniques.offload.store import tiers
 from tests._torch.test_overrides import snapshot
@@ -98,6 +108,65 @@ def test_plans_follow_one_another_and_training_is_the_same(
     assert not any(isinstance(entry, Waiting) for entry in optimizer.state.values())
     assert all(t.device == p.device for p, s in optimizer.state.items() for t in s.values() if t.dim())
     del optimizer
+
+
+def travelling(actions: Iterable[Action], *, overlaps: bool, window_bytes: int = 1 << 16) -> Plan:
+    """A plan that says how its tensors travel."""
+    conditions = Conditions(
+        async_offload=overlaps,
+        prefetch_depth=1,
+        prefetch_bytes=1 << 16,
+        window_bytes=window_bytes,
+        min_tensor_bytes=1024,
+    )
+    return dataclasses.replace(plan_of(actions), conditions=conditions)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["overlapped first", "blocking first"])
+def test_plans_that_travel_otherwise_follow_one_another_and_training_is_the_same(
+    first: bool, no_races: Any, no_leaks: Any
+):
+    """The executor goes by what each plan says, whatever it was made with."""
+    plain, model = pair(Gpt)
+    both = (*STREAMED[:2], OffloadActivations("blocks.2"), state_away())
+    plans = [
+        travelling(both, overlaps=first),
+        travelling(both, overlaps=not first),
+        travelling(STREAMED, overlaps=first, window_bytes=1 << 12),
+        travelling((*CHECKPOINTED, state_away()), overlaps=True),
+        travelling((*CHECKPOINTED, state_away()), overlaps=False),
+    ]
+    expected = trained_plainly(plain, 2 * len(plans))
+    del plain
+    executor = executor_for(model, asynchronous=not first)
+    optimizer = None
+    for number, plan in enumerate(plans):
+        executor.apply(plan)
+        assert plan.conditions is not None
+        assert executor.settings.asynchronous is plan.conditions.async_offload
+        assert executor.settings.async_config.window_bytes == plan.conditions.window_bytes
+        optimizer = optimizer or make_optimizer(model)
+        steps(model, optimizer, 2 * number, 2 * number + 2)
+    executor.detach()
+    assert same(weights(model), expected)
+    del optimizer
+
+
+def test_state_that_waits_in_pinned_memory_goes_on_waiting_when_its_transfers_begin_to_block(no_leaks: Any):
+    model = Gpt(6, 64)
+    executor = executor_for(model)
+    executor.apply(travelling([*CHECKPOINTED, state_away()], overlaps=True))
+    optimizer = make_optimizer(model)
+    steps(model, optimizer, 0, 2)
+    adoption, tier = executor.stats().transfers["optimizer"], executor._offloading.parked
+    assert tier is not None
+    assert tier.transfers is not None
+    assert tier.transfers.asynchronous
+    executor.apply(travelling([*CHECKPOINTED[1:], state_away("a larger batch")], overlaps=False))
+    assert executor.stats().transfers["optimizer"] is adoption
+    assert not tier.transfers.asynchronous
+    steps(model, optimizer, 2, 3)
+    executor.detach()
 
 
 def test_the_state_never_comes_back_to_the_device_between_two_plans(no_leaks: Any):

@@ -9,6 +9,7 @@ from memscale._decide.choice import RunOptions
 from memscale._decide.eligible import resolve
 from memscale._decide.policy.situation import Situation
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
+from memscale._decide.travel import travels
 from memscale._profile import KEEP
 
 LEARNED_SWITCHES = {
@@ -103,5 +104,5 @@ def _eligible(situation: Situation, config: Config) -> dict[str, float]:
     return {
         "on_cpu": float(situation.hardware.device_type == "cpu"),
         **{feature: float(switch in switches) for feature, switch in LEARNED_SWITCHES.items()},
-        "overlaps": float(config.async_offload),
+        "overlaps": float(travels(config, situation.hardware)[0].overlaps),
     }

@@ -117,6 +117,7 @@ KEPT_OUTPUTS = Technique(
     switch="enable_kept_offload",
     actions=(OffloadKept,),
     scope="block",
+    travels=True,
     hindrance=no_next_tier,
     refusal=no_tier_for_plan,
     treatments=(

@@ -37,6 +37,7 @@ ACTIVATIONS = Technique(
     switch="enable_offloading",
     actions=(OffloadActivations,),
     scope="block",
+    travels=True,
     hindrance=no_next_tier,
     refusal=no_tier_for_plan,
     treatments=(

@@ -110,6 +110,7 @@ OPTIMIZER = Technique(
     switch="enable_offloading",
     actions=(OffloadOptimizer,),
     scope="run",
+    travels=True,
     hindrance=no_next_tier,
     refusal=no_tier_for_plan,
     option=RunOption(field="offloads_optimizer", values=_values, actions=_actions, value=_value),

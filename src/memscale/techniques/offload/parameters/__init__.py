@@ -104,6 +104,7 @@ PARAMETERS = Technique(
     switch="enable_offloading",
     actions=(StreamParameters,),
     scope="block",
+    travels=True,
     hindrance=_hindrance,
     treatments=(
         Treated(STREAM, (StreamParameters(""),)),

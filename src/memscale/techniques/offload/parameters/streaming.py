@@ -276,7 +276,8 @@ def attach(
 ) -> Streamer:
     """Stream the parameters of these layers until undone. Everything else of the model is placed on `device`.
 
-    `previous` has streamed other layers of this model with the same settings, and has handed its homes over.
+    `previous` has streamed other layers of this model, and has handed its homes over. Where these are not pinned,
+    copies go on to block.
     """
     modules = _find(actions, model)
     device = torch.empty(0, device=device).device  # with its index, as tensors show it
@@ -288,6 +289,7 @@ def attach(
         homes, transfers = _open(device, undo, asynchronous, is_fake, host_budget_bytes, gradient_window_bytes)
     else:
         homes, transfers = previous.homes, previous.transfers
+        asynchronous = asynchronous and transfers.can_overlap
         undo.callback(_close, homes, transfers.store)
         undo.callback(_close, homes, transfers)
     streamer = Streamer(device, transfers, homes, overlaps=asynchronous, prefetch_depth=prefetch_depth)

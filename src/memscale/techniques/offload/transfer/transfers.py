@@ -64,6 +64,8 @@ class Transfers:
     ) -> None:
         self.device = torch.device(device)
         self.store = store
+        self.can_overlap = asynchronous
+        """There are streams or threads for it, and memory that they can reach."""
         self.asynchronous = asynchronous
         self.window_bytes = window_bytes
         self.debug = debug and store.keeps_bytes
@@ -82,6 +84,13 @@ class Transfers:
         blocks = not asynchronous and all(leaf.survives_fork for leaf in store.leaves())
         self._process = Process("the tier that tensors wait on", survives_fork=blocks)
         """Threads and streams do not survive a fork, either. See NOTE [fork] in stores.py."""
+
+    def turn_to(self, asynchronous: bool, window_bytes: int) -> None:
+        """From here on calls overlap with compute, or block. Where nothing can overlap, they block."""
+        asynchronous = asynchronous and self.can_overlap
+        if (asynchronous, window_bytes) != (self.asynchronous, self.window_bytes):
+            self.settle()
+            self.asynchronous, self.window_bytes = asynchronous, window_bytes
 
     # ------------------------------------------------------------------------------------------------------ out
 

@@ -1,0 +1,68 @@
+"""How tensors travel between a device and the next tier: beside compute, or with everything waiting. No torch.
+
+    first, *others = travels(config, hardware)      # in the order in which they are tried
+
+NOTE [two ways]: transfers that overlap with compute are faster, and need device memory for what is on its way. Where
+the user leaves it to us, plans overlap; they block where only that fits the budget, or where it is predicted to be
+faster: what needs less memory may need to send less away. For the same reason there are windows of two sizes, where
+the user does not say which. `_planning/either_way.py` looks into all of them as far as it must.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memscale._config import AsyncOffloadConfig, Config
+from memscale._decide.cost_model import CostModel
+from memscale._hardware import Hardware
+from memscale._plan import Plan
+
+LEAN = AsyncOffloadConfig(prefetch_depth=1, prefetch_bytes=16 * 2**20, window_bytes=16 * 2**20)
+"""As little on its way as still overlaps: one layer ahead, and windows of a few tensors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Travel:
+    """One way in which tensors travel."""
+
+    overlaps: bool
+    """Beside compute; else everything waits for them."""
+    transfers: AsyncOffloadConfig
+
+    def said_in(self, config: Config) -> Config:
+        """The config, with this way and no other."""
+        return config.travelling(overlaps=self.overlaps, transfers=self.transfers)
+
+
+def travels(config: Config, hardware: Hardware) -> tuple[Travel, ...]:
+    """The ways that a plan may take, the one that is tried first at the front. See NOTE [two ways].
+
+    A device without streams has nothing to overlap with: there transfers block, unless the user asks for threads.
+    """
+    transfers = config.async_config or AsyncOffloadConfig()
+    overlaps = hardware.has_streams if config.async_offload is None else config.async_offload
+    found = [Travel(overlaps, transfers)]
+    if overlaps and hardware.has_streams and config.async_config is None:
+        found.append(Travel(True, LEAN))
+    if overlaps and config.async_offload is None:
+        found.append(Travel(False, transfers))
+    return tuple(found)
+
+
+def travel_of(plan: Plan, config: Config, hardware: Hardware) -> Travel:
+    """The way that a plan was made for."""
+    if plan.conditions is None:
+        return travels(config, hardware)[0]
+    transfers = config.async_config or AsyncOffloadConfig()
+    return Travel(plan.conditions.async_offload, dataclasses.replace(transfers, **plan.conditions.transfers))
+
+
+def most_in_flight_bytes(model: CostModel, travel: Travel) -> int:
+    """What overlapping can add to the peak of a plan at most: all windows full, with the largest of all layers."""
+    if not travel.overlaps:
+        return 0
+    transfers, optimizer = travel.transfers, model.profile.optimizer
+    largest = max((layer.param_bytes for layer in model.blocks.values()), default=0)
+    rest = model.profile.rest_param_bytes
+    visiting = (transfers.prefetch_depth + 1) * max(largest, rest)  # the last layer stays until its backward
+    return 2 * transfers.window_bytes + transfers.prefetch_bytes + visiting + (optimizer.offloaded_step_bytes or 0)

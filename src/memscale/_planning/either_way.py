@@ -1,0 +1,138 @@
+"""A plan whose transfers overlap with compute, or block: whichever serves the budget better. See NOTE [two ways].
+
+    plan = plan_either_way(planner, strategy)       # `plan.conditions` says which it is, and why if they block
+
+Trying techniques and rehearsing a plan is what takes long, so another way is looked into only where it may matter:
+where nothing fits in the one before, where a bound says that it could be faster, and for the lowest peak of all. On
+every level of techniques all ways come before the next level, since what is exact goes before what is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from memscale._decide import decide_on, may_be_faster, needs_optimizing
+from memscale._decide.eligible import resolve
+from memscale._decide.policy import Strategy
+from memscale._decide.travel import Travel, most_in_flight_bytes
+from memscale._plan import Plan, Reason
+
+if TYPE_CHECKING:
+    from memscale._planning.planner import Planner
+
+MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
+
+
+def plan_either_way(planner: Planner, strategy: Strategy) -> Plan:
+    """The cheapest plan that fits; `plan.fits` is False when there is none."""
+    ways = [_Way(planner, travel, strategy) for travel in resolve(strategy.config, planner.hardware).travels]
+    if not ways[0].needs_optimizing:
+        return ways[0].plan()
+    if strategy.config.force_optimize:
+        return _lowest(ways)
+    num_levels = ways[0].num_levels
+    for level in range(1, num_levels):
+        plan = _cheapest(ways, level)
+        if plan.fits:
+            return dataclasses.replace(plan, front_note=MORE_BELOW)
+    return _cheapest(ways, num_levels, looks_everywhere=True)
+
+
+class _Way:
+    """Planning with tensors that travel in one way."""
+
+    def __init__(self, planner: Planner, travel: Travel, strategy: Strategy) -> None:
+        self._first, self.travel = planner, travel
+        self.config = travel.said_in(strategy.config)
+        self._strategy = dataclasses.replace(strategy, config=self.config)
+
+    @property
+    def planner(self) -> Planner:
+        """Made when it is asked for."""
+        return self._first.by(self.travel)
+
+    @property
+    def needs_optimizing(self) -> bool:
+        return needs_optimizing(self.planner.cost_model(), self.config, self.planner.first_reserve(self.config))
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.planner.levels(self.config))
+
+    def look_into(self, num_levels: int | None = None) -> None:
+        """Try what so many levels of techniques bring; None: all of them. What was tried is not tried again."""
+        for level in self.planner.levels(self.config)[:num_levels]:
+            level(self.config)
+
+    def guess(self) -> Plan:
+        """By the peak model, without a rehearsal."""
+        reserve_bytes = self.planner.first_reserve(self.config)
+        return decide_on(self.planner.cost_model(), self.config, self._strategy.source, reserve_bytes=reserve_bytes)
+
+    def plan(self) -> Plan:
+        return self.planner.decide_and_rehearse(self._strategy)
+
+    def may_beat(self, plan: Plan, first: _Way) -> bool:
+        """Whether something better than this plan could be found in this way, by what is known from the first."""
+        model = first.planner.cost_model()
+        spare_bytes = most_in_flight_bytes(model, first.travel) - most_in_flight_bytes(model, self.travel)
+        if not plan.fits:
+            return _needed_bytes(plan) - spare_bytes <= plan.budget_bytes
+        return may_be_faster(
+            model,
+            self.config,
+            plan,
+            overlaps=self.travel.overlaps,
+            spare_bytes=spare_bytes,
+            # What the allocator holds above what is live is taken to be the same for other plans.
+            reserve_bytes=_needed_bytes(plan) - plan.predicted_peak_bytes,
+        )
+
+
+def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -> Plan:
+    """With techniques up to this level. `looks_everywhere`: before it is said that nothing fits."""
+    first, *others = ways
+    first.look_into(level)
+    best = first.plan()
+    for way in others:
+        if way.may_beat(best, first) or (looks_everywhere and not best.fits):
+            way.look_into(level)
+            rule = "with overlap this budget takes longer" if best.fits else "with overlap nothing fits the budget"
+            best = min(best, _because(way.plan(), rule, best), key=_rank)
+    return best
+
+
+def _rank(plan: Plan) -> tuple[float, ...]:
+    return (0, plan.predicted_slowdown) if plan.fits else (1, plan.predicted_peak_bytes)
+
+
+def _lowest(ways: list[_Way]) -> Plan:
+    """The lowest peak of all; of equal ones that of transfers that overlap. Larger windows peak no lower."""
+    ways = [*[way for way in ways if way.travel.overlaps][-1:], *(way for way in ways if not way.travel.overlaps)]
+    for way in ways:
+        way.look_into()
+    guesses = [(way.guess(), way) for way in ways]
+    rule, found = "with overlap the lowest peak is higher", list[Plan]()
+    for guess, way in sorted(guesses, key=lambda one: one[0].predicted_peak_bytes):
+        # Rehearsals are about as high as the peak model says: what that puts higher is not worth one.
+        if all(not plan.fits or guess.predicted_peak_bytes < plan.predicted_peak_bytes for plan in found):
+            found.append(way.plan() if way is ways[0] else _because(way.plan(), rule, guesses[0][0]))
+    return min(found, key=lambda plan: (not plan.fits, plan.predicted_peak_bytes, not _overlaps(plan)))
+
+
+def _overlaps(plan: Plan) -> bool:
+    return plan.conditions is not None and plan.conditions.async_offload
+
+
+def _because(plan: Plan, rule: str, overlapped: Plan) -> Plan:
+    """The plan, with why its transfers block, if they do; `overlapped` is what there would be if they did not."""
+    if plan.conditions is None or plan.conditions.async_offload:
+        return plan
+    numbers = {"overlapped_bytes": _needed_bytes(overlapped), "overlapped_slowdown": overlapped.predicted_slowdown}
+    conditions = dataclasses.replace(plan.conditions, blocking=Reason(rule, {**numbers}))
+    return dataclasses.replace(plan, conditions=conditions)
+
+
+def _needed_bytes(plan: Plan) -> int:
+    return max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0)

@@ -1,0 +1,48 @@
+"""Where one model's step is tried on fake tensors, whole and at a fraction of its depth; planners share it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+
+import torch
+
+from memscale._decide.budget import Held
+from memscale._planning.job import Job
+from memscale._planning.tile_sizes import Tiles, find_tiles
+from memscale._profile import StepTrace
+from memscale._profile.inputs import Inputs
+from memscale._profile.profiler import open_rehearsal
+from memscale._profile.shallow import ShallowRehearsal, open_shallow
+
+
+class Stage:
+    """One model's step with one batch, for one type of device."""
+
+    def __init__(self, job: Job, inputs: Inputs) -> None:
+        self._model, self._inputs = job.model, inputs
+        self.device_type = job.hardware.device_type
+        self.rehearsal, self.plain = open_rehearsal(
+            job.model,
+            inputs,
+            torch.device(self.device_type),
+            static=job.config.use_static_profiling,
+            holds_gradients=job.holds_gradients,
+        )
+        """With the trace of the plain step, which was the first to be tried."""
+        self.tried: dict[Hashable, StepTrace | None] = {}
+        """Traces of single techniques, by what was done and how tensors travelled, if any did."""
+        self.rehearsed: dict[Hashable, StepTrace] = {}
+        """The same of whole plans."""
+        self.held: dict[Hashable, Held | None] = {}
+        """What the allocator holds under them."""
+
+    @functools.cached_property
+    def shallow(self) -> ShallowRehearsal | None:
+        if not self.rehearsal.is_fake or self.rehearsal.holds_gradients:
+            return None  # what is held belongs to all blocks, and to none of their stretches
+        return open_shallow(self._model, self._inputs, self.device_type, self.rehearsal.blocks, self.plain)
+
+    @functools.cached_property
+    def tiles(self) -> Tiles:
+        return find_tiles(self.rehearsal, self.shallow)
