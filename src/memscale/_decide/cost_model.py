@@ -61,6 +61,7 @@ class CostModel:
             else:
                 self._whole[key] = trace
         self._sizes = _sizes_of(self._stretches)
+        self._without_gradients: dict[TraceKey, list[Stretch]] = {}
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
@@ -165,11 +166,38 @@ class CostModel:
 
     def rest(self, run: RunOptions) -> list[Stretch]:
         """The step with the rest run so; its blocks are of no meaning."""
-        return self._stretches_of(run.rest_key)
+        return self._released(run, run.rest_key)
 
     def treated(self, run: RunOptions, treatment: Treatment) -> list[Stretch]:
         """The step with every block treated so; its rest is of no meaning."""
-        return self._stretches_of(run.block_key(treatment))
+        return self._released(run, run.block_key(treatment))
+
+    def _released(self, run: RunOptions, key: TraceKey) -> list[Stretch]:
+        """Where parameters are stepped in backward, a stretch leaves no gradients behind, and the optimizer's
+        temporaries are beside those that it makes. A rehearsal of the plan shows where they are to the byte."""
+        cost = self.optimizer.cost(run).in_backward
+        if not run.steps_in_backward or cost is None:
+            return self._stretches_of(key)
+        if key not in self._without_gradients:
+            self._without_gradients[key] = [
+                stretch.without_gradients(num_bytes, cost.step_bytes)
+                for stretch, num_bytes in zip(self._stretches_of(key), self._gradient_bytes, strict=True)
+            ]
+        return self._without_gradients[key]
+
+    @functools.cached_property
+    def _gradient_bytes(self) -> list[int]:
+        """By stretch of the plain step: gradients that are final in it. Those of a layer are when its backward ends;
+        those that no layer's backward shows are counted with the last stretch."""
+        sizes = {layer.module_fqn: layer.trainable_bytes for layer in self.profile.layers}
+        found = [0] * len(self.owners)
+        for index, (_, segments) in reversed(list(enumerate(self._grouped(self.profile.plain)))):
+            for segment in segments:
+                if segment.phase == "backward":
+                    found[index] += sizes.pop(segment.module_fqn, 0)
+        if found:
+            found[-1] += self.profile.plain.end_bytes - sum(found)
+        return found
 
     def _stretches_of(self, key: TraceKey) -> list[Stretch]:
         """As traced; or with tiles of a size that was not, from the chord between the sizes that were."""

@@ -18,6 +18,13 @@ class Stretch:
         peak = max(self.peak_bytes, self.net_bytes + other.peak_bytes)
         return Stretch(peak, self.net_bytes + other.net_bytes, self.ms + other.ms)
 
+    def without_gradients(self, gradient_bytes: int, step_bytes: int) -> Stretch:
+        """The gradients that it makes are used up when it ends, by a step that takes so much beside them."""
+        if not gradient_bytes:
+            return self
+        peak = max(self.peak_bytes, self.net_bytes + step_bytes)
+        return Stretch(peak, self.net_bytes - gradient_bytes, self.ms)
+
     def towards(self, other: Stretch, position: float) -> Stretch:
         """From this (0) to the other (1), on the chord; bytes are rounded up."""
         return Stretch(

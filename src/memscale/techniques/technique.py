@@ -109,6 +109,8 @@ class Technique:
     """It is about whole blocks, about parts of them, or about the run."""
     is_exact: bool = True
     """Up to the order of summation; False where numbers are rounded that would not be."""
+    changes_loop: bool = False
+    """The training loop notices it: it is used wherever the user asks for it, and nowhere else."""
 
     hindrance: Callable[[Config, Hardware], str] = nothing_hinders
     """Why it cannot be used there though its switch is on; "" where it can."""
