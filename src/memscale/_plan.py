@@ -309,6 +309,17 @@ class Plan:
         """The share of the baseline peak that the plan removes."""
         return 1 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
 
+    @property
+    def of_bound(self) -> float | None:
+        """Its predicted time, as a multiple of the least that any exact plan could take; None where that is not known,
+        where nothing is done, and where something is not exact."""
+        from memscale.techniques import technique_of  # the table knows them, so it lies above them
+
+        is_exact = all(technique_of(action).is_exact for action in self.actions)
+        if self.least_slowdown is None or not self.actions or not is_exact:
+            return None
+        return self.predicted_slowdown / self.least_slowdown
+
     def explain(self) -> str:
         """The plan as text: each choice with its rule and numbers, and what there would be instead."""
         from memscale.report.explain import explain  # the one describer reads plans, so it lies above them

@@ -20,7 +20,7 @@ from typing import Any
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.optimizer_model import OptimizerModel
 from memscale._decide.step_time import Moved, Pace
-from memscale._decide.timeline import Extras, Stretch
+from memscale._decide.timeline import Extras, Spent, Stretch
 from memscale._hardware import Hardware
 from memscale._profile import (
     KEEP,
@@ -344,6 +344,7 @@ class CostModel:
                 compute_ms = option.slowed_ms(self, getattr(run, option.field), compute_ms)
         return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
 
+    @functools.cached_property
     def least_compute_ms(self) -> float:
         """Forward and backward with every stretch in the cheapest exact way that was traced, and no transfers."""
         busy = {
@@ -355,6 +356,29 @@ class CostModel:
         whole = [sum(found) for key, found in busy.items() if key in self._whole]
         cheapest: float = sum(map(min, zip(*mixed, strict=True)))
         return min([cheapest, *whole])
+
+    @functools.cached_property
+    def exact_ways(self) -> list[list[Spent]]:
+        """By exact way in which the step was traced, stretch by stretch: what it keeps, computes and moves. The plain
+        step comes first. What is streamed is counted with its parameters, not here."""
+        found = []
+        for key, trace in self._traces.items():
+            if key not in self._whole and not key.precision:
+                spent = self._spent(trace)
+                streams = key.treatment.streams
+                found.append([dataclasses.replace(one, out_bytes=0, in_bytes=0) if streams else one for one in spent])
+        return found
+
+    def _spent(self, trace: StepTrace) -> list[Spent]:
+        runs, nothing = self._grouped(trace), Moved()
+        spread = self.pace.spread(runs, {fqn: layer.param_bytes for fqn, layer in self.blocks.items()})
+        found = []
+        for index, (_, segments) in enumerate(runs):
+            more = spread.get(index, nothing)
+            out_bytes = sum(segment.sent_bytes for segment in segments) + more.out_bytes
+            in_bytes = sum(segment.fetched_bytes for segment in segments) + more.in_bytes + more.first_bytes
+            found.append(Spent(_net_bytes(segments), self.pace.busy_ms(segments), out_bytes, in_bytes))
+        return found
 
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """What the machinery of a treatment takes, beside what is computed again."""

@@ -77,8 +77,9 @@ class Pace:
     def compute_ms(self, segment: Segment, *, halves: bool = False) -> float:
         """By arithmetic and memory traffic."""
         hardware = self.hardware
-        flops_per_s = (hardware.half_flops if halves else hardware.fp32_flops) * hardware.matmul_efficiency
-        matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
+        half_flops = segment.flops if halves else segment.half_flops
+        flops_s = (segment.flops - half_flops) / hardware.fp32_flops + half_flops / hardware.half_flops
+        matmul_s = max(flops_s / hardware.matmul_efficiency, segment.matmul_bytes / hardware.memory_bytes_per_s)
         calls_ms = 0.0
         if self.counts_calls:
             calls_ms = _segment_calls_ms(segment.phase, segment.num_launches, segment.num_random)

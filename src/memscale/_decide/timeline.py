@@ -35,6 +35,16 @@ class Stretch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Spent:
+    """What a stretch leaves behind, how long it computes, and what crosses the link for it."""
+
+    net_bytes: int = 0
+    busy_ms: float = 0.0
+    out_bytes: float = 0.0
+    in_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Extras:
     """What a treatment of a block changes besides its own stretches."""
 

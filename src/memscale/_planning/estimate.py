@@ -32,6 +32,9 @@ class ModeEstimate:
     predicted_slowdown: float
     fits: bool
     """Reserved bytes are within the budget (on a CPU: live ones), the total within the card, and the rest has room."""
+    of_bound: float | None
+    """The predicted time, as a multiple of the least that any exact plan could take at this budget; None where nothing
+    is done, or something that is not exact."""
     plan: Plan
     """With all of its numbers: allocated, reserved, total, and what waits on the host or on disk."""
 
@@ -105,7 +108,9 @@ def estimate(
     by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
         plan = planner.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
-        by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
+        by_mode[mode] = ModeEstimate(
+            plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan.of_bound, plan
+        )
     profile = planner.profile
     baseline = planner.cost_model(config).peak_of(profile.plain, Choice())
     held = planner.held((), config)

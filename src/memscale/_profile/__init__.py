@@ -61,6 +61,8 @@ class Segment:
     """Bytes read and written by operators that are counted in `flops`."""
     other_bytes: int
     """Bytes read and written by all others; views are free."""
+    half_flops: int = 0
+    """Of `flops`, those of operands in 16 bits."""
     num_launches: int = 0
     """Operators that do work; each costs the processor some time, however small it is."""
     num_random: int = 0
