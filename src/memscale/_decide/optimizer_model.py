@@ -118,7 +118,7 @@ class OptimizerModel:
             moved_bytes, calls_ms = cost.moved_bytes, optimizer_calls_ms(cost.num_tensors)
         else:
             moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
-        return share * moved_bytes / self.pace.hardware.memory_bytes_per_s * 1e3 + calls_ms
+        return share * self.pace.memory_ms(moved_bytes) + calls_ms
 
     def bucketed_ms(self, cost: OptimizerCost, share: Any) -> Any:
         """A few parameters at a time, with the state where it is: more launches, and Python around each bucket."""

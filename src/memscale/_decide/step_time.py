@@ -78,12 +78,18 @@ class Pace:
         """By arithmetic and memory traffic."""
         hardware = self.hardware
         half_flops = segment.flops if halves else segment.half_flops
-        flops_s = (segment.flops - half_flops) / hardware.fp32_flops + half_flops / hardware.half_flops
-        matmul_s = max(flops_s / hardware.matmul_efficiency, segment.matmul_bytes / hardware.memory_bytes_per_s)
+        efficiency = hardware.matmul_efficiency
+        matmul_ms = (segment.flops - half_flops) / (hardware.fp32_flops * efficiency) * 1e3
+        matmul_ms += half_flops / (hardware.half_flops * (hardware.half_matmul_efficiency or efficiency)) * 1e3
         calls_ms = 0.0
         if self.counts_calls:
             calls_ms = _segment_calls_ms(segment.phase, segment.num_launches, segment.num_random)
-        return (matmul_s + segment.other_bytes / hardware.memory_bytes_per_s) * 1e3 + calls_ms
+        return max(matmul_ms, self.memory_ms(segment.matmul_bytes)) + self.memory_ms(segment.other_bytes) + calls_ms
+
+    def memory_ms(self, num_bytes: Any) -> Any:
+        """To read and write so many bytes of the device's memory."""
+        rate = self.hardware.memory_bytes_per_s * (self.hardware.memory_efficiency or 1.0)
+        return num_bytes / rate * 1e3
 
     def tiles_ms(self, num_tiles: int) -> float:
         """What so many tiles add to what their traces say."""

@@ -25,6 +25,8 @@ _SPEEDS = (
     "fp32_flops",
     "half_flops",
     "matmul_efficiency",
+    "half_matmul_efficiency",
+    "memory_efficiency",
     "memory_bytes_per_s",
     "host_bytes_per_s",
     "link_bytes_per_s",

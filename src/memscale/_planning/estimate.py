@@ -108,9 +108,7 @@ def estimate(
     by_mode: dict[OptimizationMode, ModeEstimate] = {}
     for mode in OptimizationMode:
         plan = planner.plan(choose_strategy(config.replace(mode=mode, auto_policy=False)))
-        by_mode[mode] = ModeEstimate(
-            plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan.of_bound, plan
-        )
+        by_mode[mode] = ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan.of_bound, plan)
     profile = planner.profile
     baseline = planner.cost_model(config).peak_of(profile.plain, Choice())
     held = planner.held((), config)

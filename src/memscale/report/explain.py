@@ -132,8 +132,7 @@ def _bound_lines(plan: Plan) -> list[str]:
     if least is None or of_bound is None:
         return []
     return [
-        f"  bound:     {of_bound:.2f}x of the least time that any exact plan could take here, "
-        f"which is {least:.2f}x"
+        f"  bound:     {of_bound:.2f}x of the least time that any exact plan could take here, which is {least:.2f}x"
     ]
 
 
