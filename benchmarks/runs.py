@@ -100,6 +100,9 @@ class Result:
     weights_hash: str = ""
     failure: str = ""
     commit: str = ""
+    predicted_of_bound: float | None = None
+    """The predicted time, as a multiple of the least that any exact plan could take; None: nothing is done, it is not
+    exact, or an earlier version predicted it."""
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Result:
@@ -126,6 +129,7 @@ def _result(subject: Subject, variant: str, plan: Plan | None, **found: Any) -> 
             "predicted_bytes": plan.predicted_peak_bytes,
             "predicted_waiting_bytes": plan.host_bytes + plan.movable_bytes,
             "predicted_slowdown": plan.predicted_slowdown,
+            "predicted_of_bound": plan.of_bound,
         }
     what = what_is_done(plan) if plan is not None else "nothing"
     return Result(title=subject.title, shape=subject.shape, variant=variant, what=what, **{**planned, **found})

@@ -53,14 +53,14 @@ QUICK = (SUBJECTS[0], Subject("GPT-2 small", "gpt2", 1, 256))
 def to_text(results: Sequence[Result], subjects: Sequence[Subject]) -> str:
     header = (
         *("model", "batch", "variant", "device GB", "predicted", "error"),
-        *("host GB", "disk GB", "less", "time", "training"),
+        *("host GB", "disk GB", "less", "time", "of bound", "training"),
     )
     rows: list[tuple[str, ...]] = [header]
     for subject in subjects:
         own = by_variant(results, subject)
         rows += [_cells(result, own.get("plain")) for result in own.values()]
     notes = ["Times in brackets: predicted. Host, where nothing was measured: what waits there or on disk."]
-    return "\n".join([*table(rows, left=(0, 1, 2, 10)), "", *notes, "", *_published_lines(results, subjects)]).rstrip()
+    return "\n".join([*table(rows, left=(0, 1, 2, 11)), "", *notes, "", *_published_lines(results, subjects)]).rstrip()
 
 
 def by_variant(results: Sequence[Result], subject: Subject) -> dict[str, Result]:
@@ -73,7 +73,7 @@ def _cells(result: Result, plain: Result | None) -> tuple[str, ...]:
     head = (result.title, result.shape, result.variant)
     predicted = _gb(result.predicted_bytes or None)
     if result.failure:
-        return (*head, "-", predicted, *["-"] * 5, result.failure)
+        return (*head, "-", predicted, *["-"] * 6, result.failure)
     error = f"{result.predicted_bytes / result.measured_bytes - 1:+.2%}" if result.measured_bytes else "-"
     host_bytes = result.predicted_waiting_bytes if result.host_bytes is None else result.host_bytes
     return (
@@ -85,6 +85,7 @@ def _cells(result: Result, plain: Result | None) -> tuple[str, ...]:
         _gb(result.disk_bytes),
         less(result, plain),
         time_ratio(result, plain),
+        "-" if result.predicted_of_bound is None else f"({result.predicted_of_bound:.2f}x)",
         training(result, plain),
     )
 

@@ -88,6 +88,7 @@ def test_the_modes_are_documented_as_they_are() -> None:
         "enable_offloading",
         "enable_tiling",
         "enable_kept_offload",
+        "step_in_backward",
         "use_8bit_optimizer",
     )
     for technique in techniques:

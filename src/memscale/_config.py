@@ -36,6 +36,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_checkpointing": True,
         "enable_offloading": False,
         "enable_bucketed_step": True,
+        "step_in_backward": False,
         "enable_tiling": False,
         "enable_kept_offload": False,
         "use_mixed_precision": False,
@@ -45,6 +46,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_checkpointing": True,
         "enable_offloading": True,
         "enable_bucketed_step": True,
+        "step_in_backward": False,
         "enable_tiling": False,
         "enable_kept_offload": False,
         "use_mixed_precision": False,
@@ -54,6 +56,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_checkpointing": True,
         "enable_offloading": True,
         "enable_bucketed_step": True,
+        "step_in_backward": False,
         "enable_tiling": True,
         "enable_kept_offload": False,
         "use_mixed_precision": True,  # a wish: planning follows it where the hardware has fast 16-bit math
@@ -128,6 +131,9 @@ class Config:
     """Let tensors wait on the host or on disk (exact)."""
     enable_bucketed_step: bool | None = None
     """Step a few parameters at a time, where the optimizer updates each by itself (exact)."""
+    step_in_backward: bool | None = None
+    """Step parameters as soon as their gradients are final, so that these never exist together (exact). No mode turns
+    it on: gradients can then not be read, clipped, scaled or accumulated. Used wherever it is True."""
     enable_tiling: bool | None = None
     """Compute the largest tensors tile by tile (exact up to the order of summation)."""
     enable_kept_offload: bool | None = None
@@ -193,6 +199,11 @@ class Config:
             raise _bad("observability_port", self.observability_port, "None: this version serves no metrics")
         if self.async_offload is not None:
             _check_bool(self, "async_offload")
+        if self.step_in_backward and self.asks_for("use_8bit_optimizer"):
+            raise ConfigError(
+                "step_in_backward=True and use_8bit_optimizer=True do not go together: state in 8 bits is unpacked for "
+                "a step of all parameters, after backward. Set one of them to False"
+            )
         if self.async_config is not None and not isinstance(self.async_config, AsyncOffloadConfig):
             raise _bad("async_config", self.async_config, "an AsyncOffloadConfig or None")
 

@@ -92,3 +92,7 @@ class ChecksumError(StoreIOError):
 
 class PartialStepError(OffloadError):
     """An optimizer step failed half-way: some parameters are updated, others are not."""
+
+
+class StepInBackwardError(MemScaleError):
+    """The training loop, or its optimizer, does what `step_in_backward=True` does not allow."""

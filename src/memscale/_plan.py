@@ -12,7 +12,7 @@ from memscale._errors import PlanError, shortened, shown
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
 
 
-def _check_count(value: object, name: str, *, minimum: int) -> None:
+def check_count(value: object, name: str, *, minimum: int) -> None:
     count = getattr(value, name)
     if isinstance(count, bool) or not isinstance(count, int) or not minimum <= count < 2**63:
         raise PlanError(
@@ -76,7 +76,7 @@ class TileHead(LayerAction):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "rows", minimum=1)
+        check_count(self, "rows", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class TileMlp(LayerAction):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "num_tiles", minimum=1)
+        check_count(self, "num_tiles", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class TileAttention(LayerAction):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "rows", minimum=1)
+        check_count(self, "rows", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class StepInBuckets(Action):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "bucket_bytes", minimum=1)
+        check_count(self, "bucket_bytes", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class OffloadOptimizer(Action):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "bucket_bytes", minimum=1)
+        check_count(self, "bucket_bytes", minimum=1)
         share = self.resident_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise PlanError(
@@ -193,9 +193,9 @@ class QuantizeOptimizer(Action):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "bucket_bytes", minimum=1)
-        _check_count(self, "block_size", minimum=1)
-        _check_count(self, "min_elements", minimum=0)
+        check_count(self, "bucket_bytes", minimum=1)
+        check_count(self, "block_size", minimum=1)
+        check_count(self, "min_elements", minimum=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -322,6 +322,17 @@ class Plan:
         """The share of the baseline peak that the plan removes."""
         return 1 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
 
+    @property
+    def of_bound(self) -> float | None:
+        """Its predicted time, as a multiple of the least that any exact plan could take; None where that is not known,
+        where nothing is done, and where something is not exact."""
+        from memscale.techniques import technique_of  # the table knows them, so it lies above them
+
+        is_exact = all(technique_of(action).is_exact for action in self.actions)
+        if self.least_slowdown is None or not self.actions or not is_exact:
+            return None
+        return self.predicted_slowdown / self.least_slowdown
+
     def explain(self) -> str:
         """The plan as text: each choice with its rule and numbers, and what there would be instead."""
         from memscale.report.explain import explain  # the one describer reads plans, so it lies above them
@@ -373,10 +384,10 @@ class Plan:
         except (ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {shortened(str(error))}") from error
         for name in ("baseline_peak_bytes", "predicted_peak_bytes", "budget_bytes", "host_bytes", "movable_bytes"):
-            _check_count(plan, name, minimum=0)
+            check_count(plan, name, minimum=0)
         for name in ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes"):
             if getattr(plan, name) is not None:
-                _check_count(plan, name, minimum=0)
+                check_count(plan, name, minimum=0)
         return plan
 
     def save(self, path: str | pathlib.Path) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config
 from memscale._decide import decide, find_candidates
 from memscale._decide.bound import least_ms
-from memscale._decide.choice import Choice
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
-from memscale._profile import CHECKPOINT, OptimizerCost, StateShare
+from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM, BackwardStep, OptimizerCost, StateShare
 from tests._decide.test_search import models, seeds, shaped, shapes
 from tests.profiles import MB, Block, full_profile, hardware_of, profile_of
 
@@ -30,15 +31,29 @@ def test_where_everything_fits_it_is_what_computes() -> None:
 
 
 def test_what_does_not_fit_crosses_the_link() -> None:
-    """25 MB of parameters, 1 of inputs, 6 that backward leaves and 50 of state.
+    """25 MB of parameters, 1 of inputs, 50 of state and 101 of activations, of which 90 are computed again.
+
+    Of the block's 5 + 10 MB of parameters and state, 5 come and 5 of gradients leave; all other state comes and leaves.
+    """
+    profile = profile_of(ONE, variants=(CHECKPOINT, STREAM), optimizer=COST)
+    model = CostModel(profile, hardware_of(link_bytes_per_s=1e6))
+    excess = 25 + 1 + 50 + 101 - 30
+    crossing = 5 + (excess - 90 - 15)
+    assert least_ms(model, 30 * MB) == pytest.approx(crossing * 1e3)
+    by_turns = dataclasses.replace(model.hardware, link_directions=1)
+    assert least_ms(CostModel(model.profile, by_turns), 30 * MB) == pytest.approx(2 * crossing * 1e3)
+
+
+def test_what_does_not_fit_the_optimizers_step_crosses_the_link() -> None:
+    """6 MB are left by backward beside 25 of parameters, 1 of inputs and 50 of state; no forward takes as much.
 
     Of the block's 5 + 5 + 10 MB of parameters, gradients and state, 5 come and 5 leave.
     """
-    model = CostModel(profile_of(ONE, variants=(CHECKPOINT,), optimizer=COST), hardware_of(link_bytes_per_s=1e6))
+    light = {"b": dataclasses.replace(ONE["b"], keeps=0, keeps_checkpointed=0)}
+    profile = profile_of(light, variants=(CHECKPOINT,), optimizer=dataclasses.replace(COST, offloaded_step_bytes=None))
+    model = CostModel(profile, hardware_of(link_bytes_per_s=1e6))
     excess = 25 + 1 + 6 + 50 - 20
     assert least_ms(model, 20 * MB) == pytest.approx(excess / 4 * 1e3)
-    by_turns = dataclasses.replace(model.hardware, link_directions=1)
-    assert least_ms(CostModel(model.profile, by_turns), 20 * MB) == pytest.approx(2 * excess / 4 * 1e3)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -85,3 +100,46 @@ def test_a_plan_says_how_far_from_it_it_is() -> None:
     plain = decide(full_profile(4), hardware_of(), Config(enable_logging=False))
     assert not plain.actions
     assert "least time" not in plain.explain()
+
+
+def test_activations_that_do_not_fit_are_computed_again_or_cross_the_link() -> None:
+    """31 MB of parameters and inputs, 50 of state and 101 of activations; checkpointed the block keeps 10.
+
+    Of 100 ms of forward, computed again, 90 MB are freed; parameters and state are dear to move over this link.
+    """
+    profile = profile_of(ONE, variants=(CHECKPOINT,), optimizer=dataclasses.replace(COST, offloaded_step_bytes=None))
+    model = CostModel(profile, hardware_of(link_bytes_per_s=1e3))
+    fits = 26 + 50 + 101
+    assert least_ms(model, fits * MB) == pytest.approx(402 + 100)
+    assert least_ms(model, (fits - 45) * MB) == pytest.approx(402 + 100 + 50)
+    checkpointed = Choice((("b", CHECKPOINT),))
+    assert least_ms(model, (fits - 90) * MB) == pytest.approx(model.evaluate(checkpointed).step_ms)
+
+
+def test_over_a_fast_link_they_cross_it() -> None:
+    """Sent and fetched beside what computes: of 98 MB, at 1 MB in 10 ms, one direction is busy for 980 ms."""
+    model = CostModel(profile_of(ONE, variants=(OFFLOAD,)), hardware_of(link_bytes_per_s=1e8), overlaps=True)
+    offloaded = model.evaluate(Choice((("b", OFFLOAD),)))
+    bound = least_ms(model, 26 * MB + model.profile.optimizer.state_bytes + 3 * MB)
+    assert 980 <= bound + 1e-9 <= offloaded.step_ms
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(found=models(max_size=3), link=st.sampled_from([1e7, 1e8, 1e10]), in_backward=st.booleans())
+def test_nothing_that_can_be_chosen_beats_it(found: dict[str, Block], link: float, in_backward: bool) -> None:
+    """Every treatment of every block with every run, not only what a search keeps."""
+    profile = full_profile(found)
+    if in_backward:
+        optimizer = dataclasses.replace(profile.optimizer, in_backward=BackwardStep(MB, 10, 2))
+        profile = dataclasses.replace(profile, optimizer=optimizer)
+    for overlaps in (False, True):
+        model = CostModel(profile, hardware_of(link_bytes_per_s=link), overlaps=overlaps)
+        runs = [
+            RunOptions(steps_in_backward=in_backward),
+            *([] if in_backward else [RunOptions(offloads_optimizer=1.0)]),
+        ]
+        treatments = [t for t in (KEEP, *model.treatments) if not (in_backward and t.streams)]
+        for run, picked in itertools.product(runs, itertools.product(treatments, repeat=len(found))):
+            chosen = tuple((fqn, how) for fqn, how in zip(found, picked, strict=True) if how != KEEP)
+            outcome = model.evaluate(Choice(chosen, run))
+            assert outcome.step_ms >= least_ms(model, outcome.peak_bytes) * (1 - 1e-9), (chosen, run)

@@ -98,3 +98,11 @@ def test_inputs_that_come_back_are_told_from_weights() -> None:
 
 def test_what_nothing_hides_comes_on_top() -> None:
     assert pace_of(overlaps=True).run_ms([moving()], more=Moved(first_bytes=5 * MB)) == pytest.approx(150)
+
+
+def test_products_in_16_bits_and_what_needs_memory_have_shares_of_their_own() -> None:
+    """A model that is in 16 bits itself is not taken for one in 32."""
+    hardware = hardware_of(half_matmul_efficiency=0.5, memory_efficiency=0.25)
+    mixed = Segment("forward", "", 0, 0, flops=8 * 10**11, half_flops=5 * 10**11, matmul_bytes=0, other_bytes=10**6)
+    assert Pace(hardware).run_ms([mixed]) == pytest.approx(500 + 500 + 4)
+    assert Pace(hardware_of()).memory_ms(10**6) == pytest.approx(1)

@@ -87,3 +87,9 @@ def test_what_crosses_to_another_device_is_a_transfer() -> None:
     work.add(torch.ops.aten.add_.Tensor, (X, 1), {}, X, "meta")  # the host's own
     assert (work.num_sends, work.sent_bytes, work.num_fetches, work.fetched_bytes) == (1, 40, 1, 40)
     assert work.num_launches == 0
+
+
+def test_products_in_16_bits_are_counted_apart() -> None:
+    assert work_of(lambda: A @ B).half_flops == 0
+    work = work_of(lambda: A.bfloat16() @ B.bfloat16())
+    assert work.half_flops == work.flops == 2 * 20 * 30 * 50

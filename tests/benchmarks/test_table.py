@@ -68,15 +68,17 @@ def test_a_row_shows_bytes_error_reduction_and_time() -> None:
     )
     text = table.to_text([balanced, PLAIN], [BERT])
     rows = [line for line in text.splitlines() if line.startswith("BERT-Base")]
-    assert rows[0].split()[4:] == ["plain", "1.000", "1.010", "+1.00%", "0.000", "-", "-", "1.00x", "-"]
-    assert rows[1].split()[4:] == ["balanced", "0.250", "0.251", "+0.40%", "2.000", "0.500", "75.0%", "1.20x", "-"]
+    assert rows[0].split()[4:] == ["plain", "1.000", "1.010", "+1.00%", "0.000", "-", "-", "1.00x", "-", "-"]
+    assert rows[1].split()[4:] == ["balanced", "0.250", "0.251", "+0.40%", "2.000", "0.500", "75.0%", "1.20x", "-", "-"]
     assert rows[2].split() == ["BERT-Base", "3.14", "0.84", "0.250", "-", "0.40"]
 
 
 def test_a_prediction_is_marked_as_one() -> None:
-    predicted = result_of("balanced", predicted_slowdown=1.5, predicted_waiting_bytes=3_000_000_000)
+    predicted = result_of(
+        "balanced", predicted_slowdown=1.5, predicted_of_bound=1.2, predicted_waiting_bytes=3_000_000_000
+    )
     cells = table.to_text([predicted], [BERT]).splitlines()[1].split()
-    assert cells[4:] == ["balanced", "-", "1.010", "-", "3.000", "-", "-", "(1.50x)", "-"]
+    assert cells[4:] == ["balanced", "-", "1.010", "-", "3.000", "-", "-", "(1.50x)", "(1.20x)", "-"]
 
 
 def test_a_plain_run_out_of_memory_shows_what_it_would_need() -> None:

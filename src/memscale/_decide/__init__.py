@@ -92,8 +92,9 @@ def decide_on(
     baseline = model.evaluate(Choice())
     if not needs_optimizing(model, config, reserve_bytes):
         numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": eligible.budget.device_bytes}
-        chosen, summary = Candidate(Choice(), baseline), Reason("smart skip: fits as it is", {**numbers})
-        candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(baseline)
+        skipped = Choice(run=_as_asked(model, eligible))
+        chosen, summary = Candidate(skipped, model.evaluate(skipped)), Reason("smart skip: fits as it is", {**numbers})
+        candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(chosen.outcome)
     else:
         candidates, note = find_candidates(model, baseline, eligible), ""
         expected = _Expected(model, margin_bytes, _by_blocks(rehearsed or {}))
@@ -102,9 +103,19 @@ def decide_on(
     front = pareto_front(_placeable(candidates, budget), baseline, chosen, profile)
     shown_bytes = eligible.budget.device_bytes
     plan = write_plan(model, config, decision_source, baseline, chosen, shown_bytes, fits, summary, front, note)
-    if not chosen.choice.num_actions:
-        plan = dataclasses.replace(plan, actions=tuple(asked_for(model, config, eligible)))
+    if chosen.choice == Choice(run=_as_asked(model, eligible)):
+        plan = dataclasses.replace(plan, actions=(*plan.actions, *asked_for(model, config, eligible)))
     return plan
+
+
+def _as_asked(model: CostModel, eligible: Eligible) -> RunOptions:
+    """What is done however large the budget is, because the user asks for it: what the training loop notices."""
+    asked: dict[str, Any] = {}
+    for technique in eligible.techniques:
+        if technique.changes_loop and technique.option is not None and eligible.must_use(technique):
+            for value in technique.option.values(model, eligible)[:1]:
+                asked[technique.option.field] = value
+    return RunOptions(**asked)
 
 
 def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions: tuple[Action, ...], rule: str) -> Plan:
@@ -244,7 +255,7 @@ def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> 
 def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
     runs, budget = list(_runs(model, eligible)), eligible.budget
     found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
-    for treatment in model.whole_treatments:
+    for treatment in model.whole_treatments if RunOptions() in runs else ():
         if eligible.allows(treatment):
             whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
             found.append(Candidate(whole, model.evaluate_whole(treatment)))

@@ -36,6 +36,8 @@ class RunOptions:
     quantizes_optimizer: bool = False
     steps_in_buckets: bool = False
     """The optimizer is stepped a few parameters at a time, its state where it is."""
+    steps_in_backward: bool = False
+    """Parameters are stepped as soon as their gradients are final."""
 
     @property
     def techniques(self) -> tuple[Technique, ...]:

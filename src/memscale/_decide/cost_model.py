@@ -20,7 +20,7 @@ from typing import Any
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.optimizer_model import OptimizerModel
 from memscale._decide.step_time import Moved, Pace
-from memscale._decide.timeline import Extras, Stretch
+from memscale._decide.timeline import Extras, Spent, Stretch
 from memscale._hardware import Hardware
 from memscale._profile import (
     KEEP,
@@ -61,6 +61,7 @@ class CostModel:
             else:
                 self._whole[key] = trace
         self._sizes = _sizes_of(self._stretches)
+        self._without_gradients: dict[TraceKey, list[Stretch]] = {}
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
@@ -165,11 +166,38 @@ class CostModel:
 
     def rest(self, run: RunOptions) -> list[Stretch]:
         """The step with the rest run so; its blocks are of no meaning."""
-        return self._stretches_of(run.rest_key)
+        return self._released(run, run.rest_key)
 
     def treated(self, run: RunOptions, treatment: Treatment) -> list[Stretch]:
         """The step with every block treated so; its rest is of no meaning."""
-        return self._stretches_of(run.block_key(treatment))
+        return self._released(run, run.block_key(treatment))
+
+    def _released(self, run: RunOptions, key: TraceKey) -> list[Stretch]:
+        """Where parameters are stepped in backward, a stretch leaves no gradients behind, and the optimizer's
+        temporaries are beside those that it makes. A rehearsal of the plan shows where they are to the byte."""
+        cost = self.optimizer.cost(run).in_backward
+        if not run.steps_in_backward or cost is None:
+            return self._stretches_of(key)
+        if key not in self._without_gradients:
+            self._without_gradients[key] = [
+                stretch.without_gradients(num_bytes, cost.step_bytes)
+                for stretch, num_bytes in zip(self._stretches_of(key), self._gradient_bytes, strict=True)
+            ]
+        return self._without_gradients[key]
+
+    @functools.cached_property
+    def _gradient_bytes(self) -> list[int]:
+        """By stretch of the plain step: gradients that are final in it. Those of a layer are when its backward ends;
+        those that no layer's backward shows are counted with the last stretch."""
+        sizes = {layer.module_fqn: layer.trainable_bytes for layer in self.profile.layers}
+        found = [0] * len(self.owners)
+        for index, (_, segments) in reversed(list(enumerate(self._grouped(self.profile.plain)))):
+            for segment in segments:
+                if segment.phase == "backward":
+                    found[index] += sizes.pop(segment.module_fqn, 0)
+        if found:
+            found[-1] += self.profile.plain.end_bytes - sum(found)
+        return found
 
     def _stretches_of(self, key: TraceKey) -> list[Stretch]:
         """The stretches as traced; for tiles of a size that was not traced, interpolated between sizes that were."""
@@ -316,6 +344,7 @@ class CostModel:
                 compute_ms = option.slowed_ms(self, getattr(run, option.field), compute_ms)
         return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
 
+    @functools.cached_property
     def least_compute_ms(self) -> float:
         """Forward and backward with every stretch in the cheapest exact way that was traced, and no transfers."""
         busy = {
@@ -327,6 +356,29 @@ class CostModel:
         whole = [sum(found) for key, found in busy.items() if key in self._whole]
         cheapest: float = sum(map(min, zip(*mixed, strict=True)))
         return min([cheapest, *whole])
+
+    @functools.cached_property
+    def exact_ways(self) -> list[list[Spent]]:
+        """By exact way in which the step was traced, stretch by stretch: what it keeps, computes and moves. The plain
+        step comes first. What is streamed is counted with its parameters, not here."""
+        found = []
+        for key, trace in self._traces.items():
+            if key not in self._whole and not key.precision:
+                spent = self._spent(trace)
+                streams = key.treatment.streams
+                found.append([dataclasses.replace(one, out_bytes=0, in_bytes=0) if streams else one for one in spent])
+        return found
+
+    def _spent(self, trace: StepTrace) -> list[Spent]:
+        runs, nothing = self._grouped(trace), Moved()
+        spread = self.pace.spread(runs, {fqn: layer.param_bytes for fqn, layer in self.blocks.items()})
+        found = []
+        for index, (_, segments) in enumerate(runs):
+            more = spread.get(index, nothing)
+            out_bytes = sum(segment.sent_bytes for segment in segments) + more.out_bytes
+            in_bytes = sum(segment.fetched_bytes for segment in segments) + more.in_bytes + more.first_bytes
+            found.append(Spent(_net_bytes(segments), self.pace.busy_ms(segments), out_bytes, in_bytes))
+        return found
 
     def hooks_ms(self, module_fqn: str, treatment: Treatment) -> float:
         """What the machinery of a treatment takes, beside what is computed again."""

@@ -44,8 +44,10 @@ class Eligible:
         return technique in self.techniques
 
     def must_use(self, technique: Technique) -> bool:
-        """What is not exact is used, where the user asks for it by name, whether the budget needs it or not."""
-        return self.has(technique) and not technique.is_exact and technique.switch in self.asked_for
+        """What is not exact, or changes the loop, is used where the user asks for it by name, whether the budget needs
+        it or not."""
+        is_matter_of_taste = technique.changes_loop or not technique.is_exact
+        return self.has(technique) and is_matter_of_taste and technique.switch in self.asked_for
 
     def allows(self, treatment: Treatment) -> bool:
         """Whether a block may be treated so."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from memscale._decide.choice import RunOptions
 from memscale._decide.step_time import Moved, Pace, optimizer_calls_ms
-from memscale._profile import OptimizerCost, Profile, StateShare
+from memscale._profile import BackwardStep, OptimizerCost, Profile, StateShare
 from memscale.techniques.technique import StepManner
 
 
@@ -118,12 +118,17 @@ class OptimizerModel:
             moved_bytes, calls_ms = cost.moved_bytes, optimizer_calls_ms(cost.num_tensors)
         else:
             moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
-        return share * moved_bytes / self.pace.hardware.memory_bytes_per_s * 1e3 + calls_ms
+        return share * self.pace.memory_ms(moved_bytes) + calls_ms
 
     def bucketed_ms(self, cost: OptimizerCost, share: Any) -> Any:
         """A few parameters at a time, with the state where it is: more launches, and Python around each bucket."""
         num_launches, host_ms = share * cost.bucketed_launches, share * self.pace.buckets_ms(cost.num_step_buckets)
         return self.pace.slowest_ms(self.compute_ms(cost, share), num_launches, Moved(), host_ms)
+
+    def in_backward_ms(self, cost: OptimizerCost, step: BackwardStep) -> Any:
+        """The same work as at once, with more launches, and Python around each bucket."""
+        host_ms = self.pace.buckets_ms(step.num_buckets)
+        return self.pace.slowest_ms(self.compute_ms(cost, 1.0), step.num_launches, Moved(), host_ms)
 
     def in_buckets_ms(self, run: RunOptions, resident_share: float) -> float:
         """Bucket by bucket. Side by side, one that travels leaves while the next arrives, and both are waited for by

@@ -77,12 +77,19 @@ class Pace:
     def compute_ms(self, segment: Segment, *, halves: bool = False) -> float:
         """The time of a segment by its arithmetic and its memory traffic."""
         hardware = self.hardware
-        flops_per_s = (hardware.half_flops if halves else hardware.fp32_flops) * hardware.matmul_efficiency
-        matmul_s = max(segment.flops / flops_per_s, segment.matmul_bytes / hardware.memory_bytes_per_s)
+        half_flops = segment.flops if halves else segment.half_flops
+        efficiency = hardware.matmul_efficiency
+        matmul_ms = (segment.flops - half_flops) / (hardware.fp32_flops * efficiency) * 1e3
+        matmul_ms += half_flops / (hardware.half_flops * (hardware.half_matmul_efficiency or efficiency)) * 1e3
         calls_ms = 0.0
         if self.counts_calls:
             calls_ms = _segment_calls_ms(segment.phase, segment.num_launches, segment.num_random)
-        return (matmul_s + segment.other_bytes / hardware.memory_bytes_per_s) * 1e3 + calls_ms
+        return max(matmul_ms, self.memory_ms(segment.matmul_bytes)) + self.memory_ms(segment.other_bytes) + calls_ms
+
+    def memory_ms(self, num_bytes: Any) -> Any:
+        """To read and write so many bytes of the device's memory."""
+        rate = self.hardware.memory_bytes_per_s * (self.hardware.memory_efficiency or 1.0)
+        return num_bytes / rate * 1e3
 
     def tiles_ms(self, num_tiles: int) -> float:
         """What so many tiles add to what their traces say."""

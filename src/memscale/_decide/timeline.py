@@ -18,6 +18,13 @@ class Stretch:
         peak = max(self.peak_bytes, self.net_bytes + other.peak_bytes)
         return Stretch(peak, self.net_bytes + other.net_bytes, self.ms + other.ms)
 
+    def without_gradients(self, gradient_bytes: int, step_bytes: int) -> Stretch:
+        """The gradients that it makes are used up when it ends, by a step that takes so much beside them."""
+        if not gradient_bytes:
+            return self
+        peak = max(self.peak_bytes, self.net_bytes + step_bytes)
+        return Stretch(peak, self.net_bytes - gradient_bytes, self.ms)
+
     def towards(self, other: Stretch, position: float) -> Stretch:
         """The stretch between this one (position 0) and the other (position 1), interpolated; bytes are rounded up."""
         return Stretch(
@@ -25,6 +32,16 @@ class Stretch:
             self.net_bytes + math.ceil((other.net_bytes - self.net_bytes) * position),
             self.ms + (other.ms - self.ms) * position,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spent:
+    """What a stretch leaves behind, how long it computes, and what crosses the link for it."""
+
+    net_bytes: int = 0
+    busy_ms: float = 0.0
+    out_bytes: float = 0.0
+    in_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class Attachment:
         self.precision: Precision | None = None
         self.at_home: Sequence[LayerAction] = ()
         """Layers whose parameters live in host memory."""
+        self.held: list[torch.Tensor] = []
+        """On a stage: what exists before the step, beside the model and its inputs."""
         self._waiting_bytes = waiting_bytes
         self._held: list[HeldState] = []
         self._is_settled = False

@@ -77,6 +77,8 @@ class Executor:
         """None until the first training forward, when there was nothing to plan from before."""
         self.outcomes: tuple[Any, ...] = ()
         """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
+        self.held: list[torch.Tensor] = []
+        """On a stage: what exists before the step, beside the model and its inputs."""
         self.detached = False
 
     @property
@@ -174,6 +176,7 @@ class Executor:
                 technique.attach(mine, to)
         to.settle_state()
         self._recomputed += to.recomputed
+        self.held = to.held
         self._precision = to.precision
         if to.precision is not None and to.precision.scale is not None:
             self._loss_scale = to.precision.scale

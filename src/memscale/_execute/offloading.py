@@ -96,6 +96,11 @@ class Offloading:
     def _is_fake(self) -> bool:
         return is_fake(self._model)
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """None: not known yet."""
+        return self._optimizer() if self._optimizer is not None else None
+
     def settle_state(
         self, held: Sequence[HeldState], budget: int | None, waiting_bytes: int | None
     ) -> Transfers | None:
@@ -158,7 +163,7 @@ class Offloading:
         bucket_bytes = min(action.bucket_bytes for one in held for action in one.actions)
         store = transfers.store if transfers is not None else None
         share = max(one.resident_share for one in held)
-        known = self._optimizer() if self._optimizer is not None else None
+        known = self.optimizer
         if known is None:
             return adoption.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
         return adoption.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room, share)

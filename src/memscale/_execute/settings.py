@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config
 from memscale._plan import Conditions
@@ -23,6 +25,8 @@ class ExecutionSettings:
     async_config: AsyncOffloadConfig = dataclasses.field(default_factory=AsyncOffloadConfig)
     host_budget_bytes: int | None = None
     offload_dir: str | None = None
+    optimizer_on_stage: Callable[[nn.Module], Optimizer] | None = None
+    """In a rehearsal of a plan that steps in backward: makes the optimizer over the stage's model."""
 
     @classmethod
     def from_config(

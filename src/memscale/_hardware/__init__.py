@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _MATMUL_EFFICIENCY = 0.6
 """The share of nominal throughput that dense matrix products reach."""
+HALF_MATMUL_EFFICIENCY = 0.85
+MEMORY_EFFICIENCY = 0.6
+"""The same of products in 16 bits, and the share of nominal bandwidth that all other operators reach. Fitted to the
+published step times of transformers on an RTX 3090: docs/results/published_times.md."""
 LAUNCH_S = 5e-6
 """What each operator that the host gives to a GPU costs the host."""
 _HOST_BYTES_PER_S = 1.2e10
@@ -67,6 +71,10 @@ class Hardware:
     counts calls."""
     matmul_efficiency: float = _MATMUL_EFFICIENCY
     """The share of the throughput above that dense matrix products reach."""
+    half_matmul_efficiency: float | None = None
+    """The same in 16 bits; None: the same."""
+    memory_efficiency: float | None = None
+    """The share of `memory_bytes_per_s` that operators reach which do little arithmetic; None: all of it."""
     host_bytes_per_s: float | None = _HOST_BYTES_PER_S
     """The optimizer's step over parameters that live on the host; None: a simulated clock that does not count it."""
     has_one_host_thread: bool = False
@@ -151,6 +159,8 @@ class Hardware:
             link_bytes_per_s=card.link_bytes_per_s,
             blocking_link_bytes_per_s=min(card.link_bytes_per_s, PAGEABLE_BYTES_PER_S),
             launch_s=LAUNCH_S,
+            half_matmul_efficiency=HALF_MATMUL_EFFICIENCY,
+            memory_efficiency=MEMORY_EFFICIENCY,
             present=False,
             has_caching_allocator=True,
             context_bytes=footprint.context_bytes,

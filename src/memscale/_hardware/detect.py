@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from memscale._errors import ConfigError, quoted, shown
-from memscale._hardware import LAUNCH_S, PAGEABLE_BYTES_PER_S, Hardware, benchmark
+from memscale._hardware import (
+    HALF_MATMUL_EFFICIENCY,
+    LAUNCH_S,
+    MEMORY_EFFICIENCY,
+    PAGEABLE_BYTES_PER_S,
+    Hardware,
+    benchmark,
+)
 from memscale._hardware.cards import Card, find_card
 from memscale._hardware.footprints import footprint_of
 from memscale._hardware.host import cpu_flags, cpu_name, disk_free, host_memory, nearest_existing, resident_bytes
@@ -120,6 +127,8 @@ def _accelerator_hardware(
         link_bytes_per_s=card.link_bytes_per_s,
         blocking_link_bytes_per_s=PAGEABLE_BYTES_PER_S,
         launch_s=LAUNCH_S,
+        half_matmul_efficiency=HALF_MATMUL_EFFICIENCY,
+        memory_efficiency=MEMORY_EFFICIENCY,
         has_caching_allocator=caches,
         context_bytes=footprint.context_bytes if caches else 0,
         num_multiprocessors=int(getattr(properties, "multi_processor_count", _UNKNOWN_CARD.num_multiprocessors)),
@@ -147,6 +156,8 @@ def _measured(hardware: Hardware, device: torch.device) -> Hardware:
         half_flops=found.half_flops,
         memory_bytes_per_s=found.memory_bytes_per_s,
         matmul_efficiency=1.0,
+        half_matmul_efficiency=None,
+        memory_efficiency=None,
     )
     if found.link_bytes_per_s is None:
         return hardware
@@ -180,6 +191,8 @@ def _by_clock(hardware: Hardware, clock: Any) -> Hardware:
         link_directions=clock.copy_engines,
         launch_s=clock.launch_us * 1e-6,
         matmul_efficiency=1.0,
+        half_matmul_efficiency=None,
+        memory_efficiency=None,
         host_bytes_per_s=None,
         has_one_host_thread=True,
     )

@@ -213,7 +213,9 @@ def record_steps(
         recorder.see_all(rehearsal.inputs.tensors(), "other")
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
         if attach is not None:
-            undo.callback(attach(rehearsal.model).detach)
+            attached = attach(rehearsal.model)
+            undo.callback(attached.detach)
+            recorder.see_all(getattr(attached, "held", []), "optimizer state")
         away = _leave_home(recorder, rehearsal, stand_ins)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules)
         parts = [_record_parts(rehearsal, recorder, stepping, num_steps - learns)]

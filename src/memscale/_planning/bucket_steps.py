@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memscale._profile.optimizer_twin import AnyValue, Stepping, host_counters, over_parameters
+from memscale._profile.optimizer_twin import Stepping, host_counters, over_parameters
+from memscale._torch.any_value import AnyValue
 from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.optimizer8bit.blocks import CHUNK_ELEMENTS
 

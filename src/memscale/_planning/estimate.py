@@ -32,6 +32,9 @@ class ModeEstimate:
     predicted_slowdown: float
     fits: bool
     """Reserved bytes are within the budget (on a CPU: live ones), the total within the card, and the rest has room."""
+    of_bound: float | None
+    """The predicted time, as a multiple of the least that any exact plan could take at this budget; None where nothing
+    is done, or something that is not exact."""
     plan: Plan
     """With all of its numbers: allocated, reserved, total, and what waits on the host or on disk."""
 
@@ -131,7 +134,7 @@ def _estimate_of(planner: Planner, config: Config) -> Estimate:
 
 def _estimate_mode(planner: Planner, config: Config) -> ModeEstimate:
     plan = planner.plan(choose_strategy(config))
-    return ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan)
+    return ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan.of_bound, plan)
 
 
 def _check_arguments(model: object, optimizer: object, config: object, hardware: object) -> None:

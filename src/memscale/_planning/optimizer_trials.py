@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from memscale._decide.eligible import has_next_tier
@@ -19,13 +20,15 @@ from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOp
 from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
 from memscale._profile import OptimizerCost
-from memscale._profile.optimizer_twin import Prepare, optimizer_cost
+from memscale._profile.optimizer_twin import Prepare, optimizer_cost, optimizer_over
+from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
 from memscale.techniques.offload.optimizer.buckets import (
     SMALL_BYTES,
     choose_resident,
     rounded,
     split_into_buckets,
 )
+from memscale.techniques.offload.optimizer.in_backward import bucket_bytes_of
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
 from memscale.techniques.offload.store.stores import PART_BYTES
@@ -60,6 +63,9 @@ class OptimizerCosts:
         self._replacement = job.replacement
         self._device_type = job.hardware.device_type
         self._has_next_tier = has_next_tier(job.config, job.hardware)
+        self._steps_in_backward = job.config.step_in_backward
+        if self._steps_in_backward and isinstance(job.optimizer, Optimizer):
+            refuse_inseparable(job.optimizer)
         self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
@@ -108,6 +114,7 @@ class OptimizerCosts:
             offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
             parts=self._stepping(moves=False, eight_bit=False) if is_separable else None,
             in_buckets=self._in_step_buckets() if is_separable and not packs else None,
+            in_backward=self._in_backward() if is_separable and not packs and self._steps_in_backward else None,
             without=without,
             idle=self._idle,
             prepare=self._preparation(optimizer),
@@ -142,6 +149,18 @@ class OptimizerCosts:
         """The rules for a step in buckets whose state stays where it is."""
         in_parts = self._stepping(moves=False, eight_bit=False)
         return dataclasses.replace(in_parts, bucket_bytes=STEP_BUCKET_BYTES)
+
+    def _in_backward(self) -> _InBuckets:
+        in_parts = self._stepping(moves=False, eight_bit=False)
+        num_bytes = sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
+        return dataclasses.replace(in_parts, bucket_bytes=bucket_bytes_of(num_bytes))
+
+    def on_stage(self, stage: nn.Module) -> Optimizer:
+        """The optimizer over the fake parameters of the model, or of a part of it, without state."""
+        by_name = dict(stage.named_parameters(remove_duplicate=False))
+        named = self._model.named_parameters(remove_duplicate=False)
+        stand_ins = {id(parameter): by_name[name] for name, parameter in named if name in by_name}
+        return optimizer_over(stand_ins, self._model, self._optimizer, self._device_type)
 
     def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)

@@ -123,7 +123,7 @@ class Planner:
             levels.append(self._try_dear)
         if not all(technique.is_exact for technique in eligible.techniques):
             levels.append(self._try_lossy)
-            if any(map(eligible.must_use, eligible.techniques)):
+            if any(eligible.must_use(technique) and not technique.is_exact for technique in eligible.techniques):
                 levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
         return levels
 
@@ -241,8 +241,8 @@ class Planner:
 
     def _rehearsed_short(self, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
         """On a shorter model where that shows the same."""
-        if self.shallow is None:
-            return None
+        if self.shallow is None or any(technique_of(action).changes_loop for action in actions):
+            return None  # what is collected to be stepped together goes across blocks
         return rehearse_short(self.rehearsal, actions, lambda here: self._attacher(here, config))
 
     def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
@@ -383,7 +383,9 @@ class Planner:
 
     def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
         travelling, device = self.travel.said_in(config), torch.device(self.rehearsal.device_type)
-        return functools.partial(_rehearse_actions, actions, ExecutionSettings.from_config(travelling, device))
+        settings = ExecutionSettings.from_config(travelling, device)
+        settings = dataclasses.replace(settings, optimizer_on_stage=self.costs.on_stage)
+        return functools.partial(_rehearse_actions, actions, settings)
 
 
 def _without_reason(action: Action) -> Hashable:

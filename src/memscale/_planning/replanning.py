@@ -36,6 +36,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook
+from memscale._torch.released_gradients import held_gradient
 from memscale._units import show_bytes
 from memscale.report import console
 
@@ -380,4 +381,4 @@ class Replanner(OwnHook):
 
 def _held_bytes(model: nn.Module) -> int:
     leaves = [parameter for parameter in model.parameters() if parameter.is_leaf]  # others have none
-    return sum(parameter.grad.nbytes for parameter in leaves if parameter.grad is not None)
+    return sum(gradient.nbytes for gradient in map(held_gradient, leaves) if gradient is not None)

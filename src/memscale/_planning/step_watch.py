@@ -30,6 +30,7 @@ from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
 from memscale._torch.optimizer_steps import StepWatcher, owns_any, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
+from memscale._torch.released_gradients import held_gradient
 from memscale._units import round_up
 
 TOLERATED_SHARE = 0.01
@@ -93,7 +94,7 @@ class StepWatch(StepWatcher):
             allocated_bytes=counted[0],
             peak_bytes=counted[1],
             input_bytes=_bytes_on(inputs.tensors(), device.type),
-            holds_gradients=first is not None and first.grad is not None,
+            holds_gradients=first is not None and held_gradient(first) is not None,
         )
 
     def end(self) -> Excess | None:

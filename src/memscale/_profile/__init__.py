@@ -61,6 +61,8 @@ class Segment:
     """Bytes read and written by operators that are counted in `flops`."""
     other_bytes: int
     """Bytes read and written by all others; views are free."""
+    half_flops: int = 0
+    """Of `flops`, those of operands in 16 bits."""
     num_launches: int = 0
     """Operators that do work; each costs the processor some time, however small it is."""
     num_random: int = 0
@@ -186,6 +188,17 @@ class StateShare:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class BackwardStep:
+    """What an optimizer takes while parameters are stepped in backward."""
+
+    step_bytes: int
+    """Temporaries of the largest part that is stepped at once."""
+    num_launches: int
+    """Operators of a step."""
+    num_buckets: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerCost:
     """What an optimizer keeps, and what its step needs on top."""
 
@@ -223,6 +236,8 @@ class OptimizerCost:
     """Operators of such a step."""
     shares: tuple[StateShare, ...] = ()
     """What there is between all of the state elsewhere and all of it here, the smallest share first."""
+    in_backward: BackwardStep | None = None
+    """None: the user has not asked for it, or the optimizer cannot."""
 
     def share(self, resident_share: float) -> StateShare | None:
         """With so much of the state on the device, or the next that is more; None: with nothing of it."""
@@ -269,6 +284,10 @@ class Profile:
     def static_bytes(self) -> int:
         """What is live before a step begins."""
         return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.optimizer.state_bytes
+
+    @property
+    def trainable_bytes(self) -> int:
+        return sum(layer.trainable_bytes for layer in self.layers)
 
     def to_json(self) -> str:
         return _json.dumps(self)

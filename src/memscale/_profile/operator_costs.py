@@ -43,6 +43,8 @@ class Work:
 
     num_launches: int = 0
     flops: int = 0
+    half_flops: int = 0
+    """Of these, in 16 bits."""
     matmul_bytes: int = 0
     other_bytes: int = 0
     num_random: int = 0
@@ -80,7 +82,9 @@ class Work:
         if formula is None:
             self.other_bytes += times * num_bytes
         else:
-            self.flops += times * facts.arithmetic(int(formula(*args, **kwargs, out_val=result)), args, kwargs)
+            flops = times * facts.arithmetic(int(formula(*args, **kwargs, out_val=result)), args, kwargs)
+            self.flops += flops
+            self.half_flops += flops if _is_in_16_bits(given) else 0
             self.matmul_bytes += times * num_bytes
 
     def _add_crossing(self, target: torch.Tensor, device_type: str, times: int) -> None:
@@ -128,6 +132,10 @@ def _facts_of(func: Any) -> _Facts:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_in_16_bits(tensors: list[torch.Tensor]) -> bool:
+    return all(tensor.itemsize <= 2 for tensor in tensors if tensor.is_floating_point())
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
-from memscale._profile import OptimizerCost, StateShare
+from memscale._profile import BackwardStep, OptimizerCost, StateShare
 from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
 from memscale._torch import private
+from memscale._torch.any_value import AnyValue
 from memscale._torch.live_bytes import rounding_of
 from memscale._torch.optimizer_steps import parameters_of
 from memscale._torch.quiet_steps import quiet_steps
@@ -94,6 +94,7 @@ def optimizer_cost(
     offloaded: Stepping | None = None,
     parts: Stepping | None = None,
     in_buckets: Stepping | None = None,
+    in_backward: Stepping | None = None,
     without: Collection[int] = (),
     idle: Collection[int] = (),
     prepare: Prepare | None = None,
@@ -102,8 +103,8 @@ def optimizer_cost(
 
     `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
     it cannot; `parts` how when something is streamed, None: it cannot be split; `in_buckets` how where that is chosen,
-    its state where it is. `without` leaves out parameters that
-    are streamed, `idle` those that get no gradient, both by id; `prepare` is called before any step.
+    its state where it is, `in_backward` how where that is. `without` leaves out parameters that are streamed, `idle`
+    those that get no gradient, both by id; `prepare` is called before any step.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
@@ -111,7 +112,8 @@ def optimizer_cost(
         with quiet_steps():
             twin = _Twin(model, optimizer, device_type, without, idle, prepare)
             cost = twin.cost(resident, offloaded, parts)
-            return cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
+            cost = cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
+            return cost if in_backward is None else dataclasses.replace(cost, in_backward=twin.in_backward(in_backward))
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -153,17 +155,6 @@ def host_counters(optimizer: Optimizer) -> list[torch.Tensor]:
         return []
     leaves = tree_leaves(list(optimizer.state.values()))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
-
-
-class AnyValue(TorchFunctionMode):
-    """Reads any fake number as a half: Adafactor and others scale by norms, and bytes do not depend on them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.Tensor.item, torch.Tensor.__float__) and private.is_fake(args[0]):
-            return 0.5
-        return func(*args, **(kwargs or {}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -372,6 +363,12 @@ class _Twin:
             bucketed_launches=_launched(buckets)[0],
             num_step_buckets=len(buckets),
         )
+
+    def in_backward(self, how: Stepping) -> BackwardStep:
+        """In buckets whose state stays."""
+        buckets = self._try_buckets(how)
+        most_bytes = max((bucket.step_bytes for bucket in buckets), default=0)
+        return BackwardStep(most_bytes, _launched(buckets)[0], len(buckets))
 
     def _stepped(self, how: Stepping) -> _StepCost:
         """The cost of all buckets, one after the other."""

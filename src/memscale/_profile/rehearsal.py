@@ -102,12 +102,13 @@ class Rehearsal:
                 undo.callback(attached.detach)
             traffic: Traffic = getattr(attached, "traffic", no_traffic)  # what is attached may move nothing
             watch = TrainedWatch(self.model, undo) if attached is None and self.is_fake else None
-            traces = [self._record(traffic) for _ in range(num_steps)]
+            held: list[torch.Tensor] = getattr(attached, "held", [])
+            traces = [self._record(traffic, held) for _ in range(num_steps)]
             if watch is not None:
                 self.untrained = watch.untrained(self.num_calls)
         return max(traces, key=lambda trace: trace.peak_bytes)
 
-    def _record(self, traffic: Traffic) -> StepTrace:
+    def _record(self, traffic: Traffic, held: list[torch.Tensor]) -> StepTrace:
         recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake, traffic=traffic)
         with contextlib.ExitStack() as undo:
             undo.callback(self._clear_gradients)
@@ -117,6 +118,7 @@ class Rehearsal:
             recorder.watch_gradients(self.model, undo)
             recorder.see_all([list(self.model.parameters()), list(self.model.buffers())], "parameters")
             recorder.see_all(self.inputs.tensors(), "other")
+            recorder.see_all(held, "optimizer state")
             recorder.open()
             with recorder:
                 self._step(recorder)

@@ -129,12 +129,11 @@ def _number_lines(plan: Plan) -> list[str]:
 
 def _bound_lines(plan: Plan) -> list[str]:
     """How far the plan's time is from what no exact plan could be below."""
-    least, is_exact = plan.least_slowdown, all(technique_of(action).is_exact for action in plan.actions)
-    if least is None or not plan.actions or not is_exact:
+    least, of_bound = plan.least_slowdown, plan.of_bound
+    if least is None or of_bound is None:
         return []
     return [
-        f"  bound:     {plan.predicted_slowdown / least:.2f}x of the least time that any exact plan could take here, "
-        f"which is {least:.2f}x"
+        f"  bound:     {of_bound:.2f}x of the least time that any exact plan could take here, which is {least:.2f}x"
     ]
 
 

@@ -88,7 +88,7 @@ def _breakdown_lines(result: Estimate) -> list[str]:
 def _mode_lines(result: Estimate) -> list[str]:
     reserves = result.baseline_reserved_bytes is not None
     held = ("reserved GB", "total GB") if reserves else ()
-    header = ("mode", "peak GB", "peak GiB", *held, "less", "time", "fits", "what is done")
+    header = ("mode", "peak GB", "peak GiB", *held, "less", "time", "of bound", "fits", "what is done")
     cells = [header, *(_mode_cells(mode, entry, reserves) for mode, entry in result.by_mode.items())]
     return table(cells, left=(0, len(header) - 2, len(header) - 1))
 
@@ -102,6 +102,7 @@ def _mode_cells(mode: OptimizationMode, entry: ModeEstimate, reserves: bool) -> 
         *("-" if num_bytes is None else f"{num_bytes / 1e9:.3f}" for num_bytes in held),
         f"{max(0.0, entry.plan.reduction):.1%}",
         f"{entry.predicted_slowdown:.2f}x",
+        "-" if entry.of_bound is None else f"{entry.of_bound:.2f}x",
         "yes" if entry.fits else "no",
         what_is_done(entry.plan),
     )

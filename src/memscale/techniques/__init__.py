@@ -15,6 +15,7 @@ from memscale.techniques.checkpointing import CHECKPOINTING
 from memscale.techniques.offload.activations import ACTIVATIONS
 from memscale.techniques.offload.kept_outputs import KEPT_OUTPUTS
 from memscale.techniques.offload.optimizer import OPTIMIZER
+from memscale.techniques.offload.optimizer.in_backward import IN_BACKWARD
 from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
 from memscale.techniques.offload.parameters import PARAMETERS
 from memscale.techniques.optimizer8bit import EIGHT_BIT
@@ -30,6 +31,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     INSIDE,
     HEAD,
     BUCKETED_STEP,
+    IN_BACKWARD,
     OPTIMIZER,
     PRECISION,
     EIGHT_BIT,

@@ -128,6 +128,8 @@ class Technique:
     """Up to the order of summation; False where numbers are rounded that would not be."""
     travels: bool = False
     """Because of it tensors go to the next tier and come back."""
+    changes_loop: bool = False
+    """The training loop notices it: it is used wherever the user asks for it, and nowhere else."""
 
     hindrance: Callable[[Config, Hardware], str] = nothing_hinders
     """Why it cannot be used there though its switch is on; "" where it can."""

@@ -26,17 +26,21 @@ def half_type(config: Config, hardware: Hardware) -> HalfType | None:
     is_wanted = hardware.has_fast_16bit or config.asks_for("use_mixed_precision")
     if not (config.use_mixed_precision and is_wanted):
         return None
-    return MixedPrecision.choose_dtype(
+    chosen = MixedPrecision.choose_dtype(
         hardware.device_type,
         supports_bf16=hardware.supports_bf16,
         supports_fp16=hardware.supports_fp16,
         has_fast_16bit=hardware.has_fast_16bit,
     )
+    return None if chosen == "float16" and config.step_in_backward else chosen
 
 
 def _hindrance(config: Config, hardware: Hardware) -> str:
-    has_none = half_type(config, hardware) is None
-    return f"{hardware.device_name} has no fast 16-bit math" if has_none else ""
+    if half_type(config, hardware) is not None:
+        return ""
+    if half_type(config.replace(step_in_backward=False), hardware) is not None:
+        return "fp16 gradients are looked at before the step, and step_in_backward=True"
+    return f"{hardware.device_name} has no fast 16-bit math"
 
 
 def _refusal(actions: Sequence[MixedPrecision], config: Config, hardware: Hardware) -> str:

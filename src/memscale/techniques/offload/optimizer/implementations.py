@@ -10,7 +10,7 @@ part is told what the whole group would have taken with its streamed parameters 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -44,36 +44,43 @@ def devices_of_streamed() -> dict[int, torch.device]:
     return {id(parameter): streams.device for streams in [*_STREAMING] for parameter in streams.parameters()}
 
 
-def foreach_of_whole(optimizer: Optimizer) -> list[bool | None]:
-    """By group: the `foreach` that every part of it is to be stepped with, given the gradients that there are now.
+Stepped = Callable[[torch.Tensor], bool]
+"""Whether a parameter is stepped."""
+
+
+def has_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None
+
+
+def foreach_of_whole(optimizer: Optimizer, is_stepped: Stepped = has_gradient) -> list[bool | None]:
+    """By group: the `foreach` that every part of it is to be stepped with, given the gradients that there are now, or
+    what is said to be stepped.
 
     None: the group says it, or the optimizer chooses by other rules.
     """
     streamed = devices_of_streamed()
-    return [_foreach_of_group(optimizer, group, streamed) for group in optimizer.param_groups]
+    return [_foreach_of_group(optimizer, group, streamed, is_stepped) for group in optimizer.param_groups]
 
 
 def differs_from_whole(optimizer: Optimizer, foreach: list[bool | None]) -> bool:
     """Whether the optimizer would step a group in another way than the whole model's optimizer, which is given."""
     return any(
-        choice is not None and choice != _default(_stepped(group), group)
+        choice is not None and choice != _default(list(filter(has_gradient, group["params"])), group)
         for group, choice in zip(optimizer.param_groups, foreach, strict=True)
     )
 
 
-def _foreach_of_group(optimizer: Optimizer, group: dict[str, Any], streamed: dict[int, torch.device]) -> bool | None:
+def _foreach_of_group(
+    optimizer: Optimizer, group: dict[str, Any], streamed: dict[int, torch.device], is_stepped: Stepped
+) -> bool | None:
     if not private.chooses_by_device(optimizer, group):
         return None
-    stepped = _stepped(group)
+    stepped = list(filter(is_stepped, group["params"]))
     if isinstance(optimizer, torch.optim.Adagrad) and any(p.grad is not None and p.grad.is_sparse for p in stepped):
         return False  # one sparse gradient makes it step its neighbours in the loop, too
     away = [streamed[id(parameter)] for parameter in stepped if id(parameter) in streamed]
     has_foreach = all(device.type in private.foreach_device_types() for device in away)
     return has_foreach and _default([p for p in stepped if id(p) not in streamed], group)
-
-
-def _stepped(group: dict[str, Any]) -> list[torch.Tensor]:
-    return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
 def _default(parameters: list[torch.Tensor], group: dict[str, Any]) -> bool:

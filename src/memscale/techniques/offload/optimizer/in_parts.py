@@ -127,11 +127,7 @@ def _step_in_parts(optimizer: Optimizer, call: StepCall) -> None:
     split, every = SplitStep(optimizer), not skips_parameters_without_gradient(optimizer)
     for part in parts_of(optimizer):
         if every or any(parameter.grad is not None for parameter in part):
-            known = {parameter: optimizer.state[parameter] for parameter in part if parameter in optimizer.state}
-            for parameter, values in split.run(part, known, call.args, call.kwargs).items():
-                entry = optimizer.state[parameter]  # the same dict as ever: others may hold on to it
-                entry.clear()
-                entry.update(values)
+            split.run_in_place(part, call.args, call.kwargs)
     split.merge()
 
 

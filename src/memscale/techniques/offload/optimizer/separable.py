@@ -29,7 +29,7 @@ from memscale._errors import quoted
 from memscale._torch.host_rng import HostRng
 from memscale._torch.optimizer_steps import parameters_of
 from memscale._torch.quiet_steps import quiet_steps
-from memscale.techniques.offload.optimizer.implementations import foreach_of_whole
+from memscale.techniques.offload.optimizer.implementations import Stepped, foreach_of_whole, has_gradient
 
 State = dict[torch.Tensor, dict[Any, Any]]
 
@@ -120,11 +120,11 @@ def is_taken_over(optimizer: Optimizer) -> bool:
 
 
 class SplitStep:
-    """One step in parts, with the gradients that there are now."""
+    """One step in parts, of what has a gradient now, or of what is said to be stepped."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, is_stepped: Stepped = has_gradient) -> None:
         self._optimizer = optimizer
-        self._foreach = foreach_of_whole(optimizer)
+        self._foreach = foreach_of_whole(optimizer, is_stepped)
         self._step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without its hooks
         self._changes: list[dict[tuple[str, int, Any], Any]] = []
         self._placeholder = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
@@ -145,6 +145,17 @@ class SplitStep:
             {place: value for place, (value, mark) in after.items() if before.get(place, (None, None))[1] != mark}
         )
         return {key: dict(values) for key, values in stand_in.state.items() if isinstance(key, torch.Tensor)}
+
+    def run_in_place(
+        self, parameters: Iterable[torch.Tensor], args: Iterable[Any] = (), kwargs: Mapping[str, Any] = {}
+    ) -> None:
+        """Step these parameters with the state that the optimizer has of them, which stays where it is."""
+        parameters, state = list(parameters), self._optimizer.state
+        known = {parameter: state[parameter] for parameter in parameters if parameter in state}
+        for parameter, values in self.run(parameters, known, args, kwargs).items():
+            entry = state[parameter]  # the same dict as ever: others may hold on to it
+            entry.clear()
+            entry.update(values)
 
     def _reduced(self, index: int, chosen: set[int]) -> dict[str, Any]:
         group, foreach = self._optimizer.param_groups[index], self._foreach[index]
@@ -184,9 +195,14 @@ class StepCall:
         self._loss: Any = None
         self._had_closure = False
 
-    def evaluate_closure(self) -> None:
+    @property
+    def closure(self) -> Callable[[], Any] | None:
         closure: Callable[[], Any] | None = self.args[0] if self.args else self.kwargs.get("closure")
-        if callable(closure):
+        return closure if callable(closure) else None
+
+    def evaluate_closure(self) -> None:
+        closure = self.closure
+        if closure is not None:
             with torch.enable_grad():
                 self._loss = closure()
             self._had_closure = True
@@ -209,14 +225,14 @@ def _shared_values(stand_in: Optimizer) -> dict[tuple[str, int, Any], tuple[Any,
     spaces: list[tuple[str, int, Any]] = [("group", i, group) for i, group in enumerate(stand_in.param_groups)]
     spaces += [("state", 0, stand_in.state), ("attribute", 0, vars(stand_in))]
     return {
-        (space, index, name): (value, _mark(value))
+        (space, index, name): (value, mark_of(value))
         for space, index, values in spaces
         for name, value in values.items()
         if not isinstance(name, torch.Tensor) and name not in _OWN_ATTRIBUTES
     }
 
 
-def _mark(value: Any) -> Any:
+def mark_of(value: Any) -> Any:
     """Changes when the value does; looks at no device memory."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version

@@ -32,6 +32,8 @@ def _hindrance(config: Config, hardware: Hardware) -> str:
         return "the parameters of a CPU's model are in its memory anyway"
     if not missing and not config.enable_checkpointing:
         return "a streamed block is recomputed, and enable_checkpointing=False"
+    if not missing and config.step_in_backward:
+        return "streamed parameters are stepped on the host, after backward, and step_in_backward=True"
     return missing
 
 
