@@ -12,7 +12,7 @@ from memscale._errors import PlanError, shortened, shown
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
 
 
-def _check_count(value: object, name: str, *, minimum: int) -> None:
+def check_count(value: object, name: str, *, minimum: int) -> None:
     count = getattr(value, name)
     if isinstance(count, bool) or not isinstance(count, int) or not minimum <= count < 2**63:
         raise PlanError(
@@ -76,7 +76,7 @@ class TileHead(LayerAction):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "rows", minimum=1)
+        check_count(self, "rows", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class TileMlp(LayerAction):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "num_tiles", minimum=1)
+        check_count(self, "num_tiles", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class TileAttention(LayerAction):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "rows", minimum=1)
+        check_count(self, "rows", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class StepInBuckets(Action):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "bucket_bytes", minimum=1)
+        check_count(self, "bucket_bytes", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class OffloadOptimizer(Action):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "bucket_bytes", minimum=1)
+        check_count(self, "bucket_bytes", minimum=1)
         share = self.resident_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise PlanError(
@@ -193,9 +193,9 @@ class QuantizeOptimizer(Action):
     reason: Reason = Reason("asked for")
 
     def __post_init__(self) -> None:
-        _check_count(self, "bucket_bytes", minimum=1)
-        _check_count(self, "block_size", minimum=1)
-        _check_count(self, "min_elements", minimum=0)
+        check_count(self, "bucket_bytes", minimum=1)
+        check_count(self, "block_size", minimum=1)
+        check_count(self, "min_elements", minimum=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -360,10 +360,10 @@ class Plan:
         except (ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {shortened(str(error))}") from error
         for name in ("baseline_peak_bytes", "predicted_peak_bytes", "budget_bytes", "host_bytes", "movable_bytes"):
-            _check_count(plan, name, minimum=0)
+            check_count(plan, name, minimum=0)
         for name in ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes"):
             if getattr(plan, name) is not None:
-                _check_count(plan, name, minimum=0)
+                check_count(plan, name, minimum=0)
         return plan
 
     def save(self, path: str | pathlib.Path) -> None:

@@ -36,6 +36,8 @@ class RunOptions:
     quantizes_optimizer: bool = False
     steps_in_buckets: bool = False
     """The optimizer is stepped a few parameters at a time, its state where it is."""
+    steps_on_device: bool = False
+    """Streamed parameters are stepped on the device, not on the host."""
 
     @property
     def techniques(self) -> tuple[Technique, ...]:

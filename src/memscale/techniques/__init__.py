@@ -15,6 +15,7 @@ from memscale.techniques.offload.activations import ACTIVATIONS
 from memscale.techniques.offload.kept_outputs import KEPT_OUTPUTS
 from memscale.techniques.offload.optimizer import OPTIMIZER
 from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
+from memscale.techniques.offload.optimizer.on_device import DEVICE_STEP
 from memscale.techniques.offload.parameters import PARAMETERS
 from memscale.techniques.optimizer8bit import EIGHT_BIT
 from memscale.techniques.precision import PRECISION
@@ -28,6 +29,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     PARAMETERS,
     INSIDE,
     HEAD,
+    DEVICE_STEP,
     BUCKETED_STEP,
     OPTIMIZER,
     PRECISION,

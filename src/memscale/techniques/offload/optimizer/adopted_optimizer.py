@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
+import dataclasses
+import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -37,9 +38,12 @@ from memscale.techniques.offload.optimizer.buckets import (
     choose_resident,
     split_into_buckets,
 )
+from memscale.techniques.offload.optimizer.guests import Guests, visitors, wait_until_home
+from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
 from memscale.techniques.offload.optimizer.separable import (
     SplitStep,
+    State,
     StepCall,
     idle_shadow,
     skips_parameters_without_gradient,
@@ -56,12 +60,9 @@ class AdoptedOptimizer:
     alone: a `state_dict()` is the optimizer's own, and names the tensors that go on changing, as ever.
     """
 
-    def __init__(
-        self, visits: Visits, bucket_bytes: int, choose: Choose | None = None, resident_share: float = 0.0
-    ) -> None:
+    def __init__(self, visits: Visits, sizes: BucketSizes, choose: Choose | None = None) -> None:
         self.visits = visits
-        self.bucket_bytes = bucket_bytes
-        self.resident_share = resident_share
+        self.sizes = sizes
         self.choose = choose
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -158,39 +159,44 @@ class AdoptedOptimizer:
                         values[name] = value.to(parameter.device)
 
     def _is_sound(self, bucket: Bucket) -> bool:
-        devices = {parameter.device for parameter in bucket.parameters}
-        if bucket.memory is not None:
-            devices.add(bucket.memory.device)
-        if len(devices) > 1:
+        places = {_place(parameter, self._guests()) for parameter in bucket.parameters}
+        if places != {_Place(bucket.device, bucket.has_guests)}:
             return False
-        has_tier = self.visits.tier_of(devices.pop()) is not None
-        return bucket.moves == (has_tier and not bucket.stays)
+        if bucket.memory is not None and bucket.memory.device != bucket.device:
+            return False
+        return bucket.moves == (self.visits.tier_of(bucket.device) is not None and not bucket.stays)
+
+    def _guests(self) -> dict[int, torch.device]:
+        """By their ids: parameters that live on the host, and the devices that they are stepped on."""
+        return visitors() if self.sizes.guest_bytes is not None else {}
 
     def _update_buckets(self, optimizer: Optimizer) -> None:
         """Every parameter has a bucket; those that came with `add_param_group` get new ones."""
         new = [p for p in parameters_of(optimizer) if id(p) not in self._bucket_of]
-        members: list[list[torch.Tensor]] = []
-        for _, same in itertools.groupby(new, key=lambda p: p.device):
-            neighbours = list(same)
-            for indices in split_into_buckets((p.nbytes for p in neighbours), self.bucket_bytes):
-                members.append([neighbours[i] for i in indices])
-        for parameters, stays in zip(members, self._staying(members), strict=True):
-            moves = not stays and self.visits.tier_of(parameters[0].device) is not None
-            bucket = Bucket(parameters, moves=moves, choose=self.choose, stays=stays)
-            self.buckets.append(bucket)
-            self._bucket_of.update((id(p), bucket) for p in parameters)
+        places, guests = dict[_Place, list[torch.Tensor]](), self._guests() if new else {}
+        for parameter in new:
+            places.setdefault(_place(parameter, guests), []).append(parameter)
+        own = [place for place in places if not place.has_guests]
+        resident = [place for place in own if place.device.type != "cpu"] or own
+        for place, same in sorted(places.items(), key=lambda item: item[0] not in resident):
+            sizes = [parameter.nbytes for parameter in same]
+            split = split_into_buckets(sizes, self.sizes.of(place.has_guests, place in resident))
+            of_buckets = [sum(sizes[index] for index in indices) for indices in split]
+            share = self.sizes.resident_share if place in resident else 0.0
+            for indices, stays in zip(split, self._staying(of_buckets, share), strict=True):
+                self._add_bucket([same[index] for index in indices], place, stays=stays)
 
-    def _staying(self, members: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
-        """Whose state stays on the device though it could leave. Parameters at home on the host have no say in it."""
-        on_device = [parameters[0].device.type != "cpu" for parameters in members]
-        chosen = [index for index, is_there in enumerate(on_device) if is_there or not any(on_device)]
-        sizes = [sum(p.nbytes for p in members[index]) for index in chosen]
-        stays = [False] * len(members)
-        for index, does_stay in zip(
-            chosen, choose_resident(sizes, self.resident_share, self.bucket_bytes), strict=True
-        ):
-            stays[index] = does_stay
-        return stays
+    def _staying(self, bucket_bytes: list[int], share: float) -> list[bool]:
+        """Whose state stays on the device though it could leave."""
+        if share >= 1:
+            return [True] * len(bucket_bytes)
+        return choose_resident(bucket_bytes, share, self.sizes.resident_bytes or sum(bucket_bytes))
+
+    def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool) -> None:
+        moves = not stays and self.visits.tier_of(place.device) is not None
+        bucket = Bucket(parameters, moves=moves, choose=self.choose, stays=stays, device=place.device)
+        self.buckets.append(bucket)
+        self._bucket_of.update((id(p), bucket) for p in parameters)
 
     # -------------------------------------------------------------------------------------------------- the step
 
@@ -216,7 +222,7 @@ class AdoptedOptimizer:
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # counters of groups advance all the same
-            travel = _Travel(self.visits, stepped)
+            travel = _Travel(self.visits, stepped, every=every)
             for bucket in stepped:
                 self._step_one(optimizer, split, call, progress, bucket, travel)
             travel.let_go()
@@ -224,6 +230,9 @@ class AdoptedOptimizer:
         except BaseException as error:
             self._fail(optimizer, progress, error)
             raise
+        finally:
+            if any(bucket.has_guests for bucket in stepped):
+                wait_until_home()
 
     def _step_one(
         self,
@@ -235,15 +244,22 @@ class AdoptedOptimizer:
         travel: _Travel,
     ) -> None:
         """Step one bucket, while the next that travels is on its way. See NOTE [what a bucket costs]."""
-        visit = self.visits.bring(optimizer.state, bucket, travel.take(bucket))
+        arrival, guests = travel.take(bucket)
+        visit = self.visits.bring(optimizer.state, bucket, arrival)
+        stand_ins = guests.stand_ins() if guests is not None else {}
+        if bucket.has_guests:
+            _bring_beside(optimizer, visit.state, bucket.device)
         if bucket.moves:
             travel.let_go()
         if self._is_whole(optimizer, bucket):
             travel.fetch_next(optimizer.state)
         progress.begin()
-        state = split.run(bucket.parameters, visit.state, call.args, call.kwargs)
+        state = split.run(bucket.parameters, visit.state, call.args, call.kwargs, stand_ins)
+        del stand_ins
+        if guests is not None:
+            guests.go_home()
         self.visits.park(optimizer.state, bucket, state, visit)
-        travel.leave(bucket)
+        travel.leave(bucket, guests)
         progress.end()
         self.visits.stats.num_buckets += 1
 
@@ -323,42 +339,96 @@ class AdoptedOptimizer:
         return self._bucket_of[id(parameter)].takes(parameter, name, value)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """How parameters are put into buckets, by bytes of parameters, and whose state stays on the device."""
+
+    resident_bytes: int | None
+    """Of those on the device, and of the host's where nothing is on a device; None: all are stepped at once."""
+    resident_share: float = 0.0
+    """Of their state that could wait elsewhere, what stays."""
+    guest_bytes: int | None = None
+    """Of those at home on the host, which are stepped on the device; None: they are stepped on the host."""
+
+    def of(self, are_guests: bool, are_resident: bool) -> int:
+        if are_guests:
+            assert self.guest_bytes is not None
+            return self.guest_bytes
+        at_once = sys.maxsize if are_resident else BYTES_AT_ONCE
+        return at_once if self.resident_bytes is None else self.resident_bytes
+
+
+class _Place(NamedTuple):
+    """Where parameters are stepped."""
+
+    device: torch.device
+    has_guests: bool
+    """They live elsewhere."""
+
+
+def _place(parameter: torch.Tensor, guests: Mapping[int, torch.device]) -> _Place:
+    device = guests.get(id(parameter))
+    return _Place(parameter.device, False) if device is None else _Place(device, True)
+
+
+def _bring_beside(optimizer: Optimizer, state: State, device: torch.device) -> None:
+    """All of this state to the device, but for what an optimizer keeps on the host."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = state.get(parameter, {})
+            for name, value in [*values.items()]:
+                if isinstance(value, torch.Tensor) and not stays_on_host(name, value, group):
+                    values[name] = value.to(device)
+
+
 def _snapshot(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if value.nbytes <= SMALL_BYTES or value.device.type == "cpu" else value.cpu()
 
 
 class _Travel:
-    """The buckets that are on their way in one step: at most one to the device and one from it."""
+    """The buckets that are on their way in one step: at most one to the device and one from it.
 
-    def __init__(self, visits: Visits, stepped: Sequence[Bucket]) -> None:
+    With `every`, parameters are stepped that have no gradient.
+    """
+
+    def __init__(self, visits: Visits, stepped: Sequence[Bucket], *, every: bool) -> None:
         self._visits = visits
+        self._every = every
         self._to_come = collections.deque(bucket for bucket in stepped if bucket.moves)
-        self._arrival: Arrival | None = None
-        self._leaving: Bucket | None = None
+        self._coming: tuple[Arrival | None, Guests | None] | None = None
+        self._leaving: tuple[Bucket, Guests | None] | None = None
 
-    def take(self, bucket: Bucket) -> Arrival | None:
-        """What was fetched ahead for this bucket, whose turn it is."""
+    def take(self, bucket: Bucket) -> tuple[Arrival | None, Guests | None]:
+        """What was fetched ahead for this bucket, whose turn it is. Guests that were not are asked for now."""
         if not bucket.moves:
-            return None
+            return None, None
         self._to_come.popleft()
-        arrival, self._arrival = self._arrival, None
-        return arrival
+        coming, self._coming = self._coming, None
+        return coming if coming is not None else (None, self._guests(bucket))
 
     def fetch_next(self, entries: Entries) -> None:
         """Ask for the next bucket that travels, unless it has been asked for."""
-        if self._arrival is None and self._to_come and self._visits.is_asynchronous:
-            self._arrival = self._visits.start(entries, self._to_come[0])
+        if self._coming is None and self._to_come and self._visits.is_asynchronous:
+            bucket = self._to_come[0]
+            self._coming = self._visits.start(entries, bucket), self._guests(bucket)
 
-    def leave(self, bucket: Bucket) -> None:
+    def _guests(self, bucket: Bucket) -> Guests | None:
+        if not bucket.has_guests:
+            return None
+        return Guests([p for p in bucket.parameters if self._every or p.grad is not None])
+
+    def leave(self, bucket: Bucket, guests: Guests | None) -> None:
         """This bucket was stepped; what travels of it is being sent."""
         if bucket.moves:
-            self._leaving = bucket
+            self._leaving = bucket, guests
 
     def let_go(self) -> None:
         """The memory of the bucket that left last is free."""
         if self._leaving is not None:
-            self._visits.let_go(self._leaving)
-            self._leaving = None
+            (bucket, guests), self._leaving = self._leaving, None
+            self._visits.let_go(bucket)
+            if guests is not None:
+                guests.let_go()
 
 
 class _Progress:

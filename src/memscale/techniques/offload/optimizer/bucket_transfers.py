@@ -94,7 +94,7 @@ class Visits:
         ):
             return None
         self.stats.bytes_from_store += bucket.num_bytes
-        return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.parameters[0].device))
+        return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.device))
 
     def bring(self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None) -> Visit:
         """The bucket's state on its device: what waits unpacked, everything else as it is."""
@@ -154,8 +154,7 @@ class Visits:
         self._count(slots, +1)
         bucket.slots, bucket.num_bytes = slots, num_bytes
         self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
-        device = bucket.parameters[0].device
-        visit.memory = _empty(num_bytes, device) if slots else None
+        visit.memory = _empty(num_bytes, bucket.device) if slots else None
         visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
 
     def _count(self, slots: tuple[Slot, ...], sign: int) -> None:
@@ -274,8 +273,8 @@ def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _at_home(bucket: Bucket, index: int, entry: dict[Any, Any]) -> dict[Any, Any]:
     """An entry that somebody looked at holds host tensors; those that were on the device go back there."""
-    device, names = bucket.parameters[index].device, bucket.names_of(index)
+    names = bucket.names_of(index)
     return {
-        name: value.to(device) if name in names and isinstance(value, torch.Tensor) else value
+        name: value.to(bucket.device) if name in names and isinstance(value, torch.Tensor) else value
         for name, value in entry.items()
     }

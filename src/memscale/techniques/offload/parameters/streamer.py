@@ -243,9 +243,10 @@ class Streamer:
         layer = self.layers[index]()
         assert layer is not None
         parameters = layer.parameters()
-        return Visit(parameters, [self._bring(parameter) for parameter in parameters], place)
+        return Visit(parameters, [self.bring(parameter) for parameter in parameters], place)
 
-    def _bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+    def bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+        """One parameter's values, on their way to the device or there."""
         ticket = self.homes.ticket_of(parameter) if self.homes.store is not None else None
         if ticket is not None:
             return self.transfers.fetch(ticket)
@@ -255,7 +256,7 @@ class Streamer:
 
     def bring_one(self, parameter: torch.Tensor) -> torch.Tensor:
         """One parameter's copy, for the current stream, out of turn."""
-        visit = Visit([parameter], [self._bring(parameter)], -1)
+        visit = Visit([parameter], [self.bring(parameter)], -1)
         weight = visit.weights()[0]
         visit.leave_homes()
         return weight

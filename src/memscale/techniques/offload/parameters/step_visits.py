@@ -1,0 +1,83 @@
+"""Streamed parameters visit the device once more in a training step: to be stepped there.
+
+    visits = StepVisits(streamer)
+    weight, gradient = visits.bring(parameter), visits.bring_gradient(parameter)    # on their way, or there
+    visits.take_home(parameter, stepped)        # the new values are on their way
+    visits.let_go(parameter)                    # the device memory that they are copied from is free
+    visits.wait_until_home()                    # from here on homes may be read and written by the host
+
+Who steps them is in `offload/optimizer` (guests.py), which knows of nobody who streams but by `Streams`.
+
+NOTE [homes after a step]: a program may look at its parameters, or write to them, as soon as `step()` has returned. So
+the host waits, once, for the last copy out of a home and for the last one into it. Each direction is one stream, in
+order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memscale.techniques.offload.parameters.streamer import Streamer
+from memscale.techniques.offload.store.stores import Ticket
+from memscale.techniques.offload.transfer import stream_order
+from memscale.techniques.offload.transfer.transfers import Arrival
+
+
+class StepVisits:
+    """Of the parameters of one streamer."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+        self._leaving: dict[int, Ticket] = {}
+        """By parameter id: copies to homes whose sources are still held."""
+        self._last_read: torch.Event | None = None
+        self._last_written: torch.Event | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._streamer.device
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._streamer.parameters()
+
+    def bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+        """The parameter's values."""
+        return self._noted(self._streamer.bring(parameter))
+
+    def bring_gradient(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+        gradient = parameter.grad
+        assert gradient is not None, "who asks has looked"
+        return gradient.detach().to(self.device)
+
+    def _noted(self, coming: Arrival | torch.Tensor) -> Arrival | torch.Tensor:
+        if isinstance(coming, Arrival) and coming.event is not None:
+            self._last_read = coming.event
+        return coming
+
+    def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor) -> None:
+        """These values become the parameter's."""
+        homes = self._streamer.homes
+        ticket = homes.ticket_of(parameter) if homes.store is not None else None
+        if ticket is None:
+            with torch.no_grad():
+                parameter.copy_(stepped)
+            return
+        self._streamer.transfers.send(stepped, ticket)
+        torch.autograd.graph.increment_version(parameter)
+        self._leaving[id(parameter)] = ticket
+        self._last_written = ticket.written
+
+    def let_go(self, parameter: torch.Tensor) -> None:
+        ticket = self._leaving.pop(id(parameter), None)
+        if ticket is not None:
+            self._streamer.transfers.wait_sent(ticket)
+
+    def wait_until_home(self) -> None:
+        """See NOTE [homes after a step]."""
+        while self._leaving:
+            self._streamer.transfers.wait_sent(self._leaving.popitem()[1])
+        if self._last_written is not None:
+            stream_order.order(None, self._last_written, "host after stepped weights")
+        if self._last_read is not None:
+            stream_order.order(None, self._last_read, "host after weights for the step")
+        self._last_written = self._last_read = None
