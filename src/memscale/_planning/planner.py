@@ -52,6 +52,7 @@ from memscale._torch import private
 from memscale._units import round_up, show_bytes
 from memscale.report.explain import words_of_actions
 from memscale.techniques import TREATMENTS, by_technique, technique_of
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -203,6 +204,7 @@ class Planner:
                 eight_bit=QuantizeOptimizer in kinds,
                 streams=StreamParameters in kinds,
                 in_buckets=StepInBuckets in kinds,
+                guests=StepOnDevice in kinds,
                 resident_share=max((a.resident_share for a in actions if isinstance(a, OffloadOptimizer)), default=0.0),
                 window_bytes=transfers.window_bytes,
             )
@@ -257,7 +259,7 @@ class Planner:
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
         in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
-        optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed)
+        optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed, guests=choice.run.steps_on_device)
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
         num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
@@ -352,6 +354,8 @@ class Planner:
             parameters = [p for p in self.model.parameters() if id(p) in leaving]
             self.learn(
                 rest_optimizer=self.costs.cost(without=inside),
+                guests=self.costs.guests(inside),
+                rest_guests=self.costs.guests(leaving),
                 rest=rest,
                 rest_param_bytes=sum(p.nbytes for p in parameters),
                 rest_trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),

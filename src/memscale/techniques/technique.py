@@ -151,8 +151,8 @@ class Technique:
     """Where that stands among what others did."""
     reason: Callable[[Chosen], Reason] | None = None
     """Why its option was chosen. Treatments of blocks have one rule for all techniques."""
-    note: Callable[[str], str] | None = None
-    """What a plan for this type of device says about its bits."""
+    note: Callable[[str, frozenset[str]], str] | None = None
+    """What a plan for this type of device, with techniques of these names, says about its bits."""
 
     @property
     def modes(self) -> frozenset[OptimizationMode]:

@@ -34,9 +34,11 @@ def _device(simgpu_device, no_leaks):
 
 
 @contextlib.contextmanager
-def on_device(training: Training, *more: Any, asynchronous: bool = False, layer: str = "body") -> Iterator[Executor]:
+def on_device(
+    training: Training, *more: Any, asynchronous: bool = False, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Executor]:
     settings = ExecutionSettings(asynchronous=asynchronous, device=DEVICE)
-    plan = plan_of([StreamParameters(layer), StepOnDevice(BUCKET_BYTES), *more], device_type="simgpu")
+    plan = plan_of([StreamParameters("body"), StepOnDevice(bucket_bytes), *more], device_type="simgpu")
     executor = execute(training.net, plan, settings)
     try:
         yield executor
@@ -147,6 +149,31 @@ def test_parameters_that_share_memory_are_stepped_where_it_is():
     ours = train(net)
     executor.detach()
     assert same(ours, train(plain_net))
+
+
+ELEMENT_BY_ELEMENT = [name for name in OPTIMIZERS if name != "Adafactor"]
+
+
+@pytest.mark.parametrize(("name", "asynchronous"), in_turns(ELEMENT_BY_ELEMENT, [False, True]))
+def test_a_large_parameter_comes_a_stretch_at_a_time(name: str, asynchronous: bool):
+    def make(net: torch.nn.Module) -> O.Optimizer:
+        return OPTIMIZERS[name](net.parameters())
+
+    reference = Training("simgpu", make).run(3)
+    training = Training("simgpu", make)
+    with on_device(training, asynchronous=asynchronous, bucket_bytes=5_000) as executor:
+        training.run(3)
+        stats = executor.stats().transfers["optimizer"]
+        # What is resident, a matrix, its bias, another matrix, three small ones, and a last matrix.
+        assert stats.num_buckets == 3 * (1 + 6 + 1 + 6 + 1 + 4)
+        assert same(training.result(), reference.result())
+        for one in (reference, training):
+            entry = one.optimizer.state[one.net.body[0].weight]
+            for value in entry.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.mul_(2)
+        assert same(training.run(2).result(), reference.run(2).result())
+    assert same(training.run(2).result(), reference.run(2).result())
 
 
 # ------------------------------------------------------------------------------------------- each device its own step

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from memscale._errors import OffloadError, PartialStepError, quoted
 from memscale._torch import private
 from memscale._torch.optimizer_steps import parameters_of
-from memscale.techniques.offload.optimizer.bucket_transfers import Entries, Visit, Visits
+from memscale.techniques.offload.optimizer.bucket_transfers import Entries, StretchVisit, Visit, Visits
 from memscale.techniques.offload.optimizer.buckets import (
     SMALL_BYTES,
     Bucket,
@@ -37,6 +37,7 @@ from memscale.techniques.offload.optimizer.buckets import (
     Waiting,
     choose_resident,
     split_into_buckets,
+    stretches_of,
 )
 from memscale.techniques.offload.optimizer.guests import Guests, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
@@ -47,9 +48,11 @@ from memscale.techniques.offload.optimizer.separable import (
     StepCall,
     idle_shadow,
     skips_parameters_without_gradient,
+    steps_each_element,
     take_over,
 )
 from memscale.techniques.offload.parameters.state_placement import stays_on_host
+from memscale.techniques.offload.store.stores import Layout, Stretch
 from memscale.techniques.offload.transfer.transfers import Arrival
 
 
@@ -126,7 +129,9 @@ class AdoptedOptimizer:
             if bucket.ticket is None and bucket.memory is None and known:
                 if is_astray:
                     self._move_beside(optimizer, bucket.parameters)  # not before its turn: all may not fit
-                self.visits.park(optimizer.state, bucket, known, Visit(known), exactly=True)
+                # State of what lives on the host does not come by the device.
+                visit = Visit(known, device=bucket.parameters[0].device if bucket.has_guests else None)
+                self.visits.park(optimizer.state, bucket, known, visit, exactly=True)
                 self.visits.let_go(bucket)
         self._raise_failures("no step is affected")
 
@@ -184,7 +189,9 @@ class AdoptedOptimizer:
             of_buckets = [sum(sizes[index] for index in indices) for indices in split]
             share = self.sizes.resident_share if place in resident else 0.0
             for indices, stays in zip(split, self._staying(of_buckets, share), strict=True):
-                self._add_bucket([same[index] for index in indices], place, stays=stays)
+                parameters = [same[index] for index in indices]
+                cut = place.has_guests and self._can_cut(optimizer, parameters)
+                self._add_bucket(parameters, place, stays=stays, cut=cut)
 
     def _staying(self, bucket_bytes: list[int], share: float) -> list[bool]:
         """Whose state stays on the device though it could leave."""
@@ -192,9 +199,20 @@ class AdoptedOptimizer:
             return [True] * len(bucket_bytes)
         return choose_resident(bucket_bytes, share, self.sizes.resident_bytes or sum(bucket_bytes))
 
-    def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool) -> None:
+    def _can_cut(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
+        """See NOTE [stretches] in buckets.py."""
+        limit, store = self.sizes.guest_bytes, self.visits.store
+        if limit is None or store is None or self.choose is not None or not steps_each_element(optimizer):
+            return False
+        is_large, is_dense = parameters[0].nbytes > limit, Layout.of(parameters[0]).span == parameters[0].numel()
+        return is_large and is_dense and all(leaf.in_memory for leaf in store.leaves())
+
+    def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool, cut: bool) -> None:
         moves = not stays and self.visits.tier_of(place.device) is not None
-        bucket = Bucket(parameters, moves=moves, choose=self.choose, stays=stays, device=place.device)
+        stretches = stretches_of(parameters[0], self.sizes.guest_bytes or 1) if cut else ()
+        bucket = Bucket(
+            parameters, moves=moves, choose=self.choose, stays=stays, device=place.device, stretches=stretches
+        )
         self.buckets.append(bucket)
         self._bucket_of.update((id(p), bucket) for p in parameters)
 
@@ -218,13 +236,14 @@ class AdoptedOptimizer:
     def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: StepCall) -> None:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
-        progress = _Progress(len(stepped))
+        turns = [turn for bucket in stepped for turn in _turns(bucket)]
+        progress = _Progress(len(turns))
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # counters of groups advance all the same
-            travel = _Travel(self.visits, stepped, every=every)
-            for bucket in stepped:
-                self._step_one(optimizer, split, call, progress, bucket, travel)
+            travel = _Travel(self.visits, optimizer.state, turns, every=every)
+            for turn in turns:
+                self._step_one(optimizer, split, call, progress, turn, travel)
             travel.let_go()
             split.merge()
         except BaseException as error:
@@ -240,26 +259,26 @@ class AdoptedOptimizer:
         split: SplitStep,
         call: StepCall,
         progress: _Progress,
-        bucket: Bucket,
+        turn: _Turn,
         travel: _Travel,
     ) -> None:
         """Step one bucket, while the next that travels is on its way. See NOTE [what a bucket costs]."""
-        arrival, guests = travel.take(bucket)
-        visit = self.visits.bring(optimizer.state, bucket, arrival)
-        stand_ins = guests.stand_ins() if guests is not None else {}
+        bucket, coming = turn.bucket, travel.take(turn)
+        visit = coming.bring()
+        stand_ins = coming.guests.stand_ins() if coming.guests is not None else {}
         if bucket.has_guests:
             _bring_beside(optimizer, visit.state, bucket.device)
         if bucket.moves:
             travel.let_go()
         if self._is_whole(optimizer, bucket):
-            travel.fetch_next(optimizer.state)
+            travel.fetch_next()
         progress.begin()
         state = split.run(bucket.parameters, visit.state, call.args, call.kwargs, stand_ins)
         del stand_ins
-        if guests is not None:
-            guests.go_home()
-        self.visits.park(optimizer.state, bucket, state, visit)
-        travel.leave(bucket, guests)
+        if coming.guests is not None:
+            coming.guests.go_home()
+        coming.park(state, visit)
+        travel.leave(coming)
         progress.end()
         self.visits.stats.num_buckets += 1
 
@@ -385,50 +404,96 @@ def _snapshot(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if value.nbytes <= SMALL_BYTES or value.device.type == "cpu" else value.cpu()
 
 
+class _Turn(NamedTuple):
+    """A bucket, or a stretch of its one parameter, when it is stepped."""
+
+    bucket: Bucket
+    stretch: Stretch | None
+
+
+def _turns(bucket: Bucket) -> list[_Turn]:
+    """Gradients of another form than their parameter are not cut."""
+    gradient = bucket.parameters[0].grad
+    is_cut = gradient is not None and gradient.layout is torch.strided
+    if is_cut and gradient is not None and gradient.stride() == bucket.parameters[0].stride():
+        return [_Turn(bucket, stretch) for stretch in bucket.stretches or (None,)]
+    return [_Turn(bucket, None)]
+
+
+class _Coming:
+    """What travels for one turn: state, and guests. Asked for when it is made."""
+
+    def __init__(self, visits: Visits, entries: Entries, turn: _Turn, *, every: bool, ahead: bool) -> None:
+        self.bucket, stretch = turn
+        self.guests: Guests | None = None
+        self._visits, self._entries = visits, entries
+        self._arrival: Arrival | None = None
+        self._cut = StretchVisit(visits, entries, self.bucket, stretch) if stretch is not None else None
+        if ahead and self._cut is None:
+            self._arrival = visits.start(entries, self.bucket)
+        if self.bucket.has_guests:
+            guests = [p for p in self.bucket.parameters if every or p.grad is not None]
+            self.guests = Guests(guests, stretch)
+
+    def bring(self) -> Visit:
+        if self._cut is not None:
+            return Visit(self._cut.bring())
+        return self._visits.bring(self._entries, self.bucket, self._arrival)
+
+    def park(self, state: State, visit: Visit) -> None:
+        if self._cut is not None:
+            self._cut.park(state)
+        else:
+            self._visits.park(self._entries, self.bucket, state, visit)
+
+    def let_go(self) -> None:
+        """The memory that it was sent from is free."""
+        if self._cut is not None:
+            self._cut.let_go()
+        else:
+            self._visits.let_go(self.bucket)
+        if self.guests is not None:
+            self.guests.let_go()
+
+
 class _Travel:
     """The buckets that are on their way in one step: at most one to the device and one from it.
 
     With `every`, parameters are stepped that have no gradient.
     """
 
-    def __init__(self, visits: Visits, stepped: Sequence[Bucket], *, every: bool) -> None:
-        self._visits = visits
-        self._every = every
-        self._to_come = collections.deque(bucket for bucket in stepped if bucket.moves)
-        self._coming: tuple[Arrival | None, Guests | None] | None = None
-        self._leaving: tuple[Bucket, Guests | None] | None = None
+    def __init__(self, visits: Visits, entries: Entries, turns: Sequence[_Turn], *, every: bool) -> None:
+        self._visits, self._entries, self._every = visits, entries, every
+        self._to_come = collections.deque(turn for turn in turns if turn.bucket.moves)
+        self._coming: _Coming | None = None
+        self._leaving: _Coming | None = None
 
-    def take(self, bucket: Bucket) -> tuple[Arrival | None, Guests | None]:
-        """What was fetched ahead for this bucket, whose turn it is. Guests that were not are asked for now."""
-        if not bucket.moves:
-            return None, None
+    def take(self, turn: _Turn) -> _Coming:
+        """What was fetched ahead for this turn; what was not is asked for now."""
+        if not turn.bucket.moves:
+            return self._ask(turn, ahead=False)
         self._to_come.popleft()
         coming, self._coming = self._coming, None
-        return coming if coming is not None else (None, self._guests(bucket))
+        return coming if coming is not None else self._ask(turn, ahead=False)
 
-    def fetch_next(self, entries: Entries) -> None:
-        """Ask for the next bucket that travels, unless it has been asked for."""
+    def _ask(self, turn: _Turn, *, ahead: bool) -> _Coming:
+        return _Coming(self._visits, self._entries, turn, every=self._every, ahead=ahead)
+
+    def fetch_next(self) -> None:
+        """Ask for what travels next, unless it has been asked for."""
         if self._coming is None and self._to_come and self._visits.is_asynchronous:
-            bucket = self._to_come[0]
-            self._coming = self._visits.start(entries, bucket), self._guests(bucket)
+            self._coming = self._ask(self._to_come[0], ahead=True)
 
-    def _guests(self, bucket: Bucket) -> Guests | None:
-        if not bucket.has_guests:
-            return None
-        return Guests([p for p in bucket.parameters if self._every or p.grad is not None])
-
-    def leave(self, bucket: Bucket, guests: Guests | None) -> None:
-        """This bucket was stepped; what travels of it is being sent."""
-        if bucket.moves:
-            self._leaving = bucket, guests
+    def leave(self, coming: _Coming) -> None:
+        """This was stepped; what travels of it is being sent."""
+        if coming.bucket.moves:
+            self._leaving = coming
 
     def let_go(self) -> None:
-        """The memory of the bucket that left last is free."""
-        if self._leaving is not None:
-            (bucket, guests), self._leaving = self._leaving, None
-            self._visits.let_go(bucket)
-            if guests is not None:
-                guests.let_go()
+        """The memory of what left last is free."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.let_go()
 
 
 class _Progress:

@@ -17,6 +17,11 @@ visit it with their state, which waits in the bucket whatever its size: of such 
 device between steps but counters that the optimizer keeps there. Beside S the device then holds the bytes of its
 parameters twice; once on the way back, when the gradients are gone.
 
+NOTE [stretches]: a parameter that is larger than a bucket visits the device a stretch of its elements at a time, where
+the optimizer's update of an element depends on nothing but this element's values and its state waits in host memory, as
+it is. A stretch costs what a bucket of its size does. Values that all elements share (counters) advance once: each
+stretch starts from those before the step.
+
 NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). Then S counts the bytes that wait,
 and a step holds the unpacked state of one bucket beside them. Where there is no other tier, packed tensors wait in
 memory of the bucket on their device, and the others stay as they are.
@@ -33,10 +38,12 @@ from typing import Any, Protocol
 import torch
 
 from memscale._units import round_up
-from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
+from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, can_store
 
 SMALL_BYTES = 4096
 """State tensors up to this stay where they are: step counters, tables that all parameters share."""
+STRETCH_ELEMENTS = 1024
+"""Stretches of a parameter begin at multiples of this."""
 SLOT_BYTES = 512
 """Tensors in a bucket start at multiples of this, as an allocator would place them."""
 
@@ -56,6 +63,15 @@ def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int
         buckets[-1].append(index)
         filled += size
     return buckets
+
+
+def stretches_of(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, ...]:
+    """A parameter's elements in stretches of nearly the same size, none above the limit. See NOTE [stretches]."""
+    count = parameter.numel()
+    at_once = max(STRETCH_ELEMENTS, bucket_bytes // parameter.element_size() // STRETCH_ELEMENTS * STRETCH_ELEMENTS)
+    num_stretches = -(-count // at_once)
+    length = round_up(-(-count // num_stretches), STRETCH_ELEMENTS)
+    return tuple(Stretch(start, min(start + length, count)) for start in range(0, count, length))
 
 
 def choose_resident(sizes: Sequence[int], resident_share: float, bucket_bytes: int) -> list[bool]:
@@ -134,8 +150,11 @@ class Bucket:
         choose: Choose | None = None,
         stays: bool = False,
         device: torch.device | None = None,
+        stretches: tuple[Stretch, ...] = (),
     ) -> None:
         self.parameters = tuple(parameters)
+        self.stretches = stretches
+        """In which its one parameter comes; (): as a whole. See NOTE [stretches]."""
         self.device = self.parameters[0].device if device is None else device
         """Where it is stepped."""
         self.has_guests = self.device != self.parameters[0].device

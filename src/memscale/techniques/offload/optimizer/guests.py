@@ -19,17 +19,20 @@ from torch import nn
 
 from memscale.techniques.offload.optimizer.implementations import Coming, Streams, streamed_parameters
 from memscale.techniques.offload.parameters.parameter_homes import overlapping
+from memscale.techniques.offload.store.stores import Stretch
 from memscale.techniques.offload.transfer.transfers import Arrival
 
 
 class Guests:
-    """Some streamed parameters of one bucket."""
+    """Some streamed parameters of one bucket, or a stretch of the elements of one."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], stretch: Stretch | None = None) -> None:
         streams = streamed_parameters()
+        self._stretch = stretch
         self._hosts: list[tuple[torch.Tensor, Streams]] = [(p, streams[id(p)]) for p in parameters]
         self._coming: list[tuple[Coming, Coming | None]] = [
-            (host.bring(p), host.bring_gradient(p) if p.grad is not None else None) for p, host in self._hosts
+            (host.bring(p, stretch), host.bring_gradient(p, stretch) if p.grad is not None else None)
+            for p, host in self._hosts
         ]
         self._stand_ins: dict[int, nn.Parameter] = {}
         self._versions: dict[int, int] = {}
@@ -51,15 +54,15 @@ class Guests:
         """What the step has left. Gradients go only where it has changed them."""
         for parameter, host in self._hosts:
             stand_in = self._stand_ins.pop(id(parameter))
-            host.take_home(parameter, stand_in.detach())
+            host.take_home(parameter, stand_in.detach(), self._stretch)
             changed = stand_in.grad is not None and stand_in.grad._version != self._versions[id(parameter)]
             if changed and parameter.grad is not None and stand_in.grad is not None:
                 with torch.no_grad():
-                    parameter.grad.copy_(stand_in.grad)
+                    (self._stretch.of(parameter.grad) if self._stretch else parameter.grad).copy_(stand_in.grad)
 
     def let_go(self) -> None:
         for parameter, host in self._hosts:
-            host.let_go(parameter)
+            host.let_go(parameter, self._stretch)
 
 
 def visitors() -> dict[int, torch.device]:

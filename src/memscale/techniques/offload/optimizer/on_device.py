@@ -50,7 +50,7 @@ def _attach(actions: Sequence[StepOnDevice], to: Attachment) -> None:
 
 
 def _values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
-    return ()
+    return (True,) if model.profile.guests is not None else ()
 
 
 def _actions(is_on_device: bool, profile: Profile) -> Iterator[StepOnDevice]:
@@ -62,7 +62,18 @@ def _value(actions: Sequence[StepOnDevice], profile: Profile) -> bool:
 
 
 def _reason(chosen: Chosen) -> Reason:
-    return Reason("step streamed parameters on the device", chosen.part(steps_on_device=False))
+    run, optimizer, streamed = chosen.choice.run, chosen.model.optimizer, chosen.streamed_bytes
+    on_host = dataclasses.replace(run, steps_on_device=False)
+    guests = chosen.model.profile.guests
+    numbers: dict[str, int | float | str] = {
+        "parameter_bytes": streamed,
+        "visiting_bytes": 0 if guests is None else guests.step_bytes,
+        "step_ms": round(float(optimizer.step_ms(run, streamed)), 4),
+        "host_step_ms": round(float(optimizer.step_ms(on_host, streamed)), 4),
+    }
+    if chosen.steps_on_host_allowed:
+        return Reason("step streamed parameters on the device: faster than on the host", numbers)
+    return Reason("step streamed parameters on the device: the host's kernels round differently", numbers)
 
 
 DEVICE_STEP = Technique(

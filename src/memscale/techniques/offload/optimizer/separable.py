@@ -66,6 +66,16 @@ _KNOWN_SEPARABLE = {
 """Each updates a parameter from that parameter, its gradient and its state alone. Subclasses are tried out."""
 
 
+_ELEMENT_BY_ELEMENT = _KNOWN_SEPARABLE - {
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
+}
+
+
+def steps_each_element(optimizer: Optimizer) -> bool:
+    """Whether it updates an element from that element, its gradient and its state alone."""
+    return type(optimizer) in _ELEMENT_BY_ELEMENT
+
+
 class NotSeparable(Exception):
     """The optimizer's step cannot be run on some parameters at a time."""
 

@@ -18,9 +18,14 @@ from __future__ import annotations
 import torch
 
 from memscale.techniques.offload.parameters.streamer import Streamer
-from memscale.techniques.offload.store.stores import Ticket
+from memscale.techniques.offload.store.stores import Stretch, Ticket
 from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.transfers import Arrival
+
+
+def _part(ticket: Ticket, stretch: Stretch) -> Ticket:
+    layout = stretch.layout(ticket.layout.dtype, ticket.layout.device)
+    return ticket.store.part_of(ticket, layout, stretch.start * layout.dtype.itemsize)
 
 
 class StepVisits:
@@ -28,8 +33,8 @@ class StepVisits:
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
-        self._leaving: dict[int, Ticket] = {}
-        """By parameter id: copies to homes whose sources are still held."""
+        self._leaving: dict[tuple[int, int], Ticket] = {}
+        """By parameter id and first element: copies to homes whose sources are still held."""
         self._last_read: torch.Event | None = None
         self._last_written: torch.Event | None = None
 
@@ -40,35 +45,42 @@ class StepVisits:
     def parameters(self) -> list[torch.Tensor]:
         return self._streamer.parameters()
 
-    def bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
-        """The parameter's values."""
-        return self._noted(self._streamer.bring(parameter))
+    def bring(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Arrival | torch.Tensor:
+        """The parameter's values, or those of a stretch of its elements."""
+        return self._brought(parameter.detach(), self._home_of(parameter), stretch)
 
-    def bring_gradient(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+    def bring_gradient(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Arrival | torch.Tensor:
         gradient = parameter.grad
         assert gradient is not None, "who asks has looked"
-        return gradient.detach().to(self.device)
+        return self._brought(gradient.detach(), None, stretch)
 
-    def _noted(self, coming: Arrival | torch.Tensor) -> Arrival | torch.Tensor:
-        if isinstance(coming, Arrival) and coming.event is not None:
-            self._last_read = coming.event
-        return coming
-
-    def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor) -> None:
-        """These values become the parameter's."""
+    def _home_of(self, parameter: torch.Tensor) -> Ticket | None:
         homes = self._streamer.homes
-        ticket = homes.ticket_of(parameter) if homes.store is not None else None
+        return homes.ticket_of(parameter) if homes.store is not None else None
+
+    def _brought(self, home: torch.Tensor, ticket: Ticket | None, stretch: Stretch | None) -> Arrival | torch.Tensor:
+        if ticket is None:
+            return (home if stretch is None else stretch.of(home)).to(self.device)
+        part = ticket if stretch is None else _part(ticket, stretch)
+        arrival = self._streamer.transfers.fetch(part)
+        ticket.read, self._last_read = part.read, arrival.event
+        return arrival
+
+    def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None:
+        """These values become the parameter's."""
+        ticket = self._home_of(parameter)
         if ticket is None:
             with torch.no_grad():
-                parameter.copy_(stepped)
+                (parameter if stretch is None else stretch.of(parameter)).copy_(stepped)
             return
-        self._streamer.transfers.send(stepped, ticket)
+        part = ticket if stretch is None else _part(ticket, stretch)
+        self._streamer.transfers.send(stepped, part)
         torch.autograd.graph.increment_version(parameter)
-        self._leaving[id(parameter)] = ticket
-        self._last_written = ticket.written
+        self._leaving[id(parameter), stretch.start if stretch is not None else 0] = part
+        ticket.written = self._last_written = part.written
 
-    def let_go(self, parameter: torch.Tensor) -> None:
-        ticket = self._leaving.pop(id(parameter), None)
+    def let_go(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> None:
+        ticket = self._leaving.pop((id(parameter), stretch.start if stretch is not None else 0), None)
         if ticket is not None:
             self._streamer.transfers.wait_sent(ticket)
 
