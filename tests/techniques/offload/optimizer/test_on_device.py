@@ -23,6 +23,7 @@ from tests.techniques.offload.optimizer.test_in_parts import OPTIMIZERS
 from tests.techniques.offload.runs import DEVICE
 from tests.techniques.offload.tiers import same
 from tests.techniques.offload.training import O, Training, no_hooks_left, plain
+from tests.techniques.offload.transfer.wait_scenarios import left_out
 
 BUCKET_BYTES = 20_000
 WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -262,22 +263,27 @@ def test_an_optimizer_that_has_state_when_it_begins(asynchronous: bool):
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
+def fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket of this number is stepped, and its state cannot be packed."""
+    park, calls = Visits.park, []
+
+    def fail(self: Visits, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == number:
+            raise RuntimeError("out of memory")
+        park(self, *args, **kwargs)
+
+    monkeypatch.setattr(Visits, "park", fail)
+
+
 @WAYS
 def test_a_step_that_fails_leaves_parameters_stepped_or_untouched(asynchronous: bool, monkeypatch: pytest.MonkeyPatch):
     reference, training = (Training("simgpu", plain(O.AdamW)).run(1) for _ in range(2))
     before = [p.detach().cpu().clone() for p in training.net.body.parameters()]
-    with on_device(training, asynchronous=asynchronous):
+    with on_device(training, asynchronous=asynchronous, bucket_bytes=30_000):
         saved = copy.deepcopy(training.optimizer.state_dict())
-        park, calls = Visits.park, []
-
-        def fail_third(self: Visits, *args: Any, **kwargs: Any) -> None:
-            calls.append(1)
-            if len(calls) == 3:
-                raise RuntimeError("out of memory")
-            park(self, *args, **kwargs)
-
         with monkeypatch.context() as patched:
-            patched.setattr(Visits, "park", fail_third)
+            fail_at(3, patched)
             with pytest.raises(PartialStepError, match="failed after 2 of"):
                 training.step()
         reference.step()
@@ -288,3 +294,55 @@ def test_a_step_that_fails_leaves_parameters_stepped_or_untouched(asynchronous: 
         assert any(torch.equal(now, old) for now, old in zip(after, before, strict=True))
         training.optimizer.load_state_dict(saved)
         training.step()
+
+
+# ----------------------------------------------------------------------------------------------------------- mutations
+
+WAITS = (
+    "in after compute",
+    "compute after arrival",
+    "out after compute",
+    "reuse after sent",
+    "host after stepped weights",
+)
+"""Those that nothing else in a step covers for."""
+
+
+def scale(training: Training) -> None:
+    """The host reads and writes all parameters at once."""
+    with torch.no_grad():
+        for parameter in training.net.body.parameters():
+            parameter.data.mul_(1.01)
+
+
+def steps_without(why: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Weights after steps in which nobody waits for this reason, the last of which fails; and races."""
+    training = Training("simgpu", plain(O.AdamW))
+    settings = ExecutionSettings(asynchronous=True, device=DEVICE)
+    plan = plan_of([StreamParameters("body"), StepOnDevice(12_000)], device_type="simgpu")
+    executor = execute(training.net, plan, settings)
+    training.run(1)
+    step = training.optimizer.step
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "update", lambda: None)
+        for is_last in (False, False, True):
+            training.step()
+            with left_out(str(why), patched), monkeypatch.context() as failing:
+                if is_last:
+                    fail_at(2, failing)
+                with pytest.raises(PartialStepError) if is_last else contextlib.nullcontext():
+                    step()
+            scale(training)
+    weights = [p.detach().cpu().clone() for p in training.net.parameters()]
+    torch.accelerator.synchronize()
+    executor.detach()
+    return weights, len(simgpu.take_reports())
+
+
+@pytest.mark.parametrize("why", [None, *WAITS])
+def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as blocking:
+        expected, num_races = steps_without(None, blocking)
+    assert num_races == 0
+    weights, num_races = steps_without(why, monkeypatch)
+    assert (same(weights, expected) and num_races == 0) == (why is None), f"{num_races} races"

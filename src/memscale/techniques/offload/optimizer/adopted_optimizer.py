@@ -8,7 +8,7 @@ Which optimizers are adopted, and when, is decided in optimizer.py. `Visits` (vi
 
 NOTE [a step that fails]: what went wrong before the first bucket was stepped changed nothing; the error is raised as it
 is, and the step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets
-are updated, later ones are not, and no step is taken any more until `load_state_dict` has put a whole state in place.
+are updated, later ones are not (of a parameter that comes in stretches, earlier stretches), and no step is taken any more until `load_state_dict` has put a whole state in place.
 A failed *write* loses nothing: the state stays in memory, the step is completed, and then the error is raised.
 """
 

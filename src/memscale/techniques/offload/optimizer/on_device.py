@@ -46,6 +46,9 @@ def _hindrance(config: Config, hardware: Hardware) -> str:
 
 
 def _attach(actions: Sequence[StepOnDevice], to: Attachment) -> None:
+    streamer = to.users.get("streaming")
+    if streamer is not None:
+        streamer.keep_gradients()
     to.hold_state(actions, guest_bytes=min(action.bucket_bytes for action in actions))
 
 

@@ -9,8 +9,8 @@
 Who steps them is in `offload/optimizer` (guests.py), which knows of nobody who streams but by `Streams`.
 
 NOTE [homes after a step]: a program may look at its parameters, or write to them, as soon as `step()` has returned. So
-the host waits, once, for the last copy out of a home and for the last one into it. Each direction is one stream, in
-order.
+the host waits, once, for the last copy into a home; it comes after all others on its stream, and after all copies out
+of homes that were stepped. What was fetched ahead for a step that failed is used by nobody.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class StepVisits:
         self._streamer = streamer
         self._leaving: dict[tuple[int, int], Ticket] = {}
         """By parameter id and first element: copies to homes whose sources are still held."""
-        self._last_read: torch.Event | None = None
         self._last_written: torch.Event | None = None
 
     @property
@@ -52,7 +51,8 @@ class StepVisits:
     def bring_gradient(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Arrival | torch.Tensor:
         gradient = parameter.grad
         assert gradient is not None, "who asks has looked"
-        return self._brought(gradient.detach(), None, stretch)
+        landed = self._streamer.landed
+        return self._brought(gradient.detach(), None if landed is None else landed.ticket_of(gradient), stretch)
 
     def _home_of(self, parameter: torch.Tensor) -> Ticket | None:
         homes = self._streamer.homes
@@ -63,7 +63,7 @@ class StepVisits:
             return (home if stretch is None else stretch.of(home)).to(self.device)
         part = ticket if stretch is None else _part(ticket, stretch)
         arrival = self._streamer.transfers.fetch(part)
-        ticket.read, self._last_read = part.read, arrival.event
+        ticket.read = part.read
         return arrival
 
     def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None:
@@ -90,6 +90,4 @@ class StepVisits:
             self._streamer.transfers.wait_sent(self._leaving.popitem()[1])
         if self._last_written is not None:
             stream_order.order(None, self._last_written, "host after stepped weights")
-        if self._last_read is not None:
-            stream_order.order(None, self._last_read, "host after weights for the step")
-        self._last_written = self._last_read = None
+        self._last_written = None
