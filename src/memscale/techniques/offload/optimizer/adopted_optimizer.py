@@ -1,6 +1,6 @@
 """One adopted optimizer: its state waits in buckets, its step runs bucket by bucket, its checkpoints are as ever.
 
-    adopted = AdoptedOptimizer(visits, bucket_bytes)
+    adopted = AdoptedOptimizer(visits, BucketSizes(resident_bytes=1 << 24))
     adopted.attach(optimizer)       # hooks on its step, on saving and on loading; state that it has moves now
     adopted.detach()                # the whole state is back on its device, the hooks are gone
 
@@ -8,8 +8,9 @@ Which optimizers are adopted, and when, is decided in optimizer.py. `Visits` (vi
 
 NOTE [a step that fails]: what went wrong before the first bucket was stepped changed nothing; the error is raised as it
 is, and the step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets
-are updated, later ones are not (of a parameter that comes in stretches, earlier stretches), and no step is taken any more until `load_state_dict` has put a whole state in place.
-A failed *write* loses nothing: the state stays in memory, the step is completed, and then the error is raised.
+are updated, later ones are not (of a parameter that comes in stretches: earlier stretches), and no step is taken any
+more until `load_state_dict` has put a whole state in place. A failed *write* loses nothing: the state stays in memory,
+the step is completed, and then the error is raised.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ from memscale.techniques.offload.optimizer.separable import (
 )
 from memscale.techniques.offload.parameters.state_placement import stays_on_host
 from memscale.techniques.offload.store.stores import Layout, Stretch
-from memscale.techniques.offload.transfer.transfers import Arrival
 
 
 class AdoptedOptimizer:
@@ -427,10 +427,9 @@ class _Coming:
         self.bucket, stretch = turn
         self.guests: Guests | None = None
         self._visits, self._entries = visits, entries
-        self._arrival: Arrival | None = None
+        self._is_ahead = ahead
         self._cut = StretchVisit(visits, entries, self.bucket, stretch) if stretch is not None else None
-        if ahead and self._cut is None:
-            self._arrival = visits.start(entries, self.bucket)
+        self._arrival = visits.start(entries, self.bucket) if self._cut is None else None
         if self.bucket.has_guests:
             guests = [p for p in self.bucket.parameters if every or p.grad is not None]
             self.guests = Guests(guests, stretch)
@@ -438,7 +437,8 @@ class _Coming:
     def bring(self) -> Visit:
         if self._cut is not None:
             return Visit(self._cut.bring())
-        return self._visits.bring(self._entries, self.bucket, self._arrival)
+        arrival, self._arrival = self._arrival, None
+        return self._visits.bring(self._entries, self.bucket, arrival, is_ahead=self._is_ahead)
 
     def park(self, state: State, visit: Visit) -> None:
         if self._cut is not None:

@@ -97,9 +97,11 @@ class Visits:
         self.stats.bytes_from_store += bucket.num_bytes
         return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.device))
 
-    def bring(self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None) -> Visit:
+    def bring(
+        self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None, *, is_ahead: bool = False
+    ) -> Visit:
         """The bucket's state on its device: what waits unpacked, everything else as it is."""
-        if arrival is not None:
+        if arrival is not None and is_ahead:
             self.stats.num_prefetched += 1
             self.stats.num_hits += arrival.is_here()
         arrival = arrival if arrival is not None else self.start(entries, bucket)
