@@ -225,7 +225,7 @@ def _predicted(planner: Planner, actions: tuple[Action, ...], config: memscale.C
     whole = treatments & set(model.whole_treatments)
     if not actions or not treatments <= {*model.treatments, *whole} or len(whole) > 1:
         return None
-    outcome = model.evaluate_whole(whole.pop()) if whole else model.evaluate(choice)
+    outcome = model.evaluate_whole(choice) if whole else model.evaluate(choice)
     return outcome.step_ms / model.evaluate(Choice()).step_ms
 
 

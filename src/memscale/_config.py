@@ -142,6 +142,9 @@ class Config:
     """Compute in bf16 or fp16. Where the mode says so, only on hardware that is faster in 16 bits."""
     use_8bit_optimizer: bool | None = None
     """Keep optimizer state in 8 bits."""
+    allow_host_step: bool | None = None
+    """Let the host's kernels step streamed parameters where that is faster or takes less. They compute by the same
+    formula as the device's, and may round the last bit differently. None: where they do not (a simulated device)."""
     device: str | None = None
     """Where the model computes; None: where its parameters are."""
     max_cpu_offload_gb: float | None = None
@@ -184,6 +187,8 @@ class Config:
         _resolve_techniques(self)
         for name in _BOOLEAN_FIELDS:
             _check_bool(self, name)
+        if self.allow_host_step is not None:
+            _check_bool(self, "allow_host_step")
         if self.auto_policy != "rule" and not isinstance(self.auto_policy, bool):
             raise _bad("auto_policy", self.auto_policy, 'True, False or "rule"')
         for name in ("max_cpu_offload_gb", "memory_budget_gb"):

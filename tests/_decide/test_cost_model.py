@@ -73,7 +73,8 @@ def test_traces_of_another_order_are_not_mixed() -> None:
     model = CostModel(profile, hardware_of())
     assert CHECKPOINT not in model.treatments
     assert model.whole_treatments == (CHECKPOINT,)
-    assert model.evaluate_whole(CHECKPOINT).peak_bytes == model.peak_of(odd, Choice((("b", CHECKPOINT),)))
+    choice = Choice((("b", CHECKPOINT),))
+    assert model.evaluate_whole(choice).peak_bytes == model.peak_of(odd, choice)
 
 
 def test_trace_sums() -> None:

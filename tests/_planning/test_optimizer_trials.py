@@ -17,7 +17,8 @@ import memscale
 import simgpu
 from memscale import Config
 from memscale._decide.policy import Strategy
-from memscale._execute.executor import executor_of
+from memscale._execute.executor import execute, executor_of
+from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StepInBuckets, StreamParameters
 from memscale._planning import optimizer_trials
@@ -28,10 +29,13 @@ from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale.techniques.offload.optimizer import in_buckets
 from memscale.techniques.offload.optimizer.adoption import adopt
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from tests.lanes import in_turns
 from tests.models import Mlp
+from tests.parity import plan_of
+from tests.techniques.offload.runs import DEVICE, streamed_actions
 
 SMALL, LARGE = 200, 512
 """All parameters in one bucket of 16 MB; a block or two in each."""
@@ -150,6 +154,34 @@ def test_a_share_of_the_state_peaks_as_predicted(share: float, way: str, simgpu_
     assert 0 < action.resident_share < 1
     assert plan.predicted_peak_bytes == max(peaks) <= budget
     assert "of its state" in plan.explain()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1_500_000, 9_000_000, 1 << 30], ids=["stretches", "a block", "all"])
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_streamed_parameters_on_the_device_peak_as_predicted(
+    bucket_bytes: int, way: str, simgpu_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_trials, "OPTIMIZER_BUCKET_BYTES", bucket_bytes)
+    config = Config(device="simgpu", enable_logging=False, async_offload=way == "async")
+    model, x = Mlp(width=LARGE, depth=3), torch.randn(4, LARGE)
+    streamed = frozenset(id(p) for p in model.blocks.parameters())
+    costs = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw"))
+    cost = costs.cost(without=streamed, guests=True)
+    actions = (*streamed_actions(model), StepOnDevice(bucket_bytes))
+    executor = execute(model, plan_of(actions, device_type="simgpu"), ExecutionSettings.from_config(config, DEVICE))
+    optimizer, x, peaks = torch.optim.AdamW(model.parameters()), x.to("simgpu"), []
+    for _ in range(3):
+        model(x).square().mean().backward()
+        gc.collect()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        optimizer.step()
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated())
+        optimizer.zero_grad()
+    executor.detach()
+    assert max(peaks) - before == cost.step_bytes, "the state of what is resident was there before the last step"
 
 
 @pytest.mark.parametrize(("options", "can"), [({}, True), ({"foreach": True}, True), ({"foreach": False}, False)])

@@ -257,13 +257,14 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
     for treatment in model.whole_treatments if RunOptions() in runs else ():
         if eligible.allows(treatment):
-            whole = Choice(tuple((fqn, treatment) for fqn in model.blocks))
-            found.append(Candidate(whole, model.evaluate_whole(treatment)))
-    allowed = [treatment for treatment in model.treatments if eligible.allows(treatment)]
+            on_device = treatment.streams and not _may_step_on_host(model, eligible)
+            whole = Choice(tuple((fqn, treatment) for fqn in model.blocks), RunOptions(steps_on_device=on_device))
+            found.append(Candidate(whole, model.evaluate_whole(whole)))
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
     room = Room(budget.host_bytes, budget.disk_bytes)
-    found += search(model, runs, allowed, counts_waiting=counts_waiting, room=room)
-    found = [candidate for candidate in found if _gains_by_buckets(model, candidate)]
+    for some, allowed in _by_place_of_step(model, eligible, runs):
+        found += search(model, some, allowed, counts_waiting=counts_waiting, room=room)
+    found = [c for c in found if _gains_by_buckets(model, c) and _needs_its_place(c.choice)]
     for is_exact in (True, False):
         alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
         found += _with_shares(model, alike, counts_waiting=counts_waiting)
@@ -278,6 +279,33 @@ def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
         # What steps in 8 bits may be another class, and of the two only one may be stepped in buckets.
         if model.optimizer.can_step(run):
             yield run
+
+
+def _may_step_on_host(model: CostModel, eligible: Eligible) -> bool:
+    """Streamed parameters, also where there is no other way."""
+    return eligible.host_step or model.profile.guests is None
+
+
+def _by_place_of_step(
+    model: CostModel, eligible: Eligible, runs: list[RunOptions]
+) -> Iterator[tuple[list[RunOptions], list[Treatment]]]:
+    """Runs that step streamed parameters on the host, and on the device, with the treatments that go with them."""
+    allowed = [treatment for treatment in model.treatments if eligible.allows(treatment)]
+    on_host = [run for run in runs if not run.steps_on_device]
+    if _may_step_on_host(model, eligible):
+        yield on_host, allowed
+    else:
+        resident = [treatment for treatment in allowed if not treatment.streams]
+        yield [run for run in on_host if not run.streams_rest], resident
+    on_device = [run for run in runs if run.steps_on_device]
+    if on_device:
+        yield on_device, allowed
+
+
+def _needs_its_place(choice: Choice) -> bool:
+    """What streams nothing is found among runs that do not say where that is stepped."""
+    streams = choice.run.streams_rest or any(treatment.streams for _, treatment in choice.blocks)
+    return streams or not choice.run.steps_on_device
 
 
 def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bool) -> list[Candidate]:

@@ -38,6 +38,8 @@ class RunOptions:
     """The optimizer is stepped a few parameters at a time, its state where it is."""
     steps_in_backward: bool = False
     """Parameters are stepped as soon as their gradients are final."""
+    steps_on_device: bool = False
+    """Streamed parameters are stepped on the device, not on the host."""
 
     @property
     def techniques(self) -> tuple[Technique, ...]:

@@ -254,9 +254,9 @@ class CostModel:
             total_ms += stretch.ms
         return run, extras, live, peak, total_ms
 
-    def evaluate_whole(self, treatment: Treatment) -> Outcome:
-        """Every block treated so, by a trace that cannot be mixed with others."""
-        choice = Choice(tuple((fqn, treatment) for fqn in self.blocks))
+    def evaluate_whole(self, choice: Choice) -> Outcome:
+        """Every block treated alike, by a trace that cannot be mixed with others."""
+        treatment = choice.blocks[0][1]
         trace, extras = self._whole[TraceKey(treatment)], self._extras(choice)
         total_ms = sum(self.pace.run_ms(segments) for _, segments in self._grouped(trace))
         return self._outcome(choice.run, extras, self.peak_of(trace, choice), total_ms)

@@ -17,6 +17,7 @@ from memscale._hardware import Hardware
 from memscale._profile import Treatment
 from memscale.techniques import TECHNIQUES, TREATED, technique_of
 from memscale.techniques.offload.next_tier import no_next_tier
+from memscale.techniques.offload.parameters import HOST_KERNELS
 from memscale.techniques.precision import HalfType, half_type
 from memscale.techniques.technique import Technique
 
@@ -33,6 +34,8 @@ class Eligible:
     """The 16-bit type that may be computed in."""
     travels: tuple[Travel, ...]
     """How tensors may travel, the way that is tried first at the front."""
+    host_step: bool
+    """The host's kernels may step streamed parameters."""
     budget: Budget
 
     @property
@@ -63,8 +66,16 @@ def resolve(config: Config, hardware: Hardware) -> Eligible:
         asked_for=frozenset(switch for switch in SWITCHES if config.asks_for(switch)),
         half_type=half_type(config, hardware),
         travels=ways if any(technique.travels for technique in techniques) else ways[:1],
+        host_step=_may_step_on_host(config, hardware),
         budget=full_budget(hardware, config),
     )
+
+
+def _may_step_on_host(config: Config, hardware: Hardware) -> bool:
+    """Where its kernels give the device's bits, or the user does not mind."""
+    if config.allow_host_step is not None:
+        return config.allow_host_step
+    return hardware.device_type in HOST_KERNELS
 
 
 def has_next_tier(config: Config, hardware: Hardware) -> bool:

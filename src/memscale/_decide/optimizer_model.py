@@ -1,7 +1,7 @@
 """The optimizer under any plan, from a profile alone: what it keeps and where, what its step needs and takes. No torch.
 
-`streamed_bytes` are the trainable bytes of blocks that are streamed, whose state is on the host, where it is stepped: a
-number, or an array of them.
+`streamed_bytes` are the trainable bytes of blocks that are streamed: a number, or an array of them. Their state is on
+the host. They are stepped there, or visit the device for it (`RunOptions.steps_on_device`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from memscale._decide.choice import RunOptions
-from memscale._decide.step_time import Moved, Pace, optimizer_calls_ms
-from memscale._profile import BackwardStep, OptimizerCost, Profile, StateShare
+from memscale._decide.step_time import Moved, Pace, larger, optimizer_calls_ms
+from memscale._profile import BackwardStep, GuestCost, OptimizerCost, Profile, StateShare
 from memscale.techniques.technique import StepManner
 
 
@@ -45,6 +45,8 @@ class OptimizerModel:
     def can_step(self, run: RunOptions) -> bool:
         """Whether at most one technique says how the optimizer steps, and the optimizer can step so."""
         manners = [t for t in run.techniques if t.state is not None and t.state.manner is not None]
+        if run.steps_on_device and self.profile.guests is None:
+            return False
         return len(manners) < 2 and self.manner(run).can_step(self.cost(run))
 
     # ---- bytes
@@ -55,11 +57,21 @@ class OptimizerModel:
 
     def bytes_away(self, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         """State that is on the host because its parameters are; and state that may wait anywhere."""
-        return self.manner(run).bytes_away(self, run, streamed_bytes)
+        at_home, anywhere = self.manner(run).bytes_away(self, run, streamed_bytes)
+        return (0 * at_home, at_home + anywhere) if run.steps_on_device else (at_home, anywhere)
 
     def step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """What the step needs on top."""
-        return self.manner(run).step_bytes(self, run, streamed_bytes)
+        step_bytes = self.manner(run).step_bytes(self, run, streamed_bytes)
+        for guests, is_streamed in self._guests(run, streamed_bytes):
+            step_bytes = larger(step_bytes, guests.step_bytes * is_streamed)
+        return step_bytes
+
+    def _guests(self, run: RunOptions, streamed_bytes: Any) -> list[tuple[GuestCost, Any]]:
+        """What visits the device to be stepped: blocks, and what is left beside them; and whether any of it does."""
+        profile = self.profile
+        found = ((profile.guests, 1 * (streamed_bytes > 0)), (profile.rest_guests, 1 * run.streams_rest))
+        return [(guests, here) for guests, here in found if guests is not None and run.steps_on_device]
 
     def unstreamed_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The state of parameters that are not streamed."""
@@ -98,14 +110,30 @@ class OptimizerModel:
     # ---- time
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """On the device, and on the host for what is streamed."""
+        """Of what is on the device, and of what is streamed: there, or on the host."""
         hardware = self.pace.hardware
         on_device_ms = self.manner(run).step_ms(self, run, streamed_bytes)
+        if run.steps_on_device:
+            return on_device_ms + self._guests_ms(run, streamed_bytes)
         if hardware.host_bytes_per_s is None:
             return on_device_ms
         host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
         share_away = 1 - self.share_left(run, streamed_bytes)
         return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
+
+    def _guests_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
+        """Bucket by bucket: side by side one leaves while the next arrives; the first and the last have no company."""
+        pace, total_ms = self.pace, 0.0 * streamed_bytes
+        shares = {id(self.profile.guests): streamed_bytes / max(1, self._block_bytes)}
+        for guests, is_streamed in self._guests(run, streamed_bytes):
+            share = shares.get(id(guests), is_streamed)
+            compute_ms = guests.launched_bytes / pace.hardware.memory_bytes_per_s * 1e3
+            moved = Moved(share * guests.num_copies, share * guests.out_bytes, share * guests.in_bytes)
+            host_ms = share * pace.buckets_ms(guests.num_buckets)
+            total_ms = total_ms + pace.slowest_ms(share * compute_ms, share * guests.num_launches, moved, host_ms)
+            if pace.overlaps:
+                total_ms = total_ms + is_streamed * 2 * pace.link_ms(guests.largest_bytes)
+        return total_ms
 
     def share_left(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The share of trainable bytes that is not streamed."""

@@ -115,10 +115,10 @@ class Pace:
         launches_ms, copies_ms = num_launches * launch_ms + host_ms, moved.num_copies * launch_ms
         in_ms, out_ms = self.link_ms(moved.in_bytes), self.link_ms(moved.out_bytes)
         if not self.overlaps:
-            return _larger(compute_ms, launches_ms) + copies_ms + in_ms + out_ms
-        link_ms = _larger(in_ms, out_ms) if self.hardware.link_directions > 1 else in_ms + out_ms
+            return larger(compute_ms, launches_ms) + copies_ms + in_ms + out_ms
+        link_ms = larger(in_ms, out_ms) if self.hardware.link_directions > 1 else in_ms + out_ms
         landing_ms = self.link_ms(moved.landing_bytes) if self.hardware.has_one_host_thread else 0.0
-        paced_ms = _larger(_larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
+        paced_ms = larger(larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
         return paced_ms + self.link_ms(moved.first_bytes)
 
     def link_ms(self, num_bytes: Any) -> Any:
@@ -199,7 +199,7 @@ class _Traffic:
         )
 
 
-def _larger(a: Any, b: Any) -> Any:
+def larger(a: Any, b: Any) -> Any:
     """Of numbers, or of arrays."""
     return (a + b + abs(a - b)) / 2
 

@@ -11,7 +11,7 @@ from memscale._config import Config
 from memscale._decide.bound import least_ms
 from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import Eligible
+from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.pareto import slowdown
 from memscale._decide.search import Candidate
 from memscale._decide.travel import travels
@@ -125,6 +125,15 @@ class Chosen:
             "frees_bytes": before.peak_bytes - after.peak_bytes,
             "costs_ms": round(after.step_ms - before.step_ms, 4),
         }
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Trainable bytes of blocks that are streamed."""
+        return sum(self.model.blocks[fqn].trainable_bytes for fqn, how in self.choice.blocks if how.streams)
+
+    @property
+    def steps_on_host_allowed(self) -> bool:
+        return resolve(self.config, self.model.hardware).host_step
 
     def reason_of_lossy(self, switch: str, numbers: dict[str, int | float | str]) -> Reason:
         return _lossy_reason(self.config, switch, numbers)

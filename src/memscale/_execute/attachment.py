@@ -38,6 +38,8 @@ class HeldState:
     packer: Packer | None
     resident_share: float = 0.0
     """The share of what could wait there that stays on the device."""
+    guest_bytes: int | None = None
+    """Streamed parameters are stepped on the device, so many bytes of them at once; None: nothing is said of them."""
 
 
 class Attachment:
@@ -89,9 +91,10 @@ class Attachment:
         moves: bool = False,
         packer: Packer | None = None,
         resident_share: float = 0.0,
+        guest_bytes: int | None = None,
     ) -> None:
         """Adopt the model's optimizer, with all that is said about its state: what waits packed is what travels."""
-        self._held.append(HeldState(tuple(actions), moves, packer, resident_share))
+        self._held.append(HeldState(tuple(actions), moves, packer, resident_share, guest_bytes))
 
     def open_tier(self) -> Transfers:
         """The one tier that all of the plan share; `StoreFullError` if it has no room for what is known to wait."""

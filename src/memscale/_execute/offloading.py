@@ -24,6 +24,7 @@ from memscale._execute.settings import ExecutionSettings, is_fake
 from memscale._plan import Action, Reason, StreamParameters
 from memscale._torch.overrides import find_module
 from memscale.techniques.offload.optimizer import adoption
+from memscale.techniques.offload.optimizer.adopted_optimizer import BucketSizes
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.offload.parameters.streamer import Streamer
 from memscale.techniques.offload.store import tiers
@@ -60,6 +61,16 @@ class ParkedState:
 def without_reasons(actions: Sequence[AnyAction]) -> tuple[AnyAction, ...]:
     """The actions without the reasons for them."""
     return tuple(dataclasses.replace(action, reason=Reason("")) for action in actions)
+
+
+def _bucket_sizes(held: Sequence[HeldState]) -> BucketSizes:
+    """State of what is on the device stays there where nobody moves it, though there is a tier for that of guests."""
+    of_residents = [action.bucket_bytes for one in held if one.guest_bytes is None for action in one.actions]
+    return BucketSizes(
+        resident_bytes=min(of_residents, default=None),
+        resident_share=max((one.resident_share for one in held if one.moves), default=1.0),
+        guest_bytes=min((one.guest_bytes for one in held if one.guest_bytes is not None), default=None),
+    )
 
 
 class Offloading:
@@ -124,7 +135,7 @@ class Offloading:
         """Adopt the optimizer. Its state outlives the plan: a later one that treats it alike goes on with it."""
         actions = [action for one in held for action in one.actions]
         with contextlib.ExitStack() as undo:
-            transfers = self.open_tier(budget, undo) if any(one.moves for one in held) else None
+            transfers = self.open_tier(budget, undo) if any(one.moves or one.guest_bytes for one in held) else None
             adopted = self._adopt(held, transfers, self._host_has_room(budget, waiting_bytes), undo)
             how = without_reasons(actions), self.settings.asynchronous
             self.parked = ParkedState(*how, transfers, adopted, undo.pop_all())
@@ -160,13 +171,11 @@ class Offloading:
         """One adoption for all: what waits packed is what travels."""
         packers = [one.packer for one in held if one.packer is not None]
         packer = packers[0](undo) if packers else None
-        bucket_bytes = min(action.bucket_bytes for one in held for action in one.actions)
-        store = transfers.store if transfers is not None else None
-        share = max(one.resident_share for one in held)
+        store, sizes = transfers.store if transfers is not None else None, _bucket_sizes(held)
         known = self.optimizer
         if known is None:
-            return adoption.adopt(self._model, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
-        return adoption.adopt_optimizer(known, store, transfers, bucket_bytes, undo, packer, host_has_room, share)
+            return adoption.adopt(self._model, store, transfers, sizes, undo, packer, host_has_room)
+        return adoption.adopt_optimizer(known, store, transfers, sizes, undo, packer, host_has_room)
 
     def _host_has_room(self, budget: int | None, waiting_bytes: int | None) -> bool:
         """Whether all that waits is known to fit in host memory, so that nothing in it needs to leave for the disk."""

@@ -11,11 +11,11 @@ NOTE [what a bucket costs] in buckets.py and `AdoptedOptimizer._step_one`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from memscale._profile.optimizer_twin import Stepping, host_counters, over_parameters
@@ -38,6 +38,8 @@ class BucketRules:
     """How many elements of what waits in 8 bits share a scale."""
     resident_share: float = 0.0
     """Of the state that could wait elsewhere, what stays on the device."""
+    guests: Stepping | None = None
+    """How streamed parameters visit the device to be stepped; None: they are stepped on the host."""
 
 
 class SteppedOptimizer:
@@ -78,13 +80,16 @@ class SteppedOptimizer:
         for bucket in buckets:
             was_whole = bucket.is_laid_out or not bucket.moves
             bucket.bring()
+            bucket.welcome()
             if bucket.moves:
                 to_come.remove(bucket)
                 _let_go(leaving)
             if to_come and self._prefetches and was_whole:
                 to_come[0].start()
+                to_come[0].invite()
             bucket.optimizer.step()
             self._forget_counters(bucket.optimizer)
+            bucket.see_off()
             bucket.park()
             leaving = bucket if bucket.moves else leaving
         _let_go(leaving)
@@ -124,10 +129,23 @@ class _Slot:
 class _Bucket:
     """A few parameters, which are stepped together."""
 
-    def __init__(self, optimizer: Optimizer, ids: Mapping[int, int], rules: BucketRules, *, stays: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        ids: Mapping[int, int],
+        rules: BucketRules,
+        *,
+        stays: bool = False,
+        guests: Stepping | None = None,
+    ) -> None:
         self.optimizer = optimizer
-        self.moves = rules.stepping.moves and not stays
+        self._how = rules.stepping if guests is None else guests
+        self.moves = self._how.moves and not stays
         self._stays = stays
+        self._has_guests = guests is not None
+        self._weights: list[torch.Tensor] = []
+        """What guests take on the device, coming, stepped or on their way out."""
+        self._gradients: list[torch.Tensor] = []
         self._ids = ids
         self._rules = rules
         self._slots: tuple[_Slot, ...] | None = None
@@ -141,7 +159,7 @@ class _Bucket:
 
     @property
     def has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
+        return self._has_guests or any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
 
     @property
     def is_laid_out(self) -> bool:
@@ -151,6 +169,28 @@ class _Bucket:
         """Allocate memory for what waits elsewhere."""
         if self._slots and self._memory is None:
             self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
+
+    def invite(self) -> None:
+        """Memory for guests and their gradients."""
+        if self._has_guests and not self._weights:
+            for parameter in parameters_of(self.optimizer):
+                self._weights.append(torch.empty_like(parameter, requires_grad=False))
+                self._gradients.append(torch.empty_like(parameter, requires_grad=False))
+
+    def welcome(self) -> None:
+        """Guests are stepped: the fake parameters do not leave their place, so what they take here is beside them."""
+        self.invite()
+        for parameter, gradient in zip(parameters_of(self.optimizer), self._gradients, strict=self._has_guests):
+            parameter.grad = gradient
+
+    def see_off(self) -> None:
+        """Guests leave; their gradients do not go with them."""
+        if self._has_guests:
+            for parameter in parameters_of(self.optimizer):
+                parameter.grad = None
+            self._gradients = []
+            if not self._rules.stepping.prefetches:
+                self._weights = []
 
     def bring(self) -> None:
         self.start()
@@ -195,7 +235,7 @@ class _Bucket:
     def _waiting_bytes(self, parameter: torch.Tensor, name: Any, value: object) -> int | None:
         if self._stays or not isinstance(value, torch.Tensor):
             return None
-        return self._rules.stepping.waiting_bytes(self.optimizer, self._ids[id(parameter)], name, value)
+        return self._how.waiting_bytes(self.optimizer, self._ids[id(parameter)], name, value)
 
     def _pack(self, slot: _Slot) -> None:
         """What the kernel gives is copied into its place, chunk by chunk."""
@@ -208,6 +248,7 @@ class _Bucket:
         """The bucket's memory has been copied out, and is freed."""
         if self.moves:
             self._memory = None
+        self._weights = []
 
 
 def _let_go(bucket: _Bucket | None) -> None:
@@ -221,14 +262,31 @@ def _chunks(num_elements: int) -> Iterator[int]:
 
 
 def _split(optimizer: Optimizer, ids: Mapping[int, int], away: Collection[int], rules: BucketRules) -> list[_Bucket]:
-    """Neighbours, cut where a parameter that is streamed lies between them: that one is on another device."""
-    members = []
-    for is_away, same in itertools.groupby(parameters_of(optimizer), key=lambda parameter: id(parameter) in away):
-        run = [] if is_away else list(same)
-        members += [[run[i] for i in indices] for indices in rules.stepping.split([p.nbytes for p in run])]
+    """What is on the device, and then what is streamed, where that visits it."""
+    resident = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in away]
+    members = [[resident[i] for i in indices] for indices in rules.stepping.split([p.nbytes for p in resident])]
     sizes = [sum(parameter.nbytes for parameter in inside) for inside in members]
     stays = rules.stepping.stays(sizes, rules.resident_share)
-    return [
-        _Bucket(over_parameters(optimizer, set(map(id, inside))), ids, rules, stays=does_stay)
+    buckets = [
+        _Bucket(over_parameters(optimizer, {id(p): p for p in inside}), ids, rules, stays=does_stay)
         for inside, does_stay in zip(members, stays, strict=True)
     ]
+    return buckets if rules.guests is None else [*buckets, *_guests(optimizer, ids, away, rules, rules.guests)]
+
+
+def _guests(
+    optimizer: Optimizer, ids: Mapping[int, int], away: Collection[int], rules: BucketRules, how: Stepping
+) -> Iterator[_Bucket]:
+    streamed = [parameter for parameter in parameters_of(optimizer) if id(parameter) in away]
+    for indices in how.split([parameter.nbytes for parameter in streamed]):
+        together = [streamed[index] for index in indices if streamed[index].requires_grad]
+        for part in how.stretches(optimizer, together):
+            places = {id(p): p if size is None else _stretch(p, size) for p, size in part.items()}
+            own_ids = {id(place): ids[number] for number, place in places.items()}
+            if places:
+                yield _Bucket(over_parameters(optimizer, places), own_ids, rules, guests=how)
+
+
+def _stretch(parameter: torch.Tensor, size: torch.Size) -> nn.Parameter:
+    """In the parameter's own memory, which is not on the device."""
+    return nn.Parameter(parameter.detach().as_strided(size, (1,)))

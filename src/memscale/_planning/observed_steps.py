@@ -52,6 +52,7 @@ from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import OwnHook, undo_with
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer import OPTIMIZER
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.precision import PRECISION
 
@@ -82,6 +83,8 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
     can_move = eligible.has(OPTIMIZER) and state.offloaded_step_bytes is not None
     if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
         actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason=reason))
+    if can_move and treatment.streams and not eligible.host_step:
+        actions.append(StepOnDevice(OPTIMIZER_BUCKET_BYTES, reason=reason))
     if eligible.half_type is not None and eligible.must_use(PRECISION):
         actions.append(MixedPrecision(eligible.half_type, reason))
     return _provisional(model, config, hardware, tuple(actions), state.name, budget_bytes), treatment
@@ -258,8 +261,10 @@ class ObservedSteps(StepWatcher):
             profile = dataclasses.replace(profile, eight_bit_optimizer=costs.eight_bit())
         if TraceKey(STREAM) in profile.variants:
             blocks = tuple(layer.module_fqn for layer in profile.layers if layer.is_block)
-            rest = costs.cost(without=_streamed(model, blocks))
-            profile = dataclasses.replace(profile, rest_optimizer=rest)
+            streamed = _streamed(model, blocks)
+            profile = dataclasses.replace(
+                profile, rest_optimizer=costs.cost(without=streamed), guests=costs.guests(streamed)
+            )
         return profile
 
     def check(self, model: nn.Module, costs: OptimizerCosts) -> Plan | None:
@@ -285,7 +290,7 @@ class ObservedSteps(StepWatcher):
         choice = choice_of(plan.actions, profile)
         streamed = _streamed(model, tuple(a.module_fqn for a in plan.actions if isinstance(a, StreamParameters)))
         in_8_bits = choice.run.quantizes_optimizer and profile.eight_bit_optimizer is not None
-        optimizer = costs.cost(eight_bit=in_8_bits, without=streamed)
+        optimizer = costs.cost(eight_bit=in_8_bits, without=streamed, guests=choice.run.steps_on_device)
         return CostModel(profile, self.hardware).peak_of(trace, choice, optimizer)
 
 

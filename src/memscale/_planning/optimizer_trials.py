@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,18 +21,18 @@ from memscale._decide.travel import Travel, travels
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
-from memscale._profile import OptimizerCost
-from memscale._profile.optimizer_twin import Prepare, optimizer_cost, optimizer_over
+from memscale._profile import GuestCost, OptimizerCost
+from memscale._profile.optimizer_twin import Prepare, guest_cost, optimizer_cost, optimizer_over
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
 from memscale.techniques.offload.optimizer.buckets import (
     SMALL_BYTES,
     choose_resident,
     rounded,
     split_into_buckets,
+    stretches_of,
 )
 from memscale.techniques.offload.optimizer.in_backward import bucket_bytes_of
-from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
-from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
+from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, steps_each_element
 from memscale.techniques.offload.store.stores import PART_BYTES
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from memscale.techniques.optimizer8bit.eight_bit import (
@@ -62,13 +64,14 @@ class OptimizerCosts:
         self._optimizer = job.optimizer
         self._replacement = job.replacement
         self._device_type = job.hardware.device_type
+        self._has_disk = job.config.offload_dir is not None
         self._has_next_tier = has_next_tier(job.config, job.hardware)
         self._steps_in_backward = job.config.step_in_backward
         if self._steps_in_backward and isinstance(job.optimizer, Optimizer):
             refuse_inseparable(job.optimizer)
         self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
-        self._found: dict[tuple[bool, frozenset[int]], OptimizerCost] = {}
+        self._found: dict[tuple[bool, frozenset[int], bool], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
 
     def by(self, travel: Travel) -> OptimizerCosts:
@@ -92,16 +95,26 @@ class OptimizerCosts:
             self._idle = idle
             self._found.clear()
 
-    def cost(self, *, eight_bit: bool = False, without: frozenset[int] = frozenset()) -> OptimizerCost:
-        """Without the parameters with these ids, which are streamed."""
+    def cost(
+        self, *, eight_bit: bool = False, without: frozenset[int] = frozenset(), guests: bool = False
+    ) -> OptimizerCost:
+        """Without the parameters with these ids, which are streamed; with `guests` they visit it to be stepped."""
         # Else the state stays as it is, and the executor says why.
         eight_bit = eight_bit and (self._can_pack or self._replacement is not None)
-        key = (eight_bit, without)
+        key = (eight_bit, without, guests)
         if key not in self._found:
-            self._found[key] = self._find(eight_bit, without)
+            self._found[key] = self._find(eight_bit, without, guests=guests)
         return self._found[key]
 
-    def _find(self, eight_bit: bool, without: frozenset[int]) -> OptimizerCost:
+    def guests(self, streamed: frozenset[int]) -> GuestCost | None:
+        """What it takes to step the parameters with these ids on the device; None where that cannot be."""
+        if not streamed or not self._has_next_tier or not _is_separable(self._optimizer):
+            return None
+        prepare = self._preparation(self._optimizer)
+        how = self._of_guests(eight_bit=False)
+        return guest_cost(self._model, self._optimizer, self._device_type, how, streamed, self._idle, prepare)
+
+    def _find(self, eight_bit: bool, without: frozenset[int], *, guests: bool) -> OptimizerCost:
         optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
         packs = eight_bit and optimizer is self._optimizer
         is_separable = _is_separable(optimizer)
@@ -112,7 +125,8 @@ class OptimizerCosts:
             self._device_type,
             resident=self._stepping(moves=False) if packs else None,
             offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
-            parts=self._stepping(moves=False, eight_bit=False) if is_separable else None,
+            is_separable=is_separable,
+            guests=self._of_guests(eight_bit=packs) if guests and can_move else None,
             in_buckets=self._in_step_buckets() if is_separable and not packs else None,
             in_backward=self._in_backward() if is_separable and not packs and self._steps_in_backward else None,
             without=without,
@@ -133,7 +147,8 @@ class OptimizerCosts:
         stepping = self._stepping(moves=step.moves and self._has_next_tier, eight_bit=packs)
         if step.in_buckets and not stepping.moves and not packs:
             stepping = self._in_step_buckets()
-        return BucketRules(stepping, window_bytes, stepping.block_size, step.resident_share)
+        visiting = self._of_guests(eight_bit=packs) if step.guests and self._has_next_tier else None
+        return BucketRules(stepping, window_bytes, stepping.block_size, step.resident_share, visiting)
 
     def _preparation(self, optimizer: str | Optimizer) -> Prepare | None:
         if isinstance(optimizer, str) or not is_of_bitsandbytes(optimizer):
@@ -162,6 +177,11 @@ class OptimizerCosts:
         stand_ins = {id(parameter): by_name[name] for name, parameter in named if name in by_name}
         return optimizer_over(stand_ins, self._model, self._optimizer, self._device_type)
 
+    def _of_guests(self, *, eight_bit: bool) -> _InBuckets:
+        """What is at home on the host visits the device."""
+        how = self._stepping(moves=True, eight_bit=eight_bit)
+        return dataclasses.replace(how, are_guests=True, cuts=not eight_bit and not self._has_disk)
+
     def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
         return _InBuckets(
@@ -171,7 +191,7 @@ class OptimizerCosts:
             eligible=eligible_parameters(self._model, action.min_elements) if eight_bit else frozenset(),
             block_size=action.block_size,
             device_type=self._device_type,
-            bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else BYTES_AT_ONCE,
+            bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else sys.maxsize,
             window_bytes=self.travel.transfers.window_bytes,
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
         )
@@ -204,6 +224,10 @@ class _InBuckets:
     bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
     window_bytes: int = 0
     resident_shares: tuple[float, ...] = ()
+    are_guests: bool = False
+    """Their parameters live on the host, and come with their state."""
+    cuts: bool = False
+    """A large parameter may come a stretch at a time."""
 
     def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
         return choose_resident(sizes, resident_share, self.bucket_bytes)
@@ -211,8 +235,17 @@ class _InBuckets:
     def split(self, sizes: list[int]) -> list[list[int]]:
         return split_into_buckets(sizes, self.bucket_bytes)
 
+    def stretches(
+        self, optimizer: Optimizer, together: Sequence[torch.Tensor]
+    ) -> list[dict[torch.Tensor, torch.Size | None]]:
+        first = together[0] if together else None
+        if first is None or first.nbytes <= self.bucket_bytes or not self.cuts or not steps_each_element(optimizer):
+            return [dict.fromkeys(together)]
+        sizes = (torch.Size([one.stop - one.start]) for one in stretches_of(first, self.bucket_bytes))
+        return [{first: size} for size in sizes]
+
     def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
-        if value.nbytes <= SMALL_BYTES:
+        if value.nbytes <= SMALL_BYTES and not (self.are_guests and value.dim() > 0):
             return None
         packing = self._packing(optimizer, parameter_id, name, value)
         if packing is not None:

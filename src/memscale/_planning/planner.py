@@ -250,7 +250,7 @@ class Planner:
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
         in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
-        optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed)
+        optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed, guests=choice.run.steps_on_device)
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
         num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
@@ -348,6 +348,8 @@ class Planner:
             parameters = [p for p in self.model.parameters() if id(p) in leaving]
             self.learn(
                 rest_optimizer=self.costs.cost(without=inside),
+                guests=self.costs.guests(inside),
+                rest_guests=self.costs.guests(leaving),
                 rest=rest,
                 rest_param_bytes=sum(p.nbytes for p in parameters),
                 rest_trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),

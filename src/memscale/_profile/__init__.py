@@ -199,6 +199,27 @@ class BackwardStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class GuestCost:
+    """What it takes to step streamed parameters on the device, which they visit with their gradients and state."""
+
+    step_bytes: int
+    """On the device at the peak of such a step: parameters, gradients, state and temporaries."""
+    in_bytes: int
+    """What comes in a step."""
+    out_bytes: int
+    """What leaves."""
+    num_copies: int
+    num_launches: int
+    """Operators of the step."""
+    launched_bytes: int
+    """Bytes that these read and write."""
+    num_buckets: int
+    """In which they come, one after the other."""
+    largest_bytes: int
+    """That come at once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OptimizerCost:
     """What an optimizer keeps, and what its step needs on top."""
 
@@ -220,8 +241,8 @@ class OptimizerCost:
     launched_bytes: int = 0
     """Bytes that these read and write, one after the other."""
     split_step_bytes: int | None = None
-    """Temporaries of a step of one part after the other, as it runs when something is streamed; None: it runs at once
-    even then. The largest part decides."""
+    """Temporaries of a step of one parameter after the other, to which PyTorch falls back when some are on the host and
+    the optimizer cannot be stepped in parts; None: what is on the device is stepped at once even then."""
     split_launches: int = 0
     """Operators of such a step."""
     bucketed_step_bytes: int | None = None
@@ -270,6 +291,10 @@ class Profile:
     """How attention and MLPs would be tiled inside the blocks."""
     rest_optimizer: OptimizerCost | None = None
     """The optimizer over what is left when every block is streamed."""
+    guests: GuestCost | None = None
+    """The step of all blocks on the device when they are streamed; None: they cannot be, or not be stepped in parts."""
+    rest_guests: GuestCost | None = None
+    """The same of what can be streamed beside them."""
     rest: tuple[str, ...] = ()
     """Modules beside the blocks whose parameters could be streamed: embeddings, norms, heads."""
     rest_param_bytes: int = 0

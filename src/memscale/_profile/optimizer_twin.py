@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
+import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
-from memscale._profile import BackwardStep, OptimizerCost, StateShare
+from memscale._profile import BackwardStep, GuestCost, OptimizerCost, StateShare
 from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
 from memscale._torch import private
@@ -72,6 +72,11 @@ class Stepping(Protocol):
     def split(self, sizes: list[int]) -> list[list[int]]:
         """From the sizes of parameters to the indices of those that are stepped together."""
 
+    def stretches(
+        self, optimizer: Optimizer, together: Sequence[torch.Tensor]
+    ) -> Sequence[Mapping[torch.Tensor, torch.Size | None]]:
+        """What of these is stepped together: all of them, None, or a stretch of one after another, of these sizes."""
+
     def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
         """The bytes in which a state tensor waits in its bucket; None: it stays as it is."""
 
@@ -92,9 +97,10 @@ def optimizer_cost(
     *,
     resident: Stepping | None = None,
     offloaded: Stepping | None = None,
-    parts: Stepping | None = None,
+    is_separable: bool = True,
     in_buckets: Stepping | None = None,
     in_backward: Stepping | None = None,
+    guests: Stepping | None = None,
     without: Collection[int] = (),
     idle: Collection[int] = (),
     prepare: Prepare | None = None,
@@ -102,16 +108,17 @@ def optimizer_cost(
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
     `resident` is how it steps where its state is on the device, None: as it is; `offloaded` how where it is not, None:
-    it cannot; `parts` how when something is streamed, None: it cannot be split; `in_buckets` how where that is chosen,
-    its state where it is, `in_backward` how where that is. `without` leaves out parameters that are streamed, `idle`
-    those that get no gradient, both by id; `prepare` is called before any step.
+    it cannot; `in_buckets` how where that is chosen, its state where it is, `in_backward` how where that is; `guests`
+    how parameters that are streamed visit the device to be stepped there, None: they are stepped on the host.
+    `is_separable`: it can be stepped in parts. `without` leaves out parameters that are streamed, `idle` those that get
+    no gradient, both by id; `prepare` is called before any step.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
         with quiet_steps():
-            twin = _Twin(model, optimizer, device_type, without, idle, prepare)
-            cost = twin.cost(resident, offloaded, parts)
+            twin = _Twin(model, optimizer, device_type, without, idle, prepare, guests)
+            cost = twin.cost(resident, offloaded, is_separable=is_separable)
             cost = cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
             return cost if in_backward is None else dataclasses.replace(cost, in_backward=twin.in_backward(in_backward))
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
@@ -124,8 +131,28 @@ def optimizer_cost(
         )
         logger.debug("%s failed on fake tensors", type(optimizer).__name__, exc_info=True)
         with quiet_steps():
-            cost = _Twin(model, "adamw", device_type, without, idle).cost(None, None, None)
+            cost = _Twin(model, "adamw", device_type, without, idle).cost(None, None, is_separable=False)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
+
+
+def guest_cost(
+    model: nn.Module,
+    optimizer: str | Optimizer,
+    device_type: str,
+    guests: Stepping,
+    streamed: Collection[int],
+    idle: Collection[int] = (),
+    prepare: Prepare | None = None,
+) -> GuestCost | None:
+    """What it takes to step the parameters with these ids on the device; None where that cannot be tried."""
+    if optimizer == "none":
+        return None
+    try:
+        with quiet_steps():
+            return _Twin(model, optimizer, device_type, streamed, idle, prepare, guests).guest_cost()
+    except Exception as error:  # whatever a third party's optimizer does on fake tensors
+        logger.debug("%s failed on fake tensors: %s", optimizer, quoted(error), exc_info=True)
+        return None
 
 
 def optimizer_over(
@@ -142,9 +169,9 @@ def optimizer_over(
     return _same_class(twin.optimizer, chosen)
 
 
-def over_parameters(optimizer: Optimizer, inside: Collection[int]) -> Optimizer:
-    """The same optimizer, without state, over those of its parameters that have these ids."""
-    groups = [{**g, "params": [p for p in g["params"] if id(p) in inside]} for g in optimizer.param_groups]
+def over_parameters(optimizer: Optimizer, inside: Mapping[int, torch.Tensor]) -> Optimizer:
+    """The same optimizer, without state, over these in the place of its parameters, by the ids of those."""
+    groups = [{**g, "params": [inside[id(p)] for p in g["params"] if id(p) in inside]} for g in optimizer.param_groups]
     return _same_class(optimizer, groups)
 
 
@@ -181,6 +208,21 @@ class _BucketCost:
     """The most bytes that exist while the state is made."""
     moves: bool = True
     """Its state waits elsewhere, where buckets do."""
+    guest_bytes: int = 0
+    """Of its parameters, where these live elsewhere, too: they visit the device with their gradients."""
+    num_guests: int = 0
+
+    def travels(self, how: Stepping) -> bool:
+        return bool(self.guest_bytes) or (how.moves and self.moves)
+
+    @property
+    def coming_bytes(self) -> int:
+        return self.waiting_bytes + 2 * self.guest_bytes
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Gradients do not go back."""
+        return self.waiting_bytes + self.guest_bytes
 
     def staying(self) -> _BucketCost:
         """The same bucket where its state is left as the optimizer makes it."""
@@ -195,11 +237,11 @@ class _BucketCost:
         )
 
     def stays_bytes(self, how: Stepping) -> int:
-        return self.kept_bytes + (0 if how.moves else self.waiting_bytes)
+        return self.kept_bytes + (0 if self.travels(how) else self.waiting_bytes)
 
     def stepping_bytes(self, how: Stepping) -> int:
         """Above what stays."""
-        beside = self.waiting_bytes if how.moves else 0
+        beside = self.coming_bytes if self.travels(how) else 0
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
 
 
@@ -247,8 +289,10 @@ class _Twin:
         left_out: Collection[int],
         idle: Collection[int],
         prepare: Prepare | None = None,
+        guests: Stepping | None = None,
     ) -> None:
         self._left_out = left_out
+        self._guests_step = guests
         self._idle = idle
         self._prepare = prepare
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
@@ -271,22 +315,17 @@ class _Twin:
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = _same_class(optimizer, groups)
         self._trials: dict[Hashable, _Trial] = {}
-        self._runs = self._neighbours(members)
+        self._members = members
+        self._resident = [p for p in _each_once(members) if id(p) not in left_out]
         self._picked = self._pick_foreach()
         self._split = [i for i in self._picked if any(self._is_trained(p) and id(p) in left_out for p in members[i])]
-
-    def _neighbours(self, members: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """The parameters in the order of the groups, cut where one that is left out lies between them."""
-        every = {id(parameter): parameter for group in members for parameter in group}.values()
-        runs = itertools.groupby(every, key=lambda parameter: id(parameter) in self._left_out)
-        return [list(run) for is_left_out, run in runs if not is_left_out]
 
     def _pick_foreach(self) -> list[int]:
         """As PyTorch does where the device has it, but never for fake tensors. Returns the groups that it is asked for.
 
         NOTE [two devices]: PyTorch does so only for a group whose parameters are all on such a device. When some are
-        streamed, and thus on the host, the optimizer is stepped part by part, each at once; one that cannot be split
-        is left to PyTorch, which steps the group's parameters one by one.
+        streamed, and thus on the host, those of each device are stepped for themselves, at once; an optimizer that
+        cannot be split is left to PyTorch, which steps the group's parameters one by one.
         """
         has_foreach = self.device_type in private.foreach_device_types()
         groups = self.optimizer.param_groups
@@ -310,15 +349,17 @@ class _Twin:
             fakes[id(parameter)] = nn.Parameter(empty)
         return fakes[id(parameter)]
 
-    def cost(self, resident: Stepping | None, offloaded: Stepping | None, parts: Stepping | None) -> OptimizerCost:
+    def cost(
+        self, resident: Stepping | None, offloaded: Stepping | None, *, is_separable: bool = True
+    ) -> OptimizerCost:
         parameters = list(self._fakes.values())
-        if not parameters:
+        if not parameters and not self._guest_buckets:
             return OptimizerCost(self.name, 0, 0, 0, None if offloaded is None else 0)
-        split = self._once_split(parts) if self._picked and resident is None else None
+        split = self._looped() if self._picked and resident is None and not is_separable else None
         if resident is not None:
             step = self._stepped(resident)
         else:
-            step = split if split is not None and self._split else self._whole(self._again())
+            step = self._with_guests(split if split is not None and self._split else self._whole(self._again()))
         cost = OptimizerCost(
             self.name,
             step.state_bytes,
@@ -333,7 +374,7 @@ class _Twin:
         if offloaded is None:
             return cost
         buckets = self._try_buckets(offloaded)
-        stays_bytes, step_bytes = self._in_buckets(offloaded, buckets)
+        stays_bytes, step_bytes = self._in_buckets(offloaded, [*buckets, *self._guest_buckets])
         shares = (self._with_share(offloaded, buckets, share) for share in offloaded.resident_shares)
         return dataclasses.replace(
             cost,
@@ -350,7 +391,7 @@ class _Twin:
         stays = how.stays([num_bytes for num_bytes, _ in every], resident_share)
         staying = tuple(does_stay for does_stay, (_, filled) in zip(stays, every, strict=True) if filled)
         mixed = [bucket.staying() if does_stay else bucket for bucket, does_stay in zip(buckets, staying, strict=True)]
-        return StateShare(resident_share, *self._in_buckets(how, mixed), staying)
+        return StateShare(resident_share, *self._in_buckets(how, [*mixed, *self._guest_buckets]), staying)
 
     def with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
         """With what a step in buckets takes whose state stays, where all at once needs a copy of everything."""
@@ -359,7 +400,7 @@ class _Twin:
         buckets = self._try_buckets(how)
         return dataclasses.replace(
             cost,
-            bucketed_step_bytes=self._in_buckets(how, buckets)[1],
+            bucketed_step_bytes=self._in_buckets(how, [*buckets, *self._guest_buckets])[1],
             bucketed_launches=_launched(buckets)[0],
             num_step_buckets=len(buckets),
         )
@@ -373,12 +414,10 @@ class _Twin:
     def _stepped(self, how: Stepping) -> _StepCost:
         """The cost of all buckets, one after the other."""
         buckets = self._try_buckets(how)
-        return _StepCost(*self._in_buckets(how, buckets), *_launched(buckets))
+        return _StepCost(*self._in_buckets(how, [*buckets, *self._guest_buckets]), *_launched(buckets))
 
-    def _once_split(self, parts: Stepping | None) -> _StepCost:
-        """Of a step when something is streamed. See NOTE [two devices]."""
-        if parts is not None:
-            return self._stepped(parts)
+    def _looped(self) -> _StepCost:
+        """Of a step when something is streamed and the optimizer cannot be split. See NOTE [two devices]."""
         return self._whole(self._again(looped=self._split or self._picked))
 
     def _again(self, looped: Collection[int] = ()) -> Optimizer:
@@ -446,10 +485,10 @@ class _Twin:
         peak_bytes = 0
         for bucket, (before, after) in zip(buckets, _travelling_beside(how, buckets), strict=True):
             # What left before one that stays may still be on its way, up to the window; one that travels waits for it.
-            leaving = before if not bucket.moves and before <= how.window_bytes else 0
+            leaving = before if not bucket.travels(how) and before <= how.window_bytes else 0
             peak_bytes = max(peak_bytes, made_bytes + leaving + bucket.making_bytes)
             made_bytes += bucket.stays_bytes(how)
-            beside_bytes = max(before, after) if bucket.moves else leaving + after
+            beside_bytes = max(before, after) if bucket.travels(how) else leaving + after
             peak_bytes = max(peak_bytes, stays_bytes + beside_bytes + bucket.stepping_bytes(how))
         return stays_bytes, peak_bytes - stays_bytes
 
@@ -462,14 +501,16 @@ class _Twin:
 
     def _every_bucket(self, how: Stepping) -> Iterator[tuple[int, dict[int, nn.Parameter]]]:
         """The bytes of its parameters, and those that are trained."""
-        for run in self._runs:
-            for indices in how.split([parameter.nbytes for parameter in run]):
-                members = [run[index] for index in indices]
-                trained = {id(p): self._fakes[id(p)] for p in members if id(p) in self._fakes}
-                yield sum(parameter.nbytes for parameter in members), trained
+        for indices in how.split([parameter.nbytes for parameter in self._resident]):
+            members = [self._resident[index] for index in indices]
+            trained = {id(p): self._fakes[id(p)] for p in members if id(p) in self._fakes}
+            yield sum(parameter.nbytes for parameter in members), trained
 
     def _try_bucket(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> _BucketCost:
-        optimizer = over_parameters(self.optimizer, {id(fake) for fake in bucket.values()})
+        optimizer = over_parameters(self.optimizer, {id(fake): fake for fake in bucket.values()})
+        return self._try_over(how, optimizer, bucket)
+
+    def _try_over(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
         trial = self._tried(optimizer, bucket, tuple(map(how.packs, bucket)))
         counters = self._counter_bytes(trial.optimizer)
         state_bytes = trial.state_bytes - counters
@@ -482,6 +523,64 @@ class _Twin:
             launched_bytes=trial.launched_bytes,
             state_bytes=state_bytes,
             made_bytes=trial.making_bytes - counters,
+        )
+
+    # ---- guests
+
+    @functools.cached_property
+    def _guest_buckets(self) -> list[_BucketCost]:
+        """Of parameters that are streamed and visit the device to be stepped. They come after those that are there."""
+        how = self._guests_step
+        if how is None:
+            return []
+        streamed = [p for p in _each_once(self._members) if id(p) in self._left_out]
+        found = []
+        for indices in how.split([parameter.nbytes for parameter in streamed]):
+            trained = [streamed[index] for index in indices if self._is_trained(streamed[index])]
+            found += [self._try_guests(how, part) for part in how.stretches(self.optimizer, trained) if part]
+        return found
+
+    def _try_guests(self, how: Stepping, sizes: Mapping[torch.Tensor, torch.Size | None]) -> _BucketCost:
+        """Some parameters, or a stretch of one."""
+        fakes: dict[int, nn.Parameter] = {}
+        with self.mode:
+            for parameter, size in sizes.items():
+                shape, stride = (parameter.shape, parameter.stride()) if size is None else (size, (1,))
+                empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
+                fakes[id(parameter)] = nn.Parameter(empty)
+        pairs = zip(self.optimizer.param_groups, self._members, strict=True)
+        groups = [{**group, "params": [fakes[id(p)] for p in own if id(p) in fakes]} for group, own in pairs]
+        cost = self._try_over(how, _same_class(self.optimizer, groups), fakes)
+        num_bytes = sum(round_up(fake.nbytes, self.rounding_bytes) for fake in fakes.values())
+        sent_bytes = num_bytes if how.prefetches else 0  # else it is there by then
+        made_bytes = max(2 * num_bytes + cost.made_bytes, sent_bytes + cost.waiting_bytes + cost.state_bytes)
+        return dataclasses.replace(cost, guest_bytes=num_bytes, making_bytes=made_bytes, num_guests=len(fakes))
+
+    def _with_guests(self, step: _StepCost) -> _StepCost:
+        """With what stays and comes of guests, after a step of all that is on the device."""
+        how = self._guests_step
+        if how is None or not self._guest_buckets:
+            return step
+        kept_bytes, step_bytes = self._in_buckets(how, self._guest_buckets)
+        # What the step makes first of resident state is counted with it.
+        return dataclasses.replace(
+            step, state_bytes=step.state_bytes + kept_bytes, step_bytes=max(step.step_bytes, step_bytes)
+        )
+
+    def guest_cost(self) -> GuestCost | None:
+        how, buckets = self._guests_step, self._guest_buckets
+        if how is None or not buckets:
+            return None
+        num_launches, launched_bytes = _launched(buckets)
+        return GuestCost(
+            step_bytes=self._in_buckets(how, buckets)[1],
+            in_bytes=sum(bucket.coming_bytes for bucket in buckets),
+            out_bytes=sum(bucket.leaving_bytes for bucket in buckets),
+            num_copies=sum(2 + 3 * bucket.num_guests for bucket in buckets),
+            num_launches=num_launches,
+            launched_bytes=launched_bytes,
+            num_buckets=len(buckets),
+            largest_bytes=max(bucket.coming_bytes for bucket in buckets),
         )
 
     def _share(self, how: Stepping, trial: _Trial, numbers: list[int], state_bytes: int) -> _BucketCost:
@@ -510,16 +609,17 @@ class _Twin:
 
 def _travelling_beside(how: Stepping, buckets: list[_BucketCost]) -> Iterator[tuple[int, int]]:
     """By bucket: what waits of the nearest before it and behind it that travel, where one is fetched beside another."""
-    sizes = [bucket.waiting_bytes if bucket.moves else None for bucket in buckets]
-    if not (how.moves and how.prefetches):
-        sizes = [None] * len(buckets)
-    before = [0]
-    for size in sizes:
-        before.append(before[-1] if size is None else size)
-    after = [0]
-    for size in reversed(sizes):
-        after.append(after[-1] if size is None else size)
+    before, after = [0], [0]
+    for bucket in buckets:
+        before.append(bucket.leaving_bytes if how.prefetches and bucket.travels(how) else before[-1])
+    for bucket in reversed(buckets):
+        after.append(bucket.coming_bytes if how.prefetches and bucket.travels(how) else after[-1])
     return zip(before[:-1], after[-2::-1], strict=True)
+
+
+def _each_once(members: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The parameters in the order of the groups."""
+    return list({id(parameter): parameter for group in members for parameter in group}.values())
 
 
 def _launched(buckets: list[_BucketCost]) -> tuple[int, int]:

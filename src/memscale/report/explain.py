@@ -167,7 +167,8 @@ def _transfer_lines(plan: Plan) -> list[str]:
 def _bits_lines(plan: Plan) -> list[str]:
     """What techniques say about the bits on this type of device."""
     used = [technique_of(mine[0]) for mine in by_technique(plan.actions).values()]
-    notes = [technique.note(plan.device_type) for technique in used if technique.note is not None]
+    names = frozenset(technique.name for technique in used)
+    notes = [technique.note(plan.device_type, names) for technique in used if technique.note is not None]
     return [f"  bits:      {note}" for note in notes if note]
 
 

@@ -17,6 +17,7 @@ from memscale.techniques.offload.kept_outputs import KEPT_OUTPUTS
 from memscale.techniques.offload.optimizer import OPTIMIZER
 from memscale.techniques.offload.optimizer.in_backward import IN_BACKWARD
 from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
+from memscale.techniques.offload.optimizer.on_device import DEVICE_STEP
 from memscale.techniques.offload.parameters import PARAMETERS
 from memscale.techniques.optimizer8bit import EIGHT_BIT
 from memscale.techniques.precision import PRECISION
@@ -30,6 +31,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     PARAMETERS,
     INSIDE,
     HEAD,
+    DEVICE_STEP,
     BUCKETED_STEP,
     IN_BACKWARD,
     OPTIMIZER,

@@ -102,6 +102,8 @@ class PlannedStep:
     """A few parameters are stepped at a time."""
     streams: bool = False
     """Some of its parameters are not on the device."""
+    guests: bool = False
+    """Those visit the device to be stepped."""
 
 
 def nothing_hinders(config: Config, hardware: Hardware) -> str:
@@ -174,8 +176,8 @@ class Technique:
     """Where that stands among what others did."""
     reason: Callable[[Chosen], Reason] | None = None
     """Why its option was chosen. Treatments of blocks have one rule for all techniques."""
-    note: Callable[[str], str] | None = None
-    """What a plan for this type of device says about its bits."""
+    note: Callable[[str, frozenset[str]], str] | None = None
+    """What a plan for this type of device, with techniques of these names, says about its bits."""
 
     @property
     def modes(self) -> frozenset[OptimizationMode]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizer_internals
 
+from memscale.techniques.offload.optimizer.adopted_optimizer import BucketSizes
 from memscale.techniques.offload.optimizer.adoption import Adoption, adopt
 from memscale.techniques.offload.optimizer.buckets import Waiting
 from memscale.techniques.offload.transfer.transfers import Transfers
@@ -132,7 +133,7 @@ def adopted(
     training: Training, transfers: Transfers, bucket_bytes: int = BUCKET_BYTES, resident_share: float = 0.0
 ) -> Iterator[Adoption]:
     with contextlib.ExitStack() as undo:
-        adoption = adopt(training.net, transfers.store, transfers, bucket_bytes, undo, resident_share=resident_share)
+        adoption = adopt(training.net, transfers.store, transfers, BucketSizes(bucket_bytes, resident_share), undo)
         yield adoption
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import simgpu
+from memscale.techniques.offload.optimizer.adopted_optimizer import BucketSizes
 from memscale.techniques.offload.optimizer.adoption import adopt
 from memscale.techniques.offload.optimizer.buckets import choose_resident
 from memscale.techniques.offload.transfer import stream_order
@@ -98,7 +99,7 @@ def test_the_share_is_on_the_device_between_steps(asynchronous: bool, tmp_path: 
             net = wide_net()
             optimizer = O.AdamW(net.parameters(), fused=True)
             with contextlib.ExitStack() as undo:
-                adoption = adopt(net, transfers.store, transfers, LAYER_BYTES, undo, resident_share=number / 8)
+                adoption = adopt(net, transfers.store, transfers, BucketSizes(LAYER_BYTES, number / 8), undo)
                 give_gradients(net)
                 torch.accelerator.synchronize()
                 before = torch.accelerator.memory_allocated()
@@ -119,7 +120,7 @@ def run_watched(transfers: Any, share: float) -> Any:
     net = wide_net()
     optimizer = O.AdamW(net.parameters())
     with contextlib.ExitStack() as undo:
-        adopt(net, transfers.store, transfers, LAYER_BYTES, undo, resident_share=share)
+        adopt(net, transfers.store, transfers, BucketSizes(LAYER_BYTES, share), undo)
         for _ in range(4):
             give_gradients(net)
             optimizer.step()

@@ -1,6 +1,6 @@
 """One adopted optimizer: its state waits in buckets, its step runs bucket by bucket, its checkpoints are as ever.
 
-    adopted = AdoptedOptimizer(visits, bucket_bytes)
+    adopted = AdoptedOptimizer(visits, BucketSizes(resident_bytes=1 << 24))
     adopted.attach(optimizer)       # hooks on its step, on saving and on loading; state that it has moves now
     adopted.detach()                # the whole state is back on its device, the hooks are gone
 
@@ -8,18 +8,20 @@ Which optimizers are adopted, and when, is decided in adoption.py. `Visits` (buc
 
 NOTE [a step that fails]: what went wrong before the first bucket was stepped changed nothing; the error is raised as it
 is, and the step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets
-are updated, later ones are not, and no step is taken any more until `load_state_dict` has put a whole state in place.
-A failed *write* loses nothing: the state stays in memory, the step is completed, and then the error is raised.
+are updated, later ones are not (of a parameter that comes in stretches: earlier stretches), and no step is taken any
+more until `load_state_dict` has put a whole state in place. A failed *write* loses nothing: the state stays in memory,
+the step is completed, and then the error is raised.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
+import dataclasses
+import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -28,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from memscale._errors import OffloadError, PartialStepError, quoted
 from memscale._torch import private
 from memscale._torch.optimizer_steps import parameters_of
-from memscale.techniques.offload.optimizer.bucket_transfers import Entries, Visit, Visits
+from memscale.techniques.offload.optimizer.bucket_transfers import Entries, StretchVisit, Visit, Visits
 from memscale.techniques.offload.optimizer.buckets import (
     SMALL_BYTES,
     Bucket,
@@ -36,17 +38,22 @@ from memscale.techniques.offload.optimizer.buckets import (
     Waiting,
     choose_resident,
     split_into_buckets,
+    stretches_of,
 )
+from memscale.techniques.offload.optimizer.guests import Guests, visitors, wait_until_home
+from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
 from memscale.techniques.offload.optimizer.separable import (
     SplitStep,
+    State,
     StepCall,
     idle_shadow,
     skips_parameters_without_gradient,
+    steps_each_element,
     take_over,
 )
 from memscale.techniques.offload.parameters.state_placement import stays_on_host
-from memscale.techniques.offload.transfer.transfers import Arrival
+from memscale.techniques.offload.store.stores import Layout, Stretch
 
 
 class AdoptedOptimizer:
@@ -56,12 +63,9 @@ class AdoptedOptimizer:
     alone: a `state_dict()` is the optimizer's own, and names the tensors that go on changing, as ever.
     """
 
-    def __init__(
-        self, visits: Visits, bucket_bytes: int, choose: Choose | None = None, resident_share: float = 0.0
-    ) -> None:
+    def __init__(self, visits: Visits, sizes: BucketSizes, choose: Choose | None = None) -> None:
         self.visits = visits
-        self.bucket_bytes = bucket_bytes
-        self.resident_share = resident_share
+        self.sizes = sizes
         self.choose = choose
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -125,7 +129,9 @@ class AdoptedOptimizer:
             if bucket.ticket is None and bucket.memory is None and known:
                 if is_astray:
                     self._move_beside(optimizer, bucket.parameters)  # not before its turn: all may not fit
-                self.visits.park(optimizer.state, bucket, known, Visit(known), exactly=True)
+                # State of what lives on the host does not come by the device.
+                visit = Visit(known, device=bucket.parameters[0].device if bucket.has_guests else None)
+                self.visits.park(optimizer.state, bucket, known, visit, exactly=True)
                 self.visits.let_go(bucket)
         self._raise_failures("no step is affected")
 
@@ -158,39 +164,57 @@ class AdoptedOptimizer:
                         values[name] = value.to(parameter.device)
 
     def _is_sound(self, bucket: Bucket) -> bool:
-        devices = {parameter.device for parameter in bucket.parameters}
-        if bucket.memory is not None:
-            devices.add(bucket.memory.device)
-        if len(devices) > 1:
+        places = {_place(parameter, self._guests()) for parameter in bucket.parameters}
+        if places != {_Place(bucket.device, bucket.has_guests)}:
             return False
-        has_tier = self.visits.tier_of(devices.pop()) is not None
-        return bucket.moves == (has_tier and not bucket.stays)
+        if bucket.memory is not None and bucket.memory.device != bucket.device:
+            return False
+        return bucket.moves == (self.visits.tier_of(bucket.device) is not None and not bucket.stays)
+
+    def _guests(self) -> dict[int, torch.device]:
+        """By their ids: parameters that live on the host, and the devices that they are stepped on."""
+        return visitors() if self.sizes.guest_bytes is not None else {}
 
     def _update_buckets(self, optimizer: Optimizer) -> None:
         """Every parameter has a bucket; those that came with `add_param_group` get new ones."""
         new = [p for p in parameters_of(optimizer) if id(p) not in self._bucket_of]
-        members: list[list[torch.Tensor]] = []
-        for _, same in itertools.groupby(new, key=lambda p: p.device):
-            neighbours = list(same)
-            for indices in split_into_buckets((p.nbytes for p in neighbours), self.bucket_bytes):
-                members.append([neighbours[i] for i in indices])
-        for parameters, stays in zip(members, self._staying(members), strict=True):
-            moves = not stays and self.visits.tier_of(parameters[0].device) is not None
-            bucket = Bucket(parameters, moves=moves, choose=self.choose, stays=stays)
-            self.buckets.append(bucket)
-            self._bucket_of.update((id(p), bucket) for p in parameters)
+        places, guests = dict[_Place, list[torch.Tensor]](), self._guests() if new else {}
+        for parameter in new:
+            places.setdefault(_place(parameter, guests), []).append(parameter)
+        own = [place for place in places if not place.has_guests]
+        resident = [place for place in own if place.device.type != "cpu"] or own
+        for place, same in sorted(places.items(), key=lambda item: item[0] not in resident):
+            sizes = [parameter.nbytes for parameter in same]
+            split = split_into_buckets(sizes, self.sizes.of(place.has_guests, place in resident))
+            of_buckets = [sum(sizes[index] for index in indices) for indices in split]
+            share = self.sizes.resident_share if place in resident else 0.0
+            for indices, stays in zip(split, self._staying(of_buckets, share), strict=True):
+                parameters = [same[index] for index in indices]
+                cut = place.has_guests and self._can_cut(optimizer, parameters)
+                self._add_bucket(parameters, place, stays=stays, cut=cut)
 
-    def _staying(self, members: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
-        """Whose state stays on the device though it could leave. Parameters at home on the host have no say in it."""
-        on_device = [parameters[0].device.type != "cpu" for parameters in members]
-        chosen = [index for index, is_there in enumerate(on_device) if is_there or not any(on_device)]
-        sizes = [sum(p.nbytes for p in members[index]) for index in chosen]
-        stays = [False] * len(members)
-        for index, does_stay in zip(
-            chosen, choose_resident(sizes, self.resident_share, self.bucket_bytes), strict=True
-        ):
-            stays[index] = does_stay
-        return stays
+    def _staying(self, bucket_bytes: list[int], share: float) -> list[bool]:
+        """Whose state stays on the device though it could leave."""
+        if share >= 1:
+            return [True] * len(bucket_bytes)
+        return choose_resident(bucket_bytes, share, self.sizes.resident_bytes or sum(bucket_bytes))
+
+    def _can_cut(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
+        """See NOTE [stretches] in buckets.py."""
+        limit, store = self.sizes.guest_bytes, self.visits.store
+        if limit is None or store is None or self.choose is not None or not steps_each_element(optimizer):
+            return False
+        is_large, is_dense = parameters[0].nbytes > limit, Layout.of(parameters[0]).span == parameters[0].numel()
+        return is_large and is_dense and all(leaf.in_memory for leaf in store.leaves())
+
+    def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool, cut: bool) -> None:
+        moves = not stays and self.visits.tier_of(place.device) is not None
+        stretches = stretches_of(parameters[0], self.sizes.guest_bytes or 1) if cut else ()
+        bucket = Bucket(
+            parameters, moves=moves, choose=self.choose, stays=stays, device=place.device, stretches=stretches
+        )
+        self.buckets.append(bucket)
+        self._bucket_of.update((id(p), bucket) for p in parameters)
 
     # -------------------------------------------------------------------------------------------------- the step
 
@@ -212,18 +236,22 @@ class AdoptedOptimizer:
     def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: StepCall) -> None:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
-        progress = _Progress(len(stepped))
+        turns = [turn for bucket in stepped for turn in _turns(bucket)]
+        progress = _Progress(len(turns))
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # counters of groups advance all the same
-            travel = _Travel(self.visits, stepped)
-            for bucket in stepped:
-                self._step_one(optimizer, split, call, progress, bucket, travel)
+            travel = _Travel(self.visits, optimizer.state, turns, every=every)
+            for turn in turns:
+                self._step_one(optimizer, split, call, progress, turn, travel)
             travel.let_go()
             split.merge()
         except BaseException as error:
             self._fail(optimizer, progress, error)
             raise
+        finally:
+            if any(bucket.has_guests for bucket in stepped):
+                wait_until_home()
 
     def _step_one(
         self,
@@ -231,19 +259,26 @@ class AdoptedOptimizer:
         split: SplitStep,
         call: StepCall,
         progress: _Progress,
-        bucket: Bucket,
+        turn: _Turn,
         travel: _Travel,
     ) -> None:
         """Step one bucket, while the next that travels is on its way. See NOTE [what a bucket costs]."""
-        visit = self.visits.bring(optimizer.state, bucket, travel.take(bucket))
+        bucket, coming = turn.bucket, travel.take(turn)
+        visit = coming.bring()
+        stand_ins = coming.guests.stand_ins() if coming.guests is not None else {}
+        if bucket.has_guests:
+            _bring_beside(optimizer, visit.state, bucket.device)
         if bucket.moves:
             travel.let_go()
         if self._is_whole(optimizer, bucket):
-            travel.fetch_next(optimizer.state)
+            travel.fetch_next()
         progress.begin()
-        state = split.run(bucket.parameters, visit.state, call.args, call.kwargs)
-        self.visits.park(optimizer.state, bucket, state, visit)
-        travel.leave(bucket)
+        state = split.run(bucket.parameters, visit.state, call.args, call.kwargs, stand_ins)
+        del stand_ins
+        if coming.guests is not None:
+            coming.guests.go_home()
+        coming.park(state, visit)
+        travel.leave(coming)
         progress.end()
         self.visits.stats.num_buckets += 1
 
@@ -323,42 +358,142 @@ class AdoptedOptimizer:
         return self._bucket_of[id(parameter)].takes(parameter, name, value)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """How parameters are put into buckets, by bytes of parameters, and whose state stays on the device."""
+
+    resident_bytes: int | None
+    """Of those on the device, and of the host's where nothing is on a device; None: all are stepped at once."""
+    resident_share: float = 0.0
+    """Of their state that could wait elsewhere, what stays."""
+    guest_bytes: int | None = None
+    """Of those at home on the host, which are stepped on the device; None: they are stepped on the host."""
+
+    def of(self, are_guests: bool, are_resident: bool) -> int:
+        if are_guests:
+            assert self.guest_bytes is not None
+            return self.guest_bytes
+        at_once = sys.maxsize if are_resident else BYTES_AT_ONCE
+        return at_once if self.resident_bytes is None else self.resident_bytes
+
+
+class _Place(NamedTuple):
+    """Where parameters are stepped."""
+
+    device: torch.device
+    has_guests: bool
+    """They live elsewhere."""
+
+
+def _place(parameter: torch.Tensor, guests: Mapping[int, torch.device]) -> _Place:
+    device = guests.get(id(parameter))
+    return _Place(parameter.device, False) if device is None else _Place(device, True)
+
+
+def _bring_beside(optimizer: Optimizer, state: State, device: torch.device) -> None:
+    """All of this state to the device, but for what an optimizer keeps on the host."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = state.get(parameter, {})
+            for name, value in [*values.items()]:
+                if isinstance(value, torch.Tensor) and not stays_on_host(name, value, group):
+                    values[name] = value.to(device)
+
+
 def _snapshot(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if value.nbytes <= SMALL_BYTES or value.device.type == "cpu" else value.cpu()
 
 
-class _Travel:
-    """The buckets that are on their way in one step: at most one to the device and one from it."""
+class _Turn(NamedTuple):
+    """A bucket, or a stretch of its one parameter, when it is stepped."""
 
-    def __init__(self, visits: Visits, stepped: Sequence[Bucket]) -> None:
-        self._visits = visits
-        self._to_come = collections.deque(bucket for bucket in stepped if bucket.moves)
-        self._arrival: Arrival | None = None
-        self._leaving: Bucket | None = None
+    bucket: Bucket
+    stretch: Stretch | None
 
-    def take(self, bucket: Bucket) -> Arrival | None:
-        """What was fetched ahead for this bucket, whose turn it is."""
-        if not bucket.moves:
-            return None
-        self._to_come.popleft()
+
+def _turns(bucket: Bucket) -> list[_Turn]:
+    """Gradients of another form than their parameter are not cut."""
+    gradient = bucket.parameters[0].grad
+    is_cut = gradient is not None and gradient.layout is torch.strided
+    if is_cut and gradient is not None and gradient.stride() == bucket.parameters[0].stride():
+        return [_Turn(bucket, stretch) for stretch in bucket.stretches or (None,)]
+    return [_Turn(bucket, None)]
+
+
+class _Coming:
+    """What travels for one turn: state, and guests. Asked for when it is made."""
+
+    def __init__(self, visits: Visits, entries: Entries, turn: _Turn, *, every: bool, ahead: bool) -> None:
+        self.bucket, stretch = turn
+        self.guests: Guests | None = None
+        self._visits, self._entries = visits, entries
+        self._is_ahead = ahead
+        self._cut = StretchVisit(visits, entries, self.bucket, stretch) if stretch is not None else None
+        self._arrival = visits.start(entries, self.bucket) if self._cut is None else None
+        if self.bucket.has_guests:
+            guests = [p for p in self.bucket.parameters if every or p.grad is not None]
+            self.guests = Guests(guests, stretch)
+
+    def bring(self) -> Visit:
+        if self._cut is not None:
+            return Visit(self._cut.bring())
         arrival, self._arrival = self._arrival, None
-        return arrival
+        return self._visits.bring(self._entries, self.bucket, arrival, is_ahead=self._is_ahead)
 
-    def fetch_next(self, entries: Entries) -> None:
-        """Ask for the next bucket that travels, unless it has been asked for."""
-        if self._arrival is None and self._to_come and self._visits.is_asynchronous:
-            self._arrival = self._visits.start(entries, self._to_come[0])
-
-    def leave(self, bucket: Bucket) -> None:
-        """This bucket was stepped; what travels of it is being sent."""
-        if bucket.moves:
-            self._leaving = bucket
+    def park(self, state: State, visit: Visit) -> None:
+        if self._cut is not None:
+            self._cut.park(state)
+        else:
+            self._visits.park(self._entries, self.bucket, state, visit)
 
     def let_go(self) -> None:
-        """The memory of the bucket that left last is free."""
-        if self._leaving is not None:
-            self._visits.let_go(self._leaving)
-            self._leaving = None
+        """The memory that it was sent from is free."""
+        if self._cut is not None:
+            self._cut.let_go()
+        else:
+            self._visits.let_go(self.bucket)
+        if self.guests is not None:
+            self.guests.let_go()
+
+
+class _Travel:
+    """The buckets that are on their way in one step: at most one to the device and one from it.
+
+    With `every`, parameters are stepped that have no gradient.
+    """
+
+    def __init__(self, visits: Visits, entries: Entries, turns: Sequence[_Turn], *, every: bool) -> None:
+        self._visits, self._entries, self._every = visits, entries, every
+        self._to_come = collections.deque(turn for turn in turns if turn.bucket.moves)
+        self._coming: _Coming | None = None
+        self._leaving: _Coming | None = None
+
+    def take(self, turn: _Turn) -> _Coming:
+        """What was fetched ahead for this turn; what was not is asked for now."""
+        if not turn.bucket.moves:
+            return self._ask(turn, ahead=False)
+        self._to_come.popleft()
+        coming, self._coming = self._coming, None
+        return coming if coming is not None else self._ask(turn, ahead=False)
+
+    def _ask(self, turn: _Turn, *, ahead: bool) -> _Coming:
+        return _Coming(self._visits, self._entries, turn, every=self._every, ahead=ahead)
+
+    def fetch_next(self) -> None:
+        """Ask for what travels next, unless it has been asked for."""
+        if self._coming is None and self._to_come and self._visits.is_asynchronous:
+            self._coming = self._ask(self._to_come[0], ahead=True)
+
+    def leave(self, coming: _Coming) -> None:
+        """This was stepped; what travels of it is being sent."""
+        if coming.bucket.moves:
+            self._leaving = coming
+
+    def let_go(self) -> None:
+        """The memory of what left last is free."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.let_go()
 
 
 class _Progress:

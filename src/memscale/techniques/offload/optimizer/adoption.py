@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 
 from memscale._torch.optimizer_steps import StepOrder, StepWatcher, living_optimizers, owns_any, watch_steps
 from memscale._torch.overrides import undo_with
-from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer
+from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer, BucketSizes
 from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
 from memscale.techniques.offload.optimizer.buckets import Choose
 from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, is_shadow
@@ -47,20 +47,19 @@ def adopt(
     model: nn.Module,
     store: Store | None,
     transfers: Transfers | None,
-    bucket_bytes: int,
+    sizes: BucketSizes | int,
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
     host_has_room: bool = False,
-    resident_share: float = 0.0,
 ) -> Adoption:
     """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state; one
     that has some already at once, since the coming step has no room for it on the device.
 
     Without a store the state stays on its device: with a `packer` it waits there packed, without one it stays as it is,
     and only the step's temporaries are fewer. With `host_has_room` state of parameters in host memory stays there, too,
-    whatever lies below. `resident_share` of the state stays on its device though there is a store.
+    whatever lies below. Bucket sizes that are given as a number are those of parameters on the device.
     """
-    adoption = Adoption(store, transfers, bucket_bytes, model, packer, host_has_room, resident_share)
+    adoption = Adoption(store, transfers, sizes, model, packer, host_has_room)
     undo.callback(adoption.detach)
     for optimizer in living_optimizers():
         if optimizer.state and adoption.concerns(optimizer):
@@ -73,16 +72,13 @@ def adopt_optimizer(
     optimizer: Optimizer,
     store: Store | None,
     transfers: Transfers | None,
-    bucket_bytes: int,
+    sizes: BucketSizes | int,
     undo: contextlib.ExitStack,
     packer: Packer | None = None,
     host_has_room: bool = False,
-    resident_share: float = 0.0,
 ) -> Adoption:
     """Adopt this optimizer now; state that it has already moves now."""
-    adoption = Adoption(
-        store, transfers, bucket_bytes, packer=packer, host_has_room=host_has_room, resident_share=resident_share
-    )
+    adoption = Adoption(store, transfers, sizes, packer=packer, host_has_room=host_has_room)
     undo.callback(adoption.detach)
     adoption.take(optimizer)
     adoption.watch(optimizer)
@@ -98,18 +94,16 @@ class Adoption(StepWatcher):
         self,
         store: Store | None,
         transfers: Transfers | None,
-        bucket_bytes: int,
+        sizes: BucketSizes | int,
         model: nn.Module | None = None,
         packer: Packer | None = None,
         host_has_room: bool = False,
-        resident_share: float = 0.0,
     ) -> None:
         self.store = store
-        self.resident_share = resident_share
         self.packer = packer
         self.host_has_room = host_has_room
         self.transfers = transfers
-        self.bucket_bytes = bucket_bytes
+        self.sizes = BucketSizes(sizes) if isinstance(sizes, int) else sizes
         self.stats = OptimizerStats()
         """What happened so far."""
         self._model = weakref.ref(model) if model is not None else None
@@ -151,7 +145,7 @@ class Adoption(StepWatcher):
         if choose is None and self.store is None and self.packer is not None:
             return  # 8 bits were asked for, and nothing of it can be kept in them
         visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
-        adopted = AdoptedOptimizer(visits, self.bucket_bytes, choose, self.resident_share)
+        adopted = AdoptedOptimizer(visits, self.sizes, choose)
         adopted.attach(optimizer)
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1

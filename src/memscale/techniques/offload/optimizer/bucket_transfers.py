@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from memscale._errors import OffloadError
 from memscale.techniques.offload.optimizer.buckets import Bucket, Slot, Waiting, own_copy, rounded
 from memscale.techniques.offload.optimizer.separable import State
-from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, TieredStore
+from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, Stretch, Ticket, TieredStore
 from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
 
 Entries = MutableMapping[Any, Any]
@@ -52,6 +52,8 @@ class Visit:
     memory: torch.Tensor | None = None
     """What the waiting part of it lies in."""
     views: dict[tuple[int, Any], torch.Tensor] = dataclasses.field(default_factory=dict)
+    device: torch.device | None = None
+    """Where it is; None: where the bucket is stepped."""
 
 
 class Visits:
@@ -89,16 +91,17 @@ class Visits:
     def start(self, entries: Entries, bucket: Bucket) -> Arrival | None:
         """Start fetching what waits of a bucket."""
         self.recover(bucket)
-        if bucket.ticket is None or not any(
-            bucket.is_waiting(i, entries.get(p)) for i, p in enumerate(bucket.parameters)
-        ):
+        if not _has_waiting(entries, bucket):
             return None
+        assert bucket.ticket is not None
         self.stats.bytes_from_store += bucket.num_bytes
-        return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.parameters[0].device))
+        return self.transfers.fetch(bucket.ticket, out=_empty(bucket.num_bytes, bucket.device))
 
-    def bring(self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None) -> Visit:
+    def bring(
+        self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None, *, is_ahead: bool = False
+    ) -> Visit:
         """The bucket's state on its device: what waits unpacked, everything else as it is."""
-        if arrival is not None:
+        if arrival is not None and is_ahead:
             self.stats.num_prefetched += 1
             self.stats.num_hits += arrival.is_here()
         arrival = arrival if arrival is not None else self.start(entries, bucket)
@@ -145,8 +148,8 @@ class Visits:
             if parameter in state:
                 entries[parameter] = bucket.wait_for(index, state[parameter], entries.get(parameter))
 
-    def _lay_out(self, bucket: Bucket, slots: tuple[Slot, ...], visit: Visit) -> None:
-        """New memory for other slots than before."""
+    def _reserve(self, bucket: Bucket, slots: tuple[Slot, ...]) -> None:
+        """These are the slots from now on."""
         num_bytes = sum(rounded(slot.span_bytes) for slot in slots)
         if num_bytes != bucket.num_bytes:
             self.drop(bucket)
@@ -154,9 +157,25 @@ class Visits:
         self._count(slots, +1)
         bucket.slots, bucket.num_bytes = slots, num_bytes
         self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
-        device = bucket.parameters[0].device
-        visit.memory = _empty(num_bytes, device) if slots else None
+
+    def _lay_out(self, bucket: Bucket, slots: tuple[Slot, ...], visit: Visit) -> None:
+        """New memory for other slots than before."""
+        self._reserve(bucket, slots)
+        visit.memory = _empty(bucket.num_bytes, visit.device or bucket.device) if slots else None
         visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
+
+    def lay_out_whole(self, bucket: Bucket, dtypes: Mapping[Any, torch.dtype]) -> None:
+        """Room for the state of a parameter that comes in stretches: tensors of its shape, by name."""
+        parameter, slots, offset = bucket.parameters[0], [], 0
+        for name, dtype in dtypes.items():
+            num_bytes = parameter.numel() * dtype.itemsize
+            slots.append(Slot(0, name, offset, dtype, tuple(parameter.shape), parameter.stride(), num_bytes))
+            offset += rounded(num_bytes)
+        self._reserve(bucket, tuple(slots))
+        tier = self.tier_of(bucket.device)
+        if slots and bucket.ticket is None:
+            assert tier is not None
+            bucket.ticket = tier.reserve(Layout(torch.uint8, (offset,), (1,), bucket.device, offset, False))
 
     def _count(self, slots: tuple[Slot, ...], sign: int) -> None:
         for slot in slots:
@@ -167,7 +186,7 @@ class Visits:
 
     def _send(self, bucket: Bucket, memory: torch.Tensor) -> None:
         if bucket.ticket is None:
-            tier = self.tier_of(memory.device)
+            tier = self.tier_of(bucket.device)
             assert tier is not None
             bucket.ticket = tier.reserve(Layout.of(memory))
         self.transfers.send(memory, bucket.ticket)
@@ -223,6 +242,9 @@ class Visits:
         return lost
 
     def _restore_one(self, entries: Entries, bucket: Bucket) -> None:
+        if bucket.has_guests:
+            self._restore_guests(entries, bucket)
+            return
         visit = self.bring(entries, bucket)
         for index, parameter in enumerate(bucket.parameters):
             entry = entries.get(parameter)
@@ -239,6 +261,18 @@ class Visits:
                     values = {**values, **tensors}
                 entries[parameter] = values
 
+    def _restore_guests(self, entries: Entries, bucket: Bucket) -> None:
+        """What lives on the host does not come by the device."""
+        self.recover(bucket)
+        if _has_waiting(entries, bucket):
+            bucket.check_out()
+        for index, parameter in enumerate(bucket.parameters):
+            entry, names = entries.get(parameter), bucket.names_of(index)
+            if isinstance(entry, Waiting):
+                entries[parameter] = {
+                    name: value.to(parameter.device) if name in names else value for name, value in entry.items()
+                }
+
     def dissolve(self, entries: Entries, bucket: Bucket) -> None:
         """The bucket's entries become ordinary dicts."""
         self._restore_one(entries, bucket)
@@ -251,6 +285,110 @@ class Visits:
             self.transfers.free(bucket.ticket)
         bucket.memory = None
         bucket.ticket = None  # its slots still say which tensors belong on the device
+
+
+def _has_waiting(entries: Entries, bucket: Bucket) -> bool:
+    return bucket.ticket is not None and any(
+        bucket.is_waiting(index, entries.get(p)) for index, p in enumerate(bucket.parameters)
+    )
+
+
+class StretchVisit:
+    """The state of a stretch of one parameter's elements on the device. See NOTE [stretches] in buckets.py.
+
+    visit = StretchVisit(visits, entries, bucket, stretch)      # its state is on its way
+    state = visit.bring()
+    visit.park(stepped)                                         # and back again
+    visit.let_go()
+    """
+
+    def __init__(self, visits: Visits, entries: Entries, bucket: Bucket, stretch: Stretch) -> None:
+        self._visits, self._entries, self._bucket, self._stretch = visits, entries, bucket, stretch
+        self._memory: torch.Tensor | None = None
+        self._views: dict[Any, torch.Tensor] = {}
+        self._parts: list[Ticket] = []
+        self._arrivals: list[Arrival] = []
+        if _has_waiting(entries, bucket):
+            self._lay_out()
+            self._arrivals = [self._fetch(slot) for slot in bucket.slots]
+
+    def _lay_out(self) -> None:
+        count, offset = self._stretch.stop - self._stretch.start, 0
+        sizes = [count * slot.dtype.itemsize for slot in self._bucket.slots]
+        self._memory = _empty(sum(map(rounded, sizes)), self._bucket.device)
+        for slot, size in zip(self._bucket.slots, sizes, strict=True):
+            self._views[slot.name] = self._memory.narrow(0, offset, size).view(slot.dtype)
+            offset += rounded(size)
+
+    def _part(self, slot: Slot) -> Ticket:
+        whole = self._bucket.ticket
+        assert whole is not None
+        layout = self._stretch.layout(slot.dtype, self._bucket.device)
+        return whole.store.part_of(whole, layout, slot.offset + self._stretch.start * slot.dtype.itemsize)
+
+    def _fetch(self, slot: Slot) -> Arrival:
+        part, whole = self._part(slot), self._bucket.ticket
+        assert whole is not None
+        arrival = self._visits.transfers.fetch(part, out=self._views[slot.name])
+        whole.read = part.read
+        self._visits.stats.bytes_from_store += part.num_bytes
+        return arrival
+
+    def bring(self) -> State:
+        """What there is of the parameter's state; counters are copies."""
+        parameter = self._bucket.parameters[0]
+        entry = self._entries.get(parameter)
+        if entry is None:
+            return {}
+        while self._arrivals:
+            self._arrivals.pop(0).wait()
+        if self._memory is not None:
+            values = {name: self._views.get(name, value) for name, value in entry.kept.items()}
+        else:
+            values = {name: self._cut(value) for name, value in entry.items()}
+        return {parameter: {name: _counter(value) for name, value in values.items()}}
+
+    def _cut(self, value: Any) -> Any:
+        is_whole = isinstance(value, torch.Tensor) and value.numel() == self._bucket.parameters[0].numel()
+        return self._stretch.of(value).to(self._bucket.device) if is_whole and value.dim() else value
+
+    def park(self, state: State) -> None:
+        """Send what the step left of this stretch; with the last one, the parameter's state waits."""
+        bucket, parameter = self._bucket, self._bucket.parameters[0]
+        values = state.get(parameter, {})
+        made = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.dim()}
+        if self._stretch.start == 0 and self._memory is None:
+            self._visits.lay_out_whole(bucket, {name: value.dtype for name, value in made.items()})
+        if self._memory is None and bucket.slots:
+            self._lay_out()
+        for slot in bucket.slots:
+            view = self._views[slot.name]
+            if made[slot.name] is not view:
+                view.copy_(made[slot.name])
+            self._send(slot, view)
+        self._memory, self._views = None, {}  # what has not left yet is kept by the transfers
+        if self._stretch.stop < parameter.numel():
+            return
+        if bucket.slots:
+            self._entries[parameter] = bucket.wait_for(0, values, self._entries.get(parameter))
+        else:
+            _write_back(self._entries, state)
+
+    def _send(self, slot: Slot, view: torch.Tensor) -> None:
+        part, whole = self._part(slot), self._bucket.ticket
+        assert whole is not None
+        self._visits.transfers.send(view, part)
+        whole.written = part.written
+        self._parts.append(part)
+        self._visits.stats.bytes_to_store += part.num_bytes
+
+    def let_go(self) -> None:
+        while self._parts:
+            self._visits.transfers.wait_sent(self._parts.pop())
+
+
+def _counter(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
 
 
 def _write_back(entries: Entries, state: State) -> None:
@@ -274,8 +412,8 @@ def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _at_home(bucket: Bucket, index: int, entry: dict[Any, Any]) -> dict[Any, Any]:
     """An entry that somebody looked at holds host tensors; those that were on the device go back there."""
-    device, names = bucket.parameters[index].device, bucket.names_of(index)
+    names = bucket.names_of(index)
     return {
-        name: value.to(device) if name in names and isinstance(value, torch.Tensor) else value
+        name: value.to(bucket.device) if name in names and isinstance(value, torch.Tensor) else value
         for name, value in entry.items()
     }

@@ -1,9 +1,9 @@
 """Buckets: the state of a few parameters in one piece of memory, which travels and waits as one.
 
-NOTE [what a bucket costs]: a bucket's parameters are neighbours in the optimizer's groups; it closes before the
-parameter that would take it beyond `bucket_bytes` *of parameters* (a larger parameter has one of its own), and where
-the device changes. Its state bytes S are the sum of its state tensors above 4096 bytes, each rounded up to 512;
-smaller ones stay on the device. Of this state the device holds at most
+NOTE [what a bucket costs]: a bucket's parameters are of one device, and neighbours among those in the optimizer's
+groups; it closes before the parameter that would take it beyond `bucket_bytes` *of parameters* (a larger parameter has
+one of its own). Its state bytes S are the sum of its state tensors above 4096 bytes, each rounded up to 512; smaller
+ones stay on the device. Of this state the device holds at most
 
 - S of a bucket and S of the next (being fetched) in a step, one alone if transfers are synchronous, and
 - twice S of a bucket while its state is made (as the optimizer makes it, and packed), in which no other is fetched,
@@ -11,6 +11,16 @@ smaller ones stay on the device. Of this state the device holds at most
 
 and nothing of what travels between steps: at most twice the largest S, beside what the optimizer's own step
 needs for temporaries over one bucket.
+
+NOTE [guests in a bucket]: where parameters at home on the host are stepped on the device, they and their gradients
+visit it with their state, which waits in the bucket whatever its size: of such a bucket's parameters nothing is on the
+device between steps but counters that the optimizer keeps there. Beside S the device then holds the bytes of its
+parameters twice; once on the way back, when the gradients are gone.
+
+NOTE [stretches]: a parameter that is larger than a bucket visits the device a stretch of its elements at a time, where
+the optimizer's update of an element depends on nothing but this element's values and its state waits in host memory, as
+it is. A stretch costs what a bucket of its size does. Values that all elements share (counters) advance once: each
+stretch starts from those before the step.
 
 NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). Then S counts the bytes that wait,
 and a step holds the unpacked state of one bucket beside them. Where there is no other tier, packed tensors wait in
@@ -28,10 +38,12 @@ from typing import Any, Protocol
 import torch
 
 from memscale._units import round_up
-from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
+from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, can_store
 
 SMALL_BYTES = 4096
 """State tensors up to this stay where they are: step counters, tables that all parameters share."""
+STRETCH_ELEMENTS = 1024
+"""Stretches of a parameter begin at multiples of this."""
 SLOT_BYTES = 512
 """Tensors in a bucket start at multiples of this, as an allocator would place them."""
 
@@ -51,6 +63,15 @@ def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int
         buckets[-1].append(index)
         filled += size
     return buckets
+
+
+def stretches_of(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, ...]:
+    """A parameter's elements in stretches of nearly the same size, none above the limit. See NOTE [stretches]."""
+    count = parameter.numel()
+    at_once = max(STRETCH_ELEMENTS, bucket_bytes // parameter.element_size() // STRETCH_ELEMENTS * STRETCH_ELEMENTS)
+    num_stretches = -(-count // at_once)
+    length = round_up(-(-count // num_stretches), STRETCH_ELEMENTS)
+    return tuple(Stretch(start, min(start + length, count)) for start in range(0, count, length))
 
 
 def choose_resident(sizes: Sequence[int], resident_share: float, bucket_bytes: int) -> list[bool]:
@@ -122,9 +143,22 @@ class Bucket:
     """A few parameters, and how their state lies when it waits."""
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], *, moves: bool, choose: Choose | None = None, stays: bool = False
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        moves: bool,
+        choose: Choose | None = None,
+        stays: bool = False,
+        device: torch.device | None = None,
+        stretches: tuple[Stretch, ...] = (),
     ) -> None:
         self.parameters = tuple(parameters)
+        self.stretches = stretches
+        """In which its one parameter comes; (): as a whole. See NOTE [stretches]."""
+        self.device = self.parameters[0].device if device is None else device
+        """Where it is stepped."""
+        self.has_guests = self.device != self.parameters[0].device
+        """Its parameters live elsewhere. See NOTE [guests in a bucket]."""
         self.stays = stays
         """It is one of those whose state stays on the device though there is another tier for it."""
         self.moves = moves
@@ -161,7 +195,10 @@ class Bucket:
 
     def takes(self, parameter: torch.Tensor, name: Any, value: object) -> bool:
         """Whether a state tensor of one of its parameters waits here."""
-        if not isinstance(value, torch.Tensor) or not can_move(value) or _is_alias(value, parameter):
+        if not isinstance(value, torch.Tensor) or _is_alias(value, parameter):
+            return False
+        is_large = value.nbytes > SMALL_BYTES or (self.has_guests and value.dim() > 0)
+        if not is_large or not can_move(value):
             return False
         return self.moves or self._packing(parameter, name, value) is not None
 
@@ -300,11 +337,10 @@ for _name in (
 
 
 def can_move(value: object) -> bool:
-    """Whether a state tensor may wait in a bucket."""
+    """Whether a state tensor may wait in a bucket, whatever its size."""
     return (
         isinstance(value, torch.Tensor)
         and can_store(value)
-        and value.nbytes > SMALL_BYTES
         and not getattr(value, "is_paged", False)
         and not value.requires_grad
         and not Layout.of(value).has_gaps

@@ -17,6 +17,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from memscale._torch import private
+from memscale.techniques.offload.store.stores import Stretch
+from memscale.techniques.offload.transfer.transfers import Arrival
 
 
 class Streams(Protocol):
@@ -25,7 +27,15 @@ class Streams(Protocol):
     @property
     def device(self) -> torch.device: ...
     def parameters(self) -> Iterable[torch.Tensor]: ...
+    def bring(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Coming: ...
+    def bring_gradient(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Coming: ...
+    def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None: ...
+    def let_go(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> None: ...
+    def wait_until_home(self) -> None: ...
 
+
+Coming = Arrival | torch.Tensor
+"""A tensor on its way to the device, or there."""
 
 _STREAMING: weakref.WeakSet[Any] = weakref.WeakSet()
 """Everybody who streams parameters now."""
@@ -39,9 +49,14 @@ def end_streaming(streams: Streams) -> None:
     _STREAMING.discard(streams)
 
 
+def streamed_parameters() -> dict[int, Streams]:
+    """Who streams a parameter, by the parameter's id."""
+    return {id(parameter): streams for streams in [*_STREAMING] for parameter in streams.parameters()}
+
+
 def devices_of_streamed() -> dict[int, torch.device]:
     """Where streamed parameters compute, by their ids."""
-    return {id(parameter): streams.device for streams in [*_STREAMING] for parameter in streams.parameters()}
+    return {number: streams.device for number, streams in streamed_parameters().items()}
 
 
 Stepped = Callable[[torch.Tensor], bool]

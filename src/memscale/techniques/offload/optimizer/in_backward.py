@@ -117,6 +117,7 @@ IN_BACKWARD = Technique(
     changes_loop=True,
     option=RunOption(field="steps_in_backward", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_InBackward()),
+    step=lambda actions: {},  # it is over when the loop calls `step()`
     attach=_attach,
     place=56,
     words=lambda action: "step in backward",

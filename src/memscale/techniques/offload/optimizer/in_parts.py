@@ -2,9 +2,10 @@
 
     in_parts.attach(model, undo)
 
-A part holds neighbours of one device, so that the step needs temporaries for one part only, on the host as on the
-device. See NOTE [the implementation of the whole] in implementations.py. An optimizer whose state waits in buckets is
-stepped by those (adopted_optimizer.py); one that chooses no implementation by device is left alone.
+Each device's parameters get a step of their own: those on the device that computes one at once, as they would have had
+if nothing were streamed, and those on the host a few at a time, so that it needs temporaries for these only. See
+NOTE [the implementation of the whole] in implementations.py. An optimizer whose state waits in buckets is stepped by
+those (adopted_optimizer.py); one that chooses no implementation by device is left alone.
 
 Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. LBFGS, which
 joins all gradients in one tensor, cannot step on two devices at all, and is refused before anything has changed.
@@ -13,7 +14,7 @@ joins all gradients in one tensor, cannot step on two devices at all, and is ref
 from __future__ import annotations
 
 import contextlib
-import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ from memscale.techniques.offload.optimizer.separable import (
 )
 
 BYTES_AT_ONCE = 16 * 1024 * 1024
-"""Of parameters that are stepped together; a larger one is stepped alone."""
+"""Of parameters on the host that are stepped together; a larger one is stepped alone."""
 
 
 class StepsInParts(StepWatcher):
@@ -132,11 +133,14 @@ def _step_in_parts(optimizer: Optimizer, call: StepCall) -> None:
 
 
 def parts_of(optimizer: Optimizer) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one device, up to `BYTES_AT_ONCE`."""
-    for _, same in itertools.groupby(parameters_of(optimizer), key=lambda parameter: parameter.device):
-        neighbours = list(same)
-        for indices in split_into_buckets((p.nbytes for p in neighbours), BYTES_AT_ONCE):
-            yield [neighbours[index] for index in indices]
+    """All that are on one device; on the host, up to `BYTES_AT_ONCE` of them."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in parameters_of(optimizer):
+        by_device.setdefault(parameter.device, []).append(parameter)
+    for device, same in by_device.items():
+        limit_bytes = BYTES_AT_ONCE if device.type == "cpu" else sys.maxsize
+        for indices in split_into_buckets((p.nbytes for p in same), limit_bytes):
+            yield [same[index] for index in indices]
 
 
 def attach(model: nn.Module, undo: contextlib.ExitStack) -> None:

@@ -66,6 +66,16 @@ _KNOWN_SEPARABLE = {
 """Each updates a parameter from that parameter, its gradient and its state alone. Subclasses are tried out."""
 
 
+_ELEMENT_BY_ELEMENT = _KNOWN_SEPARABLE - {
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
+}
+
+
+def steps_each_element(optimizer: Optimizer) -> bool:
+    """Whether it updates an element from that element, its gradient and its state alone."""
+    return type(optimizer) in _ELEMENT_BY_ELEMENT
+
+
 class NotSeparable(Exception):
     """The optimizer's step cannot be run on some parameters at a time."""
 
@@ -132,19 +142,33 @@ class SplitStep:
         """By the last part."""
 
     def run(
-        self, parameters: Iterable[torch.Tensor], state: State, args: Iterable[Any] = (), kwargs: Mapping[str, Any] = {}
+        self,
+        parameters: Iterable[torch.Tensor],
+        state: State,
+        args: Iterable[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        stand_ins: Mapping[int, torch.Tensor] = {},
     ) -> State:
-        """Step these parameters with this state. Returns their state afterwards."""
-        chosen = {id(parameter) for parameter in parameters}
+        """Step these parameters with this state; where one has a stand-in, by its id, that is stepped in its place.
+
+        Returns the state of the parameters afterwards.
+        """
+        owners = {stand_ins.get(id(parameter), parameter): parameter for parameter in parameters}
+        chosen = {id(parameter): stepped for stepped, parameter in owners.items()}
         groups = [self._reduced(index, chosen) for index in range(len(self._optimizer.param_groups))]
-        stand_in = shadow(self._optimizer, groups, {**state, **_shared_state(self._optimizer)})
+        known = {chosen[id(parameter)]: values for parameter, values in state.items()}
+        stand_in = shadow(self._optimizer, groups, {**known, **_shared_state(self._optimizer)})
         before = _shared_values(stand_in)
         self.returned = self._step(stand_in, *args, **kwargs)
         after = _shared_values(stand_in)
         self._changes.append(
             {place: value for place, (value, mark) in after.items() if before.get(place, (None, None))[1] != mark}
         )
-        return {key: dict(values) for key, values in stand_in.state.items() if isinstance(key, torch.Tensor)}
+        return {
+            owners.get(key, key): dict(values)
+            for key, values in stand_in.state.items()
+            if isinstance(key, torch.Tensor)
+        }
 
     def run_in_place(
         self, parameters: Iterable[torch.Tensor], args: Iterable[Any] = (), kwargs: Mapping[str, Any] = {}
@@ -157,9 +181,9 @@ class SplitStep:
             entry.clear()
             entry.update(values)
 
-    def _reduced(self, index: int, chosen: set[int]) -> dict[str, Any]:
+    def _reduced(self, index: int, chosen: Mapping[int, torch.Tensor]) -> dict[str, Any]:
         group, foreach = self._optimizer.param_groups[index], self._foreach[index]
-        parameters = [p if id(p) in chosen else self._placeholder for p in group["params"]]
+        parameters = [chosen.get(id(p), self._placeholder) for p in group["params"]]
         choice = {} if foreach is None else {"foreach": foreach}
         return {**_copied_options(group), **choice, "params": parameters}
 

@@ -90,9 +90,9 @@ def _rehearse(planner: Planner, config: Config) -> None:
         planner.try_variants({TraceKey(streams_rest=True): rest}, config)
 
 
-def _note(device_type: str) -> str:
+def _note(device_type: str, names: frozenset[str]) -> str:
     """Where the same bits as the plain model's are not promised, though nothing of the plan is an approximation."""
-    if device_type in HOST_KERNELS:
+    if device_type in HOST_KERNELS or "device step" in names:
         return ""
     return (
         "parameters that are streamed are stepped by the host's kernels: by the same formula as on "

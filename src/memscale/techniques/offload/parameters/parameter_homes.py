@@ -113,7 +113,7 @@ class Homes:
             self.host = torch.device("meta") if self.device.type == "cpu" else CPU
             self._fake_in(slots, streamed)
             return
-        self._presize(staying)
+        self.presize([p for p in staying if self.ticket_of(p) is None])
         for group in sorted(overlapping(staying), key=lambda group: -group[0].nbytes):  # large first packs best
             self._bring_home(group)
         for group in overlapping(slot.get() for slot in slots if id(slot.get()) not in streamed):
@@ -141,7 +141,7 @@ class Homes:
                 f"host memory for a parameter of {show_bytes(layout.num_bytes)} is left only in pieces; "
                 "raise max_cpu_offload_gb or stream fewer layers"
             )
-        home = _tensor_over(memory[0], ticket, layout)
+        home = tensor_over(memory[0], ticket, layout)
         home.copy_(tensor)
         self._tickets[home.data_ptr()] = ticket
         return home
@@ -162,12 +162,11 @@ class Homes:
         )
         return ticket if same else None
 
-    def _presize(self, parameters: list[torch.Tensor]) -> None:
-        """Take large segments at once: parameters pack into them with little waste."""
+    def presize(self, tensors: list[torch.Tensor]) -> None:
+        """Take large segments at once for tensors like these: they pack into them with little waste."""
         if not isinstance(self.store, HostStore):
             return
-        coming = {id(p): p for p in parameters if self.ticket_of(p) is None}
-        sizes = [round_up(p.nbytes, PART_BYTES) for p in coming.values()]
+        sizes = [round_up(p.nbytes, PART_BYTES) for p in {id(p): p for p in tensors}.values()]
         with contextlib.ExitStack() as undo:
             for num_bytes in _segment_sizes(sizes, self.store.segment_bytes):
                 layout = Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)
@@ -251,7 +250,7 @@ def _segment_sizes(sizes: list[int], largest: int) -> Iterator[int]:
             left -= segment
 
 
-def _tensor_over(memory: torch.Tensor, ticket: Ticket, layout: Layout) -> torch.Tensor:
+def tensor_over(memory: torch.Tensor, ticket: Ticket, layout: Layout) -> torch.Tensor:
     """See NOTE [a storage of its own]."""
     buffer = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
     weakref.finalize(buffer, _let_go, memory, ticket).atexit = False

@@ -28,7 +28,7 @@ import torch
 from memscale._errors import StoreFullError
 from memscale._torch import private
 from memscale._units import round_up
-from memscale.techniques.offload.parameters.parameter_homes import CPU, Homes, unviewed
+from memscale.techniques.offload.parameters.parameter_homes import CPU, Homes, tensor_over, unviewed
 from memscale.techniques.offload.parameters.sum_order import Tails
 from memscale.techniques.offload.store.stores import PART_BYTES, Layout, StoreCounters, Ticket
 from memscale.techniques.offload.transfer import stream_order
@@ -92,8 +92,9 @@ class Visit:
 class Landing:
     """A gradient on its way home."""
 
-    def __init__(self, ticket: Ticket, home: torch.Tensor) -> None:
-        self.num_bytes = ticket.num_bytes
+    def __init__(self, ticket: Ticket, home: torch.Tensor | None) -> None:
+        """`home`: memory that it is copied on to, out of the way of others; None: it stays where it lands."""
+        self.num_bytes = 0 if home is None else ticket.num_bytes
         self._ticket: Ticket | None = ticket
         self._home: torch.Tensor | None = home
         self._lock = threading.Lock()
@@ -102,13 +103,42 @@ class Landing:
         """Complete the gradient, in whichever thread needs it first; then let go of it."""
         with self._lock:
             (ticket, self._ticket), (home, self._home) = (self._ticket, None), (self._home, None)
-            if ticket is None or home is None or ticket.store.closed:
+            if ticket is None or ticket.store.closed:
                 return  # closed: the pass failed and was taken off before its gradients landed; nobody waits for them
             if ticket.written is not None:
                 stream_order.order(None, ticket.written, "host after gradient")
+            if home is None:
+                return
             if ticket.store.keeps_bytes:
                 ticket.store.read(ticket, [ticket.layout.flatten(home)])
             ticket.store.free(ticket)
+
+
+class LandedGradients:
+    """Gradients in the pinned memory in which they have landed: the device reads them there again, to be stepped with.
+
+    They are the user's: a gradient that dies gives its memory back.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()  # by address
+
+    def home_of(self, ticket: Ticket) -> torch.Tensor | None:
+        """The gradient where it lands; None where that is not in one piece."""
+        memory = ticket.store.memory_of(ticket) if ticket.store.keeps_bytes else []
+        if len(memory) != 1 or ticket.layout.has_gaps:
+            return None
+        home = tensor_over(memory[0], ticket, ticket.layout)
+        self._tickets[home.data_ptr()] = ticket
+        return home
+
+    def ticket_of(self, gradient: torch.Tensor) -> Ticket | None:
+        """The claim on a gradient's memory, if it is still where it has landed, unchanged in form."""
+        ticket = self._tickets.get(gradient.data_ptr()) if gradient.layout is torch.strided else None
+        if ticket is None or ticket.freed or ticket.store.closed:
+            return None
+        layout, found = ticket.layout, (gradient.dtype, tuple(gradient.shape), tuple(gradient.stride()))
+        return ticket if (layout.dtype, layout.shape, layout.stride) == found else None
 
 
 class Flight:
@@ -220,6 +250,8 @@ class Streamer:
         """For the layers that come next in forward."""
         self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
         self.tails = Tails(device)
+        self.landed: LandedGradients | None = None
+        """Gradients that wait for the device to step their parameters; None: the host reads them first."""
 
     def add(self, layer: Layer) -> None:
         self.layers.append(weakref.ref(layer))
@@ -243,9 +275,10 @@ class Streamer:
         layer = self.layers[index]()
         assert layer is not None
         parameters = layer.parameters()
-        return Visit(parameters, [self._bring(parameter) for parameter in parameters], place)
+        return Visit(parameters, [self.bring(parameter) for parameter in parameters], place)
 
-    def _bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+    def bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
+        """One parameter's values, on their way to the device or there."""
         ticket = self.homes.ticket_of(parameter) if self.homes.store is not None else None
         if ticket is not None:
             return self.transfers.fetch(ticket)
@@ -255,7 +288,7 @@ class Streamer:
 
     def bring_one(self, parameter: torch.Tensor) -> torch.Tensor:
         """One parameter's copy, for the current stream, out of turn."""
-        visit = Visit([parameter], [self._bring(parameter)], -1)
+        visit = Visit([parameter], [self.bring(parameter)], -1)
         weight = visit.weights()[0]
         visit.leave_homes()
         return weight
@@ -357,8 +390,11 @@ class Streamer:
         ticket = flight.send(gradient)
         if ticket is None:
             return self._send_now(gradient, passage)
-        home = ticket.layout.rebuild(ticket.layout.empty(passage.host))
-        passage.landing = Landing(ticket, home)
+        home = self.landed.home_of(ticket) if self.landed is not None else None
+        passage.landing = Landing(ticket, None)
+        if home is None:
+            home = ticket.layout.rebuild(ticket.layout.empty(passage.host))
+            passage.landing = Landing(ticket, home)
         flight.expect(ticket, passage.landing)
         return home
 
@@ -367,6 +403,12 @@ class Streamer:
             self.transfers.stats.num_sends += 1
             self.transfers.stats.bytes_sent += gradient.nbytes if gradient.layout is torch.strided else 0
         return gradient.to(passage.host)
+
+    def keep_gradients(self) -> None:
+        """Gradients stay in the pinned memory in which they land, of which there is to be enough for all of them."""
+        if self.overlaps and self.store.keeps_bytes and self.landed is None:
+            self.landed = LandedGradients()
+            self.homes.presize([p for p in self.parameters() if p.requires_grad])
 
     def make_room_for_landings(self) -> None:
         """Take the pinned memory for gradients now, so that its size does not depend on how threads run."""

@@ -40,6 +40,7 @@ from memscale.techniques.offload.parameters.parameter_homes import (
     overlapping,
     slots_of,
 )
+from memscale.techniques.offload.parameters.step_visits import StepVisits
 from memscale.techniques.offload.parameters.streamer import Expectation, Passage, Stamp, Streamer, Visit
 from memscale.techniques.offload.parameters.sum_order import Uses, follow
 from memscale.techniques.offload.store.host import HostStore
@@ -352,9 +353,10 @@ def _attach_model(streamer: Streamer, model: nn.Module, undo: contextlib.ExitSta
 
 
 def _announce(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Optimizers are told that some parameters live on the host, and step those on the device at once, in parts."""
-    implementations.begin_streaming(streamer)
-    undo.callback(implementations.end_streaming, streamer)
+    """Optimizers are told that some parameters live on the host, and step each device's on their own."""
+    visits = StepVisits(streamer)
+    implementations.begin_streaming(visits)
+    undo.callback(implementations.end_streaming, visits)
     in_parts.attach(model, undo)
 
 

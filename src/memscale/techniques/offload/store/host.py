@@ -15,7 +15,7 @@ import torch
 from memscale._errors import StoreFullError
 from memscale._units import show_bytes
 from memscale.techniques.offload.store.extents import Extents
-from memscale.techniques.offload.store.stores import PART_BYTES, Store, Ticket
+from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, Ticket
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 """The largest segment; a larger tensor is split over several."""
@@ -72,6 +72,18 @@ class HostStore(Store):
         for part in parts:
             yield from lay_over(memory, part, offset)
             offset += part.numel()
+
+    def part_of(self, ticket: Ticket, layout: Layout, offset: int) -> Ticket:
+        pieces, start, end = [], 0, offset + layout.num_bytes
+        for piece in ticket.spot:
+            low, high = max(offset, start), min(end, start + piece.num_bytes)
+            if low < high:
+                pieces.append(Piece(piece.segment, piece.offset + low - start, high - low))
+            start += piece.num_bytes
+        part = Ticket(self, layout, pieces)
+        part.freed = True
+        part.written, part.read = ticket.written, ticket.read
+        return part
 
     def _reserve(self, num_bytes: int) -> list[Piece]:
         pieces: list[Piece] = []

@@ -104,6 +104,24 @@ class Layout:
         return spread.as_strided(self.shape, self.stride)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some elements of a tensor without gaps, in the order in which they lie."""
+
+    start: int
+    stop: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements, in the tensor's own memory."""
+        line = tensor.detach().as_strided((tensor.numel(),), (1,))
+        return line[self.start : self.stop]
+
+    def layout(self, dtype: torch.dtype, device: torch.device) -> Layout:
+        """Of a tensor that holds them alone."""
+        count = self.stop - self.start
+        return Layout(dtype, (count,), (1,), device, count, False)
+
+
 def _collapsed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with every expanded dimension once."""
     return tuple(1 if step == 0 and n > 1 else n for n, step in zip(shape, stride, strict=True))
@@ -319,6 +337,10 @@ class Store:
 
     def read(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
         """The spot's bytes into parts of host memory, one after another. Blocking."""
+        raise NotImplementedError
+
+    def part_of(self, ticket: Ticket, layout: Layout, offset: int) -> Ticket:
+        """A claim on a stretch of a waiting tensor's bytes, which is the whole's to free (stores in memory only)."""
         raise NotImplementedError
 
     def memory_of(self, ticket: Ticket) -> list[torch.Tensor]:

@@ -1,0 +1,87 @@
+"""Guests: parameters that live on the host, on the device for their optimizer's step.
+
+    guests = Guests(parameters)         # their values and gradients are on their way
+    stand_ins = guests.stand_ins()      # by the id of each: a parameter on the device that is stepped in its place
+    guests.go_home()                    # the stepped values are on their way back
+    guests.let_go()                     # their device memory is free
+
+An optimizer steps a streamed parameter's stand-in with the kernels that it would have used for the parameter itself,
+were that on the device: the bits are those of a model that is not streamed. Until `go_home` nothing has changed on the
+host, so a step that fails leaves the parameters of its bucket as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from memscale.techniques.offload.optimizer.implementations import Coming, Streams, streamed_parameters
+from memscale.techniques.offload.parameters.parameter_homes import overlapping
+from memscale.techniques.offload.store.stores import Stretch
+from memscale.techniques.offload.transfer.transfers import Arrival
+
+
+class Guests:
+    """Some streamed parameters of one bucket, or a stretch of the elements of one."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], stretch: Stretch | None = None) -> None:
+        streams = streamed_parameters()
+        self._stretch = stretch
+        self._hosts: list[tuple[torch.Tensor, Streams]] = [(p, streams[id(p)]) for p in parameters]
+        self._coming: list[tuple[Coming, Coming | None]] = [
+            (host.bring(p, stretch), host.bring_gradient(p, stretch) if p.grad is not None else None)
+            for p, host in self._hosts
+        ]
+        self._stand_ins: dict[int, nn.Parameter] = {}
+        self._versions: dict[int, int] = {}
+        """Of the gradients, as they came."""
+
+    def stand_ins(self) -> dict[int, nn.Parameter]:
+        """For the current stream, which waits for what has not arrived."""
+        for (parameter, _), (weight, gradient) in zip(self._hosts, self._coming, strict=True):
+            stand_in = nn.Parameter(_arrived(weight), requires_grad=parameter.requires_grad)
+            vars(stand_in).update(vars(parameter))
+            if gradient is not None:
+                stand_in.grad = _arrived(gradient)
+                self._versions[id(parameter)] = stand_in.grad._version
+            self._stand_ins[id(parameter)] = stand_in
+        self._coming = []
+        return self._stand_ins
+
+    def go_home(self) -> None:
+        """What the step has left. Gradients go only where it has changed them."""
+        for parameter, host in self._hosts:
+            stand_in = self._stand_ins.pop(id(parameter))
+            host.take_home(parameter, stand_in.detach(), self._stretch)
+            changed = stand_in.grad is not None and stand_in.grad._version != self._versions[id(parameter)]
+            if changed and parameter.grad is not None and stand_in.grad is not None:
+                with torch.no_grad():
+                    (self._stretch.of(parameter.grad) if self._stretch else parameter.grad).copy_(stand_in.grad)
+
+    def let_go(self) -> None:
+        for parameter, host in self._hosts:
+            host.let_go(parameter, self._stretch)
+
+
+def visitors() -> dict[int, torch.device]:
+    """By their ids: the streamed parameters that can be stepped on the device, and that device.
+
+    Those that share memory with another are stepped where it is: each would overwrite what the other one's step did.
+    """
+    found: dict[int, torch.device] = {}
+    for streams in {id(one): one for one in streamed_parameters().values()}.values():
+        alone = (group[0] for group in overlapping(streams.parameters()) if len(group) == 1)
+        found.update((id(parameter), streams.device) for parameter in alone)
+    return found
+
+
+def wait_until_home() -> None:
+    """No guest is on its way any more: the host may read and write what lives there."""
+    for streams in {id(one): one for one in streamed_parameters().values()}.values():
+        streams.wait_until_home()
+
+
+def _arrived(coming: Coming) -> torch.Tensor:
+    return (coming.wait() if isinstance(coming, Arrival) else coming).detach()

@@ -1,0 +1,93 @@
+"""Streamed parameters visit the device once more in a training step: to be stepped there.
+
+    visits = StepVisits(streamer)
+    weight, gradient = visits.bring(parameter), visits.bring_gradient(parameter)    # on their way, or there
+    visits.take_home(parameter, stepped)        # the new values are on their way
+    visits.let_go(parameter)                    # the device memory that they are copied from is free
+    visits.wait_until_home()                    # from here on homes may be read and written by the host
+
+Who steps them is in `offload/optimizer` (guests.py), which knows of nobody who streams but by `Streams`.
+
+NOTE [homes after a step]: a program may look at its parameters, or write to them, as soon as `step()` has returned. So
+the host waits, once, for the last copy into a home; it comes after all others on its stream, and after all copies out
+of homes that were stepped. What was fetched ahead for a step that failed is used by nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memscale.techniques.offload.parameters.streamer import Streamer
+from memscale.techniques.offload.store.stores import Stretch, Ticket
+from memscale.techniques.offload.transfer import stream_order
+from memscale.techniques.offload.transfer.transfers import Arrival
+
+
+def _part(ticket: Ticket, stretch: Stretch) -> Ticket:
+    layout = stretch.layout(ticket.layout.dtype, ticket.layout.device)
+    return ticket.store.part_of(ticket, layout, stretch.start * layout.dtype.itemsize)
+
+
+class StepVisits:
+    """Of the parameters of one streamer."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+        self._leaving: dict[tuple[int, int], Ticket] = {}
+        """By parameter id and first element: copies to homes whose sources are still held."""
+        self._last_written: torch.Event | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._streamer.device
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._streamer.parameters()
+
+    def bring(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Arrival | torch.Tensor:
+        """The parameter's values, or those of a stretch of its elements."""
+        return self._brought(parameter.detach(), self._home_of(parameter), stretch)
+
+    def bring_gradient(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Arrival | torch.Tensor:
+        gradient = parameter.grad
+        assert gradient is not None, "who asks has looked"
+        landed = self._streamer.landed
+        return self._brought(gradient.detach(), None if landed is None else landed.ticket_of(gradient), stretch)
+
+    def _home_of(self, parameter: torch.Tensor) -> Ticket | None:
+        homes = self._streamer.homes
+        return homes.ticket_of(parameter) if homes.store is not None else None
+
+    def _brought(self, home: torch.Tensor, ticket: Ticket | None, stretch: Stretch | None) -> Arrival | torch.Tensor:
+        if ticket is None:
+            return (home if stretch is None else stretch.of(home)).to(self.device)
+        part = ticket if stretch is None else _part(ticket, stretch)
+        arrival = self._streamer.transfers.fetch(part)
+        ticket.read = part.read
+        return arrival
+
+    def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None:
+        """These values become the parameter's."""
+        ticket = self._home_of(parameter)
+        if ticket is None:
+            with torch.no_grad():
+                (parameter if stretch is None else stretch.of(parameter)).copy_(stepped)
+            return
+        part = ticket if stretch is None else _part(ticket, stretch)
+        self._streamer.transfers.send(stepped, part)
+        torch.autograd.graph.increment_version(parameter)
+        self._leaving[id(parameter), stretch.start if stretch is not None else 0] = part
+        ticket.written = self._last_written = part.written
+
+    def let_go(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> None:
+        ticket = self._leaving.pop((id(parameter), stretch.start if stretch is not None else 0), None)
+        if ticket is not None:
+            self._streamer.transfers.wait_sent(ticket)
+
+    def wait_until_home(self) -> None:
+        """See NOTE [homes after a step]."""
+        while self._leaving:
+            self._streamer.transfers.wait_sent(self._leaving.popitem()[1])
+        if self._last_written is not None:
+            stream_order.order(None, self._last_written, "host after stepped weights")
+        self._last_written = None
