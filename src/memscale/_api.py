@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -32,6 +33,7 @@ from memscale._planning.saved_plans import device_for, refuse_plan, with_conditi
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._torch.optimizer_steps import owns_any
+from memscale._torch.overrides import undo_with
 from memscale.report import console, outcomes
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 from memscale.techniques.optimizer8bit.eight_bit import is_8bit, moments_of
@@ -153,7 +155,13 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
     refuse_plan(plan, hardware, config)
     _refuse_unusable(_model_of(model), config)
     _detach_earlier(_model_of(model))
-    return execute_plan(_model_of(model), plan, _settings(config, device, hardware), known)
+    executor = execute_plan(_model_of(model), plan, _settings(config, device, hardware), known)
+    try:
+        _serve_metrics(executor, config)
+    except BaseException:
+        executor.detach()
+        raise
+    return executor
 
 
 def detach(model: nn.Module) -> None:
@@ -341,6 +349,30 @@ def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:
         console.show_hardware(hardware)
     _warn_of_slow_math(config, hardware)
     _tell_of_unified_memory(config, hardware)
+    _serve_metrics(executor, config)
+
+
+def _serve_metrics(executor: Executor, config: Config) -> None:
+    """Show what happens in training on the port that the config names, until detached or until the model is gone."""
+    if config.observability_port is None:
+        return
+    from memscale._execute.telemetry import StepRecorder
+    from memscale.report import metrics
+
+    recorder = StepRecorder(executor)
+    reference = weakref.ref(recorder)
+    # Every process of a node would take the same port: each takes the one of its place on the node.
+    shift = int(os.environ.get("LOCAL_RANK", "0")) if config.observability_port else 0
+    server = metrics.serve(
+        lambda: None if (alive := reference()) is None else alive.read(),
+        config.observability_host,
+        config.observability_port + shift,
+    )
+    closing = contextlib.ExitStack()
+    undo_with(executor.model, server.close, closing)
+    executor.on_detach(closing.close)
+    executor.metrics_url = server.url
+    logger.info("metrics are served at %s", server.url)
 
 
 def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:

@@ -19,7 +19,8 @@ import memscale
 from memscale import _api
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision
-from memscale.integrations.huggingface import STATE_FILE, _Callback, _Meter, wrap_trainer
+from memscale._torch.step_meter import StepMeter
+from memscale.integrations.huggingface import STATE_FILE, _Callback, wrap_trainer
 from tests.lanes import in_turns
 
 VOCABULARY, LENGTH = 64, 16
@@ -448,7 +449,7 @@ class Meter(TrainerCallback):
     """The peak of the second step of a trainer that nobody wrapped, measured as the log's is."""
 
     def __init__(self) -> None:
-        self.meter = _Meter()
+        self.meter = StepMeter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.begin(kwargs["model"], kwargs["optimizer"].optimizer)

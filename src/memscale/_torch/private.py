@@ -248,6 +248,22 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return ordinary
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` stands around this very module: `torch.compile(module)`, `module.compile()` or
+    `module.forward = torch.compile(module.forward)`. Does not load the compiler."""
+    return (
+        is_compiled_module(module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` returns: a module around the other one, `_orig_mod`."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: then nobody can have compiled anything
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
 def next_sequence_number() -> int:
     """What the next node of this thread's graph will be numbered with; those made before have lower numbers."""
     return int(torch._C._autograd._get_sequence_nr())

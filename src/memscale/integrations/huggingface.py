@@ -11,9 +11,7 @@ With `use_8bit_optimizer`, what the trainer's `create_optimizer` makes is replac
 once, before a scheduler or a checkpoint sees it. An optimizer that the trainer was given stays what it is, and its
 waiting state is in 8 bits.
 
-On an accelerator the peak is the allocator's. A CPU keeps no such counter, so one step is measured: the second, when
-optimizer state exists. It counts the model, its gradients and optimizer state, and
-all that the step computes; tensors of others in the same process are left out.
+How peaks and samples are counted is said in `memscale._torch.step_meter`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import contextlib
 import json
 import logging
 import pathlib
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -30,13 +27,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
-from memscale._torch.live_bytes import LiveBytes
-from memscale._torch.overrides import OwnHook
+from memscale._torch.step_meter import SampleCounter, StepMeter
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
 logger = logging.getLogger("memscale")
@@ -100,7 +95,7 @@ class _Session:
         self.config = config
         self.executor: Attached | None = None
         self.optimizer: Optimizer | None = None
-        self.meter = _Meter()
+        self.meter = StepMeter()
         self.resume_from: str | None = None
         self.conversion: Conversion | None = None
         self.replaced: Optimizer | None = None
@@ -136,7 +131,7 @@ class _Session:
         accumulates = self.trainer.args.gradient_accumulation_steps > 1
         executor = self._attach(model, config, optimizer, self.replaced, accumulates)
         executor.on_detach(self._on_detach, executor)
-        feeder = model.register_forward_pre_hook(_Feeder(self.meter), prepend=True, with_kwargs=True)
+        feeder = model.register_forward_pre_hook(SampleCounter(self.meter), prepend=True, with_kwargs=True)
         executor.on_detach(feeder.remove)
         self.executor, self.optimizer = executor, optimizer
 
@@ -181,6 +176,13 @@ class _Session:
             self.attach_to(model, inner)
         self._load_state()
         self.meter.begin(model, inner)
+        if self.meter.device_type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()  # the peak that is logged is this training's
+
+    def figures(self) -> dict[str, float]:
+        """What goes into the trainer's logs."""
+        plan = self.executor.plan if self.executor is not None else None
+        return self.meter.figures(None if plan is None else plan.baseline_peak_bytes)
 
     def _wrapped_model(self) -> nn.Module | None:
         return getattr(self.executor, "model", None)
@@ -223,91 +225,9 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not t
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if "loss" in logs or "train_loss" in logs:
-            figures = self.session.meter.figures(self.session.executor)
+            figures = self.session.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
-
-
-class _Meter:
-    """Samples, seconds and bytes of training, as they really were."""
-
-    def __init__(self) -> None:
-        self._model: weakref.ref[nn.Module] | None = None
-        self._optimizer: Optimizer | None = None
-        self.device_type = "cpu"
-        self.num_steps = 0
-        self.num_samples = 0
-        self.peak_bytes: int | None = None
-        self._seconds = 0.0
-        self._mark = 0.0
-        self._measuring = contextlib.ExitStack()
-        self._books: LiveBytes | None = None
-
-    def begin(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self.stop()
-        self.__init__()  # type: ignore[misc]  # every training starts from nothing
-        self._model, self._optimizer = weakref.ref(model), optimizer
-        self.device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        self._mark = time.perf_counter()
-        if self.device_type != "cpu":
-            torch.accelerator.reset_peak_memory_stats()
-
-    def step_begins(self) -> None:
-        if self.num_steps == 1 and self.device_type == "cpu":
-            self._books = LiveBytes("cpu", 1)
-            self._books.see_all(self._resident(), "other")
-            self._measuring.enter_context(self._books)
-
-    def _resident(self) -> list[Any]:
-        model = self._model() if self._model is not None else None
-        parameters = list(model.parameters()) if model is not None else []
-        return [
-            parameters,
-            [parameter.grad for parameter in parameters],
-            list(model.buffers()) if model is not None else [],
-            list(self._optimizer.state.values()) if self._optimizer is not None else [],
-        ]
-
-    def step_ends(self) -> None:
-        self.num_steps += 1
-        now = time.perf_counter()
-        self._seconds, self._mark = self._seconds + now - self._mark, now
-        if self._books is not None:
-            self._measuring.close()
-            self.peak_bytes, self._books = self._books.peak_bytes, None
-
-    def pause_ends(self) -> None:
-        """An evaluation or a save is over; it was no training."""
-        self._mark = time.perf_counter()
-
-    def stop(self) -> None:
-        """Leave no measurement open, whatever happened."""
-        self._measuring.close()
-        self._books = None
-
-    def figures(self, executor: Attached | None) -> dict[str, float]:
-        """What goes into the trainer's logs."""
-        result = {"memscale_samples_per_second": self.num_samples / self._seconds} if self._seconds else {}
-        peak_bytes = self.peak_bytes if self.device_type == "cpu" else torch.accelerator.max_memory_allocated()
-        plan = executor.plan if executor is not None else None
-        if peak_bytes is not None:
-            result["memscale_peak_gb"] = peak_bytes / 1e9
-            if plan is not None and plan.baseline_peak_bytes:
-                result["memscale_reduction"] = 1 - peak_bytes / plan.baseline_peak_bytes
-        return result
-
-
-class _Feeder(OwnHook):
-    """A forward pre-hook: counts samples in training."""
-
-    def __init__(self, meter: _Meter) -> None:
-        self.meter = meter
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is None or not (model.training and torch.is_grad_enabled()):
-            return
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
-        self.meter.num_samples += next((len(tensor) for tensor in tensors), 0)
 
 
 class _Train:
