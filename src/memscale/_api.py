@@ -24,6 +24,7 @@ from memscale._errors import ConfigError, DoesNotFitError, MemScaleError
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
+from memscale._execute.telemetry import StepRecorder
 from memscale._hardware import Hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
@@ -273,6 +274,19 @@ def _attach_unplanned(
     return _attach(model, config, None, optimizer, derive=False, baseline=baseline, holds_gradients=holds_gradients)
 
 
+def attach_inside(
+    model: nn.Module,
+    config: Config,
+    optimizer: Optimizer | None,
+    holds_gradients: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Executor:
+    """Wrap a model in the first moment of a training forward with these arguments, which follows the plan already."""
+    begun = Inputs(args, kwargs)
+    return _attach(model, config, None, optimizer, derive=False, holds_gradients=holds_gradients, begun=begun)
+
+
 def _attach(
     model: nn.Module,
     config: Config,
@@ -283,11 +297,12 @@ def _attach(
     baseline: Optimizer | None = None,
     reporter: _StackReport | None = None,
     holds_gradients: bool = False,
+    begun: Inputs | None = None,
 ) -> Executor:
     """Wrap all or nothing: an error half-way leaves the model as it was.
 
     `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
-    says that the loop adds up gradients over several batches.
+    says that the loop adds up gradients over several batches; `begun` are the inputs of a forward that is under way.
     """
     _detach_earlier(model)
     _refuse_unusable(model, config)
@@ -297,6 +312,7 @@ def _attach(
     try:
         executor.adopt()
         _introduce(executor, config, hardware)
+        recorder = _serve_metrics(executor, config)
         known, replacement = _roles(optimizer, baseline)
         job = Job(model, config, hardware, known, replacement, holds_gradients)
         replanner = Replanner(executor, job, reporter)
@@ -307,6 +323,10 @@ def _attach(
             _plan_now(replanner, model, inputs, is_guess=is_guess)
         handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
+        if begun is not None:  # PyTorch goes through the hooks that were there when the forward began
+            for hook in (replanner, recorder):
+                if hook is not None:
+                    hook(model, begun.args, begun.kwargs)
     except BaseException:
         executor.detach()
         raise
@@ -349,14 +369,12 @@ def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:
         console.show_hardware(hardware)
     _warn_of_slow_math(config, hardware)
     _tell_of_unified_memory(config, hardware)
-    _serve_metrics(executor, config)
 
 
-def _serve_metrics(executor: Executor, config: Config) -> None:
+def _serve_metrics(executor: Executor, config: Config) -> StepRecorder | None:
     """Show what happens in training on the port that the config names, until detached or until the model is gone."""
     if config.observability_port is None:
-        return
-    from memscale._execute.telemetry import StepRecorder
+        return None
     from memscale.report import metrics
 
     recorder = StepRecorder(executor)
@@ -373,6 +391,7 @@ def _serve_metrics(executor: Executor, config: Config) -> None:
     executor.on_detach(closing.close)
     executor.metrics_url = server.url
     logger.info("metrics are served at %s", server.url)
+    return recorder
 
 
 def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:

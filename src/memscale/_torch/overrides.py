@@ -109,6 +109,12 @@ class ForwardOverride(MethodOverride):
     method = "forward"
 
 
+def is_redirected(module: nn.Module) -> bool:
+    """Whether a call of this module runs another of its methods: Lightning sends `training_step` through the forward of
+    the module that DDP holds, and puts a function of its own in the place of that forward for the moment."""
+    return "_ForwardRedirection" in getattr(vars(module).get("forward"), "__qualname__", "")
+
+
 def _restore(module: nn.Module, name: str, value: Any) -> None:
     if value is None:
         del vars(module)[name]

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from memscale._errors import ConfigError, MemScaleError
+from memscale._errors import ConfigError, MemScaleError, install_command
 from memscale._plan import Plan
-from memscale.report.doctor import install_command
 from memscale.report.explain import what_is_done
 from memscale.techniques import by_technique
 
