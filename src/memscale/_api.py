@@ -32,6 +32,7 @@ from memscale._planning.job import Job, device_of
 from memscale._planning.replanning import Replanner
 from memscale._planning.saved_plans import device_for, refuse_plan, with_conditions
 from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._torch.optimizer_steps import owns_any
 from memscale._torch.overrides import undo_with
@@ -81,7 +82,7 @@ def wrap(
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
-        return cast(Target, wrap_trainer(target, config, _attach_unplanned))
+        return cast(Target, wrap_trainer(target, config, attach_unplanned))
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
     _attach(_model_of(target), config, inputs, None)
     return target
@@ -267,7 +268,7 @@ class _StackReport:
             console.show(outcomes.describe(plan, executor.outcomes))
 
 
-def _attach_unplanned(
+def attach_unplanned(
     model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None, holds_gradients: bool
 ) -> Executor:
     """Wrap a model whose real batches are to come: the plan is made at its first training forward."""
@@ -417,6 +418,7 @@ def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
 
 def _refuse_unusable(model: nn.Module, config: Config) -> None:
     refuse_unprofilable(model)
+    refuse_compiled_around_blocks(model)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise MemScaleError(
             f"{type(model).__name__} is on the meta device and has no weights to train: give it some before it is "

@@ -201,6 +201,7 @@ def _same_tree(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 def test_a_run_is_resumed(tmp_path: pathlib.Path) -> None:
     modules = []
     for name, make in (("plain", list), ("ours", lambda: [MemScaleCallback(FORCED)])):

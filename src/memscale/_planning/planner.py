@@ -45,6 +45,7 @@ from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.tile_sizes import Tiles, find_tiles
 from memscale._profile import KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
+from memscale._profile.layers import compiled_parts
 from memscale._profile.profiler import open_rehearsal, profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach
 from memscale._profile.shallow import ShallowRehearsal, open_shallow, rehearse_short
@@ -90,6 +91,7 @@ class Planner:
         """Rehearsals, by what was done, without the reasons for it, and whether transfers overlapped."""
         self._held_by: dict[Hashable, Held | None] = {}
         self.skipped_inside = False
+        self._compiled = compiled_parts(job.model)
         self._known_cost_model: CostModel | None = None
 
     def plan(self, strategy: Strategy) -> Plan:
@@ -380,6 +382,8 @@ class Planner:
         blocks = tuple(self.rehearsal.blocks)
         eligible = resolve(config, self.hardware)
         allowed = [treatment for treatment in TREATMENTS if treatment != KEEP and eligible.allows(treatment)]
+        if self._compiled:  # who keeps outputs of operators must see them, and the compiler fuses them
+            allowed = [treatment for treatment in allowed if treatment.recompute != "selective"]
         given: dict[Treatment, tuple[Action, ...]]
         given = {t: tuple(action for fqn in blocks for action in block_actions(fqn, t)) for t in allowed}
         return given if blocks else {}
@@ -387,8 +391,13 @@ class Planner:
     @property
     def tiles(self) -> Tiles:
         if self._tiles is None:
-            self._tiles = find_tiles(self.rehearsal, self.shallow)
+            found = find_tiles(self.rehearsal, self.shallow)
+            inside = tuple(action for action in found.inside if not self._is_compiled(action.module_fqn))
+            self._tiles = dataclasses.replace(found, inside=inside)
         return self._tiles
+
+    def _is_compiled(self, module_fqn: str) -> bool:
+        return any(f"{module_fqn}.".startswith(f"{part}.") or not part for part in self._compiled)
 
     def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
         settings = ExecutionSettings.from_config(config, torch.device(self.rehearsal.device_type))

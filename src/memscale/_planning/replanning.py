@@ -34,7 +34,7 @@ from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
 from memscale._torch import private
-from memscale._torch.overrides import OwnHook, is_redirected
+from memscale._torch.overrides import OwnHook, is_redirected, refuse_compiler
 from memscale._units import show_bytes
 from memscale.report import console
 
@@ -94,6 +94,10 @@ class Replanner(OwnHook):
         executor.on_detach(self._watch.stop)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            if model.training and torch.is_grad_enabled():
+                refuse_compiler(type(model).__name__)
+            return
         if self._is_planning or is_redirected(model):
             return
         if torch.is_grad_enabled():

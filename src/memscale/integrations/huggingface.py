@@ -27,7 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
@@ -64,21 +64,21 @@ optimizer, the one that it replaces, if any, and whether gradients are added up 
 
 def wrap_trainer(trainer: Trainer, config: Config, attach: Attach) -> Trainer:
     """Wrap the trainer's model and stand beside its training. `memscale.detach(trainer)` undoes both."""
-    session = _Session(trainer, _respecting_the_trainer(trainer, config), attach)
+    config = _respecting_the_trainer(trainer.args, trainer.model, trainer.accelerator.mixed_precision, config)
+    session = _Session(trainer.args, config, attach)
     if trainer.model is not None:
         session.attach_to(trainer.model, None)
-    session.install()
+    session.install(trainer)
     return trainer
 
 
-def _respecting_the_trainer(trainer: Trainer, config: Config) -> Config:
+def _respecting_the_trainer(args: TrainingArguments, model: Any, precision: str, config: Config) -> Config:
     """Without the techniques that the trainer applies by itself."""
     changes: dict[str, Any] = {}
-    checkpoints = trainer.args.gradient_checkpointing or getattr(trainer.model, "is_gradient_checkpointing", False)
+    checkpoints = args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)
     if checkpoints and config.enable_checkpointing:
         logger.info("the Trainer's gradient_checkpointing is on: MemScale does not checkpoint again")
         changes["enable_checkpointing"] = False
-    precision = trainer.accelerator.mixed_precision
     if precision != "no" and config.use_mixed_precision:
         logger.info("the Trainer computes in %s: its autocast stays in charge", precision)
         changes["use_mixed_precision"] = False
@@ -86,10 +86,12 @@ def _respecting_the_trainer(trainer: Trainer, config: Config) -> Config:
 
 
 class _Session:
-    """One trainer while it is wrapped."""
+    """One trainer while it is wrapped, or one training of a trainer that has the callback."""
 
-    def __init__(self, trainer: Trainer, config: Config, attach: Attach) -> None:
-        self._trainer = weakref.ref(trainer)
+    def __init__(self, args: TrainingArguments, config: Config, attach: Attach) -> None:
+        self._args = args
+        self._trainer: weakref.ref[Trainer] | None = None
+        """None: a callback does not know it."""
         self._attach = attach
         self._undo = contextlib.ExitStack()
         self.config = config
@@ -101,24 +103,19 @@ class _Session:
         self.replaced: Optimizer | None = None
         """What the trainer had made, while bitsandbytes' class stands in for it."""
 
-    @property
-    def trainer(self) -> Trainer:
-        trainer = self._trainer()
-        assert trainer is not None, "a session is only used through its trainer"
-        return trainer
-
-    def install(self) -> None:
+    def install(self, trainer: Trainer) -> None:
         """Be the first callback, so that the trainer's reporters see what is added to the logs."""
-        callbacks, callback = self.trainer.callback_handler.callbacks, _Callback(self)
+        reference = self._trainer = weakref.ref(trainer)
+        callbacks, callback = trainer.callback_handler.callbacks, _Callback(self)
         callbacks.insert(0, callback)
         self._undo.callback(_remove, callbacks, callback)
-        replacement = _Train(self, self.trainer)
-        vars(self.trainer)["train"] = replacement
-        self._undo.callback(_restore_method, self._trainer, "train", replacement)
+        replacement = _Train(self, trainer)
+        vars(trainer)["train"] = replacement
+        self._undo.callback(_restore_method, reference, "train", replacement)
         if self.config.use_8bit_optimizer:
-            creation = _CreateOptimizer(self, self.trainer)
-            vars(self.trainer)["create_optimizer"] = creation
-            self._undo.callback(_restore_method, self._trainer, "create_optimizer", creation)
+            creation = _CreateOptimizer(self, trainer)
+            vars(trainer)["create_optimizer"] = creation
+            self._undo.callback(_restore_method, reference, "create_optimizer", creation)
             self._undo.callback(self._give_back_optimizer)
 
     def attach_to(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -128,7 +125,7 @@ class _Session:
         config = self.config
         if self.conversion is not None:
             config = config.replace(use_8bit_optimizer=True)  # it is, whether the plan needs it or not
-        accumulates = self.trainer.args.gradient_accumulation_steps > 1
+        accumulates = self._args.gradient_accumulation_steps > 1
         executor = self._attach(model, config, optimizer, self.replaced, accumulates)
         executor.on_detach(self._on_detach, executor)
         feeder = model.register_forward_pre_hook(SampleCounter(self.meter), prepend=True, with_kwargs=True)
@@ -156,7 +153,8 @@ class _Session:
 
     def _give_back_optimizer(self) -> None:
         """The trainer has what it made, with its state in 32 bits."""
-        conversion, replaced, trainer = self.conversion, self.replaced, self._trainer()
+        conversion, replaced = self.conversion, self.replaced
+        trainer = self._trainer() if self._trainer is not None else None
         self.conversion = self.replaced = None
         if conversion is None or replaced is None:
             return
@@ -228,6 +226,50 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not t
             figures = self.session.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
+
+
+class MemScaleCallback(_Callback):
+    """Make a model train in less memory, for those who give a `Trainer` its callbacks.
+
+        trainer = Trainer(model=model, args=args, callbacks=[MemScaleCallback(memscale.Config(memory_budget_gb=8))])
+        trainer.train()
+
+    As `memscale.wrap(trainer)`, with three differences, because a callback does not know its trainer. The model is
+    wrapped for the length of a training and is left as it was when that is over (after one that fails, call
+    `memscale.detach(model)`). The figures are in `trainer.state.log_history`; reporters that come before this callback
+    do not see them. With `use_8bit_optimizer` the optimizer stays what it is, and its waiting state is in 8 bits.
+
+    Args:
+        config: What may be done, and the budget; None: the mode BALANCED.
+
+    Raises:
+        DoesNotFitError: In the first training step, where no plan that the config allows fits the budget.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
+        self.config = Config() if config is None else config
+        self.plan: Any = None
+        """What was in force at the end of the latest training."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from memscale import _api
+
+        model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        self.session = _Session(
+            args, _respecting_the_trainer(args, model, precision, self.config), _api.attach_unplanned
+        )
+        if state.global_step:
+            self.session.resume_from = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self.session.begin(model, optimizer)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        executor = self.session.executor
+        if executor is not None:
+            self.plan = executor.plan
+            executor.detach()
 
 
 class _Train:
