@@ -15,6 +15,7 @@ import transformers  # noqa: F401  its own set-up is not a trace that a test lea
 
 import memscale
 from memscale import zoo
+from memscale._errors import install_command
 from memscale.cli import main
 from memscale.report import doctor
 
@@ -334,7 +335,7 @@ def test_doctor_as_json(shell: Shell) -> None:
 
 def test_doctor_names_the_extra_of_what_is_missing() -> None:
     findings = doctor.examine()
-    absent = doctor.Optional("peft", None, doctor.install_command("hf"))
+    absent = doctor.Optional("peft", None, install_command("hf"))
     lines = doctor.lines(doctor.Findings(findings.hardware, findings.versions, (absent,)))
     assert any(
         line.startswith("  peft ") and 'missing; pip install -c constraints.txt ".[hf]"' in line for line in lines

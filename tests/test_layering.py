@@ -30,7 +30,7 @@ ALLOWED = {
     "_execute": DATA | {"_hardware", "_torch", "techniques"},
     "_planning": DATA | {"_decide", "_execute", "_hardware", "_profile", "_torch", "report", "techniques"},
     "zoo": WORDS,
-    "integrations": DATA | {"_torch", "techniques"},
+    "integrations": DATA | {"_api", "_torch", "techniques"},  # what a user makes (a callback) calls the verbs
 }
 """Whom each room may import, at most. `_api`, `cli` and the package itself stand above all of them."""
 ABOVE_ALL = {"__init__", "__main__", "_api", "cli"}

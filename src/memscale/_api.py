@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -23,6 +24,7 @@ from memscale._errors import ConfigError, DoesNotFitError, MemScaleError
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
+from memscale._execute.telemetry import StepRecorder
 from memscale._hardware import Hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
@@ -30,8 +32,10 @@ from memscale._planning.job import Job, device_of
 from memscale._planning.replanning import Replanner
 from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._torch.optimizer_steps import owns_any
+from memscale._torch.overrides import undo_with
 from memscale.report import console, outcomes
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 from memscale.techniques.optimizer8bit.eight_bit import is_8bit, moments_of
@@ -79,7 +83,7 @@ def wrap(
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
-        return cast(Target, wrap_trainer(target, config, _attach_unplanned))
+        return cast(Target, wrap_trainer(target, config, attach_unplanned))
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
     _attach(_model_of(target), config, inputs, None)
     return target
@@ -154,7 +158,13 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
     refuse_plan(plan, hardware, config)
     _refuse_unusable(_model_of(model), config)
     _detach_earlier(_model_of(model))
-    return execute_plan(_model_of(model), plan, _settings(config, device, hardware), known)
+    executor = execute_plan(_model_of(model), plan, _settings(config, device, hardware), known)
+    try:
+        _serve_metrics(executor, config)
+    except BaseException:
+        executor.detach()
+        raise
+    return executor
 
 
 def detach(model: nn.Module) -> None:
@@ -259,11 +269,24 @@ class _StackReport:
             console.show(outcomes.describe(plan, executor.outcomes))
 
 
-def _attach_unplanned(
+def attach_unplanned(
     model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None, holds_gradients: bool
 ) -> Executor:
     """Wrap a model whose real batches are to come: the plan is made at its first training forward."""
     return _attach(model, config, None, optimizer, derive=False, baseline=baseline, holds_gradients=holds_gradients)
+
+
+def attach_inside(
+    model: nn.Module,
+    config: Config,
+    optimizer: Optimizer | None,
+    holds_gradients: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Executor:
+    """Wrap a model in the first moment of a training forward with these arguments, which follows the plan already."""
+    begun = Inputs(args, kwargs)
+    return _attach(model, config, None, optimizer, derive=False, holds_gradients=holds_gradients, begun=begun)
 
 
 def _attach(
@@ -276,11 +299,12 @@ def _attach(
     baseline: Optimizer | None = None,
     reporter: _StackReport | None = None,
     holds_gradients: bool = False,
+    begun: Inputs | None = None,
 ) -> Executor:
     """Wrap all or nothing: an error half-way leaves the model as it was.
 
     `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
-    says that the loop adds up gradients over several batches.
+    says that the loop adds up gradients over several batches; `begun` are the inputs of a forward that is under way.
     """
     _detach_earlier(model)
     _refuse_unusable(model, config)
@@ -290,6 +314,7 @@ def _attach(
     try:
         executor.adopt()
         _introduce(executor, config, hardware)
+        recorder = _serve_metrics(executor, config)
         known, replacement = _roles(optimizer, baseline)
         job = Job(model, config, hardware, known, replacement, holds_gradients)
         replanner = Replanner(executor, job, reporter)
@@ -300,6 +325,10 @@ def _attach(
             _plan_now(replanner, model, inputs, is_guess=is_guess)
         handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
+        if begun is not None:  # PyTorch goes through the hooks that were there when the forward began
+            for hook in (replanner, recorder):
+                if hook is not None:
+                    hook(model, begun.args, begun.kwargs)
     except BaseException:
         executor.detach()
         raise
@@ -344,6 +373,29 @@ def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:
     _tell_of_unified_memory(config, hardware)
 
 
+def _serve_metrics(executor: Executor, config: Config) -> StepRecorder | None:
+    """Show what happens in training on the port that the config names, until detached or until the model is gone."""
+    if config.observability_port is None:
+        return None
+    from memscale.report import metrics
+
+    recorder = StepRecorder(executor)
+    reference = weakref.ref(recorder)
+    # Every process of a node would take the same port: each takes the one of its place on the node.
+    shift = int(os.environ.get("LOCAL_RANK", "0")) if config.observability_port else 0
+    server = metrics.serve(
+        lambda: None if (alive := reference()) is None else alive.read(),
+        config.observability_host,
+        config.observability_port + shift,
+    )
+    closing = contextlib.ExitStack()
+    undo_with(executor.model, server.close, closing)
+    executor.on_detach(closing.close)
+    executor.metrics_url = server.url
+    logger.info("metrics are served at %s", server.url)
+    return recorder
+
+
 def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:
     if not config.asks_for("use_mixed_precision"):
         return
@@ -367,6 +419,7 @@ def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
 
 def _refuse_unusable(model: nn.Module, config: Config) -> None:
     refuse_unprofilable(model)
+    refuse_compiled_around_blocks(model)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise MemScaleError(
             f"{type(model).__name__} is on the meta device and has no weights to train: give it some before it is "

@@ -12,6 +12,7 @@ from memscale._errors import ConfigError, shown
 
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(:\d+)?")
 _MAX_COUNT = 2**63 - 1
+_MAX_PORT = 65535
 _MAX_GB = 1e9
 """Budgets are counted in bytes, in 64 bits; no machine has an exabyte."""
 
@@ -168,7 +169,9 @@ class Config:
     log_file: str | None = None
     """Write them to this file as well."""
     observability_port: int | None = None
-    """Serve metrics on this port. Not built yet: any value but None is refused."""
+    """Serve Prometheus metrics on this port; 0: any that is free. Each further process of a node takes the next."""
+    observability_host: str = "127.0.0.1"
+    """The address to serve them on. Metrics are for anybody who can reach it."""
     verify_correctness: bool = False
     """Compare every recomputation with the first computation, bit for bit, and raise where they differ."""
     async_offload: bool | None = None
@@ -200,8 +203,9 @@ class Config:
                 raise _bad(name, "", f"{what}, or None")
         _check_share(self, "target_gpu_utilization")
         _check_int(self, "warmup_steps", minimum=0)
-        if self.observability_port is not None:
-            raise _bad("observability_port", self.observability_port, "None: this version serves no metrics")
+        _check_port(self, "observability_port")
+        if not isinstance(self.observability_host, str) or not self.observability_host:
+            raise _bad("observability_host", self.observability_host, 'an address like "127.0.0.1" or "0.0.0.0"')
         if self.async_offload is not None:
             _check_bool(self, "async_offload")
         if self.step_in_backward and self.asks_for("use_8bit_optimizer"):
@@ -309,6 +313,12 @@ def _check_int(config: object, name: str, *, minimum: int) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_COUNT:
         raise _bad(name, value, f"an integer from {minimum} up to 2**63 - 1")
+
+
+def _check_port(config: Config, name: str) -> None:
+    value = getattr(config, name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_PORT):
+        raise _bad(name, value, f"an integer from 0 up to {_MAX_PORT}, or None")
 
 
 def _check_gb(config: Config, name: str) -> None:

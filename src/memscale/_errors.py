@@ -33,6 +33,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 
+def install_command(extra: str) -> str:
+    """What installs an optional dependency: the line for a message about a missing one."""
+    return f'pip install -c constraints.txt ".[{extra}]"'
+
+
 class MemScaleError(Exception):
     """Base of every error that MemScale raises on its own account.
 

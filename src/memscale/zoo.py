@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from memscale._errors import UnknownModelError, quoted, shown
+from memscale._errors import UnknownModelError, install_command, quoted, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -162,7 +162,7 @@ MODELS: dict[str, Entry] = {
 }
 
 _ALIASES = {"gpt2-small": "gpt2", "distilbert": "distilbert-base", "tinyllama": "tinyllama-1.1b"}
-_INSTALL = 'pip install -c constraints.txt ".[hf]"'
+_INSTALL = install_command("hf")
 _SUFFIXES = ("-uncased", "-cased", "-hf")
 
 

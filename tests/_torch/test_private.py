@@ -273,3 +273,36 @@ def test_a_storage_says_how_many_hold_it() -> None:
     assert private.num_holders(tensor.untyped_storage()) == alone + 1
     del view
     assert private.num_holders(tensor.untyped_storage()) == alone == private.NUM_HOLDERS_IN_DISPATCH
+
+
+def test_what_is_compiled_is_recognised() -> None:
+    def module() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    replaced, in_place = module(), module()
+    replaced.forward = torch.compile(replaced.forward, backend="eager")  # type: ignore[method-assign]
+    in_place.compile(backend="eager")
+    around = torch.compile(module(), backend="eager")
+    assert not private.is_compiled(module())
+    assert [private.is_compiled(one) for one in (replaced, in_place, around)] == [True] * 3
+    assert [private.is_compiled_in_place(one) for one in (replaced, in_place, around)] == [False, True, False]
+    assert [private.is_compiled_module(one) for one in (replaced, in_place, around)] == [False, False, True]
+    private.uncompile_forward(replaced)
+    assert not private.is_compiled(replaced)
+    assert replaced(torch.zeros(1, 2)).shape == (1, 2)
+
+
+def test_compiled_code_runs_as_written_where_nobody_compiles() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    with private.never_while_compiled():
+        function(torch.ones(1))
+    assert not graphs
+    function(torch.ones(1))
+    assert len(graphs) == 1
+    torch.compiler.reset()

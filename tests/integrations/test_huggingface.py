@@ -19,7 +19,8 @@ import memscale
 from memscale import _api
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision
-from memscale.integrations.huggingface import STATE_FILE, _Callback, _Meter, wrap_trainer
+from memscale._torch.step_meter import StepMeter
+from memscale.integrations.huggingface import STATE_FILE, MemScaleCallback, _Callback, wrap_trainer
 from tests.lanes import in_turns
 
 VOCABULARY, LENGTH = 64, 16
@@ -448,7 +449,7 @@ class Meter(TrainerCallback):
     """The peak of the second step of a trainer that nobody wrapped, measured as the log's is."""
 
     def __init__(self) -> None:
-        self.meter = _Meter()
+        self.meter = StepMeter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.begin(kwargs["model"], kwargs["optimizer"].optimizer)
@@ -532,7 +533,7 @@ def test_what_the_executor_keeps_is_in_the_checkpoint(tmp_path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 
     def attach(model: nn.Module, config: memscale.Config, *rest: Any) -> Any:
-        executor = _api._attach_unplanned(model, config, *rest)
+        executor = _api.attach_unplanned(model, config, *rest)
         executor.state_dict = lambda: {"scale": 128.0}
         executor.load_state_dict = loaded.append
         return executor
@@ -611,3 +612,55 @@ def test_a_trainer_of_ones_own_keeps_its_train(tmp_path):
     memscale.detach(trainer)
     assert trainer.train is own
     del trainer.train
+
+
+# ---- as a callback
+
+
+FORCED = memscale.Config(mode="conservative", force_optimize=True, enable_logging=False)
+
+
+def test_the_callback_trains_the_same_and_leaves_the_model_as_it_was(tmp_path):
+    plain = make_trainer(tmp_path, gradient_accumulation_steps=2)
+    plain.train()
+    callback = MemScaleCallback(FORCED)
+    ours = make_trainer(tmp_path, gradient_accumulation_steps=2, callbacks=[callback])
+    ours.train()
+    assert_same_training(ours, plain)
+    assert any(isinstance(action, Checkpoint) for action in callback.plan.actions)
+    assert ours.state.log_history[-1]["memscale_peak_gb"] > 0
+    assert executor_of(ours.model) is None
+    assert vars(ours.model).keys() == vars(plain.model).keys()
+    assert not ours.model._forward_pre_hooks
+    ours.train()  # again, with another optimizer
+    assert executor_of(ours.model) is None
+
+
+def test_the_callback_resumes_and_saves_what_a_plain_trainer_saves(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tmp_path / "plain", **options)
+    whole.model.config.use_cache = True
+    whole.train()
+    ours = make_trainer(tmp_path / "ours", callbacks=[MemScaleCallback(FORCED)], **options)
+    ours.model.config.use_cache = True
+    ours.train()
+    saved = [directory / "checkpoint-2" / "config.json" for directory in (tmp_path / "plain", tmp_path / "ours")]
+    assert saved[0].read_text() == saved[1].read_text()
+    assert json.loads(saved[1].read_text())["use_cache"] is True
+    again = make_trainer(tmp_path / "ours", callbacks=[MemScaleCallback(FORCED)], **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    for mine, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_after_a_training_that_fails_detach_undoes_the_callback_too(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[MemScaleCallback(FORCED), FailAt()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    memscale.detach(trainer.model)
+    assert executor_of(trainer.model) is None
+
+
+def test_the_callback_takes_a_config():
+    with pytest.raises(TypeError, match=r"memscale\.Config or None, not dict"):
+        MemScaleCallback({})

@@ -43,6 +43,8 @@ class Stats:
     """The allocator's peak of what it holds, which a budget bounds; None on a CPU."""
     num_recomputes: int
     """Blocks recomputed in backward."""
+    recompute_s: float = 0.0
+    """The host's time in that. An accelerator may still be at work when the host is done."""
     transfers: dict[str, Any] = dataclasses.field(default_factory=dict)
     """By technique: bytes moved each way, time waited, hits of prefetching."""
     loss_scale: float | None = None
@@ -79,6 +81,8 @@ class Executor:
         """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
         self.held: list[torch.Tensor] = []
         """On a stage: what exists before the step, beside the model and its inputs."""
+        self.metrics_url: str | None = None
+        """Where metrics are served, with `Config(observability_port=...)`."""
         self.detached = False
 
     @property
@@ -137,6 +141,11 @@ class Executor:
     def keeps_waiting(self) -> bool:
         """Whether parameters or optimizer state wait elsewhere from step to step."""
         return self.streams or self._offloading.parked is not None
+
+    @property
+    def offload_users(self) -> dict[str, Any]:
+        """By technique: who moves tensors, with its `stats` and `transfers`."""
+        return self._offloading.users
 
     def suspend(self) -> None:
         """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""
@@ -239,6 +248,7 @@ class Executor:
             peak_bytes=torch.accelerator.max_memory_allocated() if on_device else None,
             reserved_peak_bytes=torch.accelerator.max_memory_reserved() if on_device else None,
             num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
+            recompute_s=sum(forward.recompute_s for forward in self._recomputed),
             transfers={name: user.stats for name, user in self._offloading.users.items()},
             loss_scale=scale.value if scale is not None else None,
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,

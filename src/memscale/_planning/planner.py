@@ -48,6 +48,7 @@ from memscale._planning.stage import Stage
 from memscale._planning.tile_sizes import Tiles
 from memscale._profile import KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
+from memscale._profile.layers import compiled_parts
 from memscale._profile.profiler import profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach
 from memscale._profile.shallow import ShallowRehearsal, rehearse_short
@@ -89,6 +90,7 @@ class Planner:
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self.skipped_inside = False
+        self._compiled = compiled_parts(job.model)
         self._known_cost_model: CostModel | None = None
 
     def by(self, travel: Travel) -> Planner:
@@ -375,13 +377,19 @@ class Planner:
         blocks = tuple(self.rehearsal.blocks)
         eligible = resolve(config, self.hardware)
         allowed = [treatment for treatment in TREATMENTS if treatment != KEEP and eligible.allows(treatment)]
+        if self._compiled:  # who keeps outputs of operators must see them, and the compiler fuses them
+            allowed = [treatment for treatment in allowed if treatment.recompute != "selective"]
         given: dict[Treatment, tuple[Action, ...]]
         given = {t: tuple(action for fqn in blocks for action in block_actions(fqn, t)) for t in allowed}
         return given if blocks else {}
 
     @property
     def tiles(self) -> Tiles:
-        return self.stage.tiles
+        found = self.stage.tiles
+        return dataclasses.replace(found, inside=tuple(a for a in found.inside if not self._is_compiled(a.module_fqn)))
+
+    def _is_compiled(self, module_fqn: str) -> bool:
+        return any(f"{module_fqn}.".startswith(f"{part}.") or not part for part in self._compiled)
 
     def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
         travelling, device = self.travel.said_in(config), torch.device(self.rehearsal.device_type)

@@ -31,11 +31,12 @@ from memscale._planning.job import Job, device_of
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.step_watch import Excess, StepWatch
+from memscale._planning.uncalled import UncalledWatch
 from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
 from memscale._torch import private
-from memscale._torch.overrides import OwnHook
+from memscale._torch.overrides import OwnHook, is_redirected, refuse_compiler
 from memscale._torch.released_gradients import held_gradient
 from memscale._units import show_bytes
 from memscale.report import console
@@ -88,6 +89,7 @@ class Replanner(OwnHook):
         self._watch = StepWatch(executor.model)
         self._num_exceeded = 0
         """Steps above the budget."""
+        self._uncalled = UncalledWatch(executor)
         self._is_planning = False
         self._is_tight = False
         """All gradients beside the planned peak would exceed the budget."""
@@ -95,8 +97,14 @@ class Replanner(OwnHook):
         executor.on_detach(self._watch.stop)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_planning:
+        if torch.compiler.is_compiling():
+            if model.training and torch.is_grad_enabled():
+                refuse_compiler(type(model).__name__)
             return
+        if self._is_planning or is_redirected(model):
+            return
+        if torch.is_grad_enabled():
+            self._uncalled.stop()
         excess = self._watch.end()
         if excess is not None:
             self._answer_excess(excess)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from memscale._errors import MemScaleError
 from memscale._profile import Layer
 from memscale._torch import private
 
@@ -44,6 +45,27 @@ def _is_block(module: nn.Module) -> bool:
     children = list(module.children())
     holds_blocks = isinstance(module, _CONTAINERS) and any(any(True for _ in c.children()) for c in children)
     return bool(children) and not holds_blocks
+
+
+def compiled_parts(model: nn.Module) -> frozenset[str]:
+    """Names of the modules that `torch.compile` stands around; "" is the model itself."""
+    return frozenset(module_fqn for module_fqn, module in model.named_modules() if private.is_compiled(module))
+
+
+def refuse_compiled_around_blocks(model: nn.Module) -> None:
+    """What is done to a block must not be inside compiled code. See NOTE [around compiled code] in overrides.py."""
+    blocks = find_blocks(model)
+    for part in sorted(compiled_parts(model)):
+        inside = [name for name in blocks if name != part and (not part or name.startswith(f"{part}."))]
+        if inside:
+            what = f"{type(model).__name__}.{part}" if part else f"this {type(model).__name__}"
+            names = ["model", *inside[0].split(".")[:-1]]
+            holder = ".".join(name for name in names if name != "_orig_mod")
+            raise MemScaleError(
+                f"{what} is compiled as a whole, so MemScale cannot recompute or move its {len(inside)} blocks one by "
+                f"one. Compile the blocks of the plain model instead, and wrap it after that: "
+                f"`for block in {holder}: block.compile()`, then `memscale.wrap(model)`."
+            )
 
 
 def describe_layers(model: nn.Module, blocks: Collection[str] | None = None) -> tuple[Layer, ...]:

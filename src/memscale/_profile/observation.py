@@ -41,7 +41,7 @@ from memscale._profile.layers import describe_layers, find_blocks, find_pieces
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
-from memscale._torch.overrides import keep_copies_clean
+from memscale._torch.overrides import ForwardOverride, keep_copies_clean
 from memscale._units import round_up
 
 
@@ -114,7 +114,7 @@ class Observation:
         for module_fqn, module in find_pieces(model, find_blocks(model)).items():
             self._recorder.watch(module_fqn, module, undo)
             keep_copies_clean(module, undo)
-            forward = vars(module).get("forward")
+            forward = ForwardOverride.top_of(module)
             if isinstance(forward, WatchedForward):
                 forward.watcher = self._recorder
                 undo.callback(setattr, forward, "watcher", None)

@@ -240,6 +240,7 @@ class FakeRehearsal(Rehearsal):
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with (
             self._beside.kept(),
+            private.never_while_compiled(),
             private_values(),
             self._caches.without_fakes(),
             super().stage(),
@@ -295,6 +296,8 @@ def fake_copy(model: nn.Module, mode: Any, device: torch.device) -> nn.Module:
     kept_alive = list(memo.values())  # deepcopy looks the replacements up by the originals' ids
     duplicate = copy.deepcopy(model, memo)
     del kept_alive
+    for module in duplicate.modules():
+        private.uncompile_forward(module)
     return duplicate
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from torch import nn
 
-from memscale._errors import PlanError
+from memscale._errors import MemScaleError, PlanError
+from memscale._torch import private
 
 EXECUTOR_ATTRIBUTE = "_memscale_executor"
-OWN_ATTRIBUTES = frozenset({EXECUTOR_ATTRIBUTE, "forward", "__getstate__", "__deepcopy__", "__reduce_ex__"})
+OWN_ATTRIBUTES = frozenset(
+    {EXECUTOR_ATTRIBUTE, "forward", private.COMPILED_CALL, "__getstate__", "__deepcopy__", "__reduce_ex__"}
+)
 """What a wrapped module may carry of ours."""
 
 
@@ -37,7 +41,7 @@ class MethodOverride:
     No override holds its module strongly, so a wrapped model dies with its last reference.
     """
 
-    method: ClassVar[str]
+    method: str
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -61,6 +65,8 @@ class MethodOverride:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self.inner()(*args, **kwargs)
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            refuse_compiler(type(self.module).__name__)
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,9 +110,39 @@ def find_module(model: nn.Module, module_fqn: str) -> nn.Module:
 
 
 class ForwardOverride(MethodOverride):
-    """Stands in for one module's forward."""
+    """Stands in for one module's forward.
 
-    method = "forward"
+    NOTE [around compiled code]: where a module is compiled in place (`module.compile()`), it stands around the compiled
+    call. Inside, the compiler would trace it, and what must happen at every call would happen once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.method = private.COMPILED_CALL if private.is_compiled_in_place(module) else "forward"
+        super().__init__(module)
+
+    @staticmethod
+    def top_of(module: nn.Module) -> Any:
+        """What stands in for this module's forward now, whoever put it there; None: nothing."""
+        return vars(module).get(private.COMPILED_CALL) or vars(module).get("forward")
+
+
+def _refuse(name: str) -> None:
+    raise MemScaleError(
+        f"{name} runs inside a function or module that torch.compile has compiled, and was wrapped by MemScale: the "
+        "compiler would trace through what must run at every step (planning, recomputing, moving tensors). Compile the "
+        "blocks instead, before the model is wrapped: `for block in model.blocks: block.compile()`, then "
+        "`memscale.wrap(model)`, and leave what is around them uncompiled."
+    )
+
+
+refuse_compiler = private.never_compiled(_refuse)
+"""Is called by what the compiler traces: it breaks the graph there and runs this for real, which raises."""
+
+
+def is_redirected(module: nn.Module) -> bool:
+    """Whether a call of this module runs another of its methods: Lightning sends `training_step` through the forward of
+    the module that DDP holds, and puts a function of its own in the place of that forward for the moment."""
+    return "_ForwardRedirection" in getattr(vars(module).get("forward"), "__qualname__", "")
 
 
 def _restore(module: nn.Module, name: str, value: Any) -> None:

@@ -11,9 +11,7 @@ With `use_8bit_optimizer`, what the trainer's `create_optimizer` makes is replac
 once, before a scheduler or a checkpoint sees it. An optimizer that the trainer was given stays what it is, and its
 waiting state is in 8 bits.
 
-On an accelerator the peak is the allocator's. A CPU keeps no such counter, so one step is measured: the second, when
-optimizer state exists. It counts the model, its gradients and optimizer state, and
-all that the step computes; tensors of others in the same process are left out.
+How peaks and samples are counted is said in `memscale._torch.step_meter`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import contextlib
 import json
 import logging
 import pathlib
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -30,13 +27,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
-from memscale._torch.live_bytes import LiveBytes
-from memscale._torch.overrides import OwnHook
+from memscale._torch.step_meter import SampleCounter, StepMeter
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
 logger = logging.getLogger("memscale")
@@ -69,21 +64,21 @@ optimizer, the one that it replaces, if any, and whether gradients are added up 
 
 def wrap_trainer(trainer: Trainer, config: Config, attach: Attach) -> Trainer:
     """Wrap the trainer's model and stand beside its training. `memscale.detach(trainer)` undoes both."""
-    session = _Session(trainer, _respecting_the_trainer(trainer, config), attach)
+    config = _respecting_the_trainer(trainer.args, trainer.model, trainer.accelerator.mixed_precision, config)
+    session = _Session(trainer.args, config, attach)
     if trainer.model is not None:
         session.attach_to(trainer.model, None)
-    session.install()
+    session.install(trainer)
     return trainer
 
 
-def _respecting_the_trainer(trainer: Trainer, config: Config) -> Config:
+def _respecting_the_trainer(args: TrainingArguments, model: Any, precision: str, config: Config) -> Config:
     """Without the techniques that the trainer applies by itself."""
     changes: dict[str, Any] = {}
-    checkpoints = trainer.args.gradient_checkpointing or getattr(trainer.model, "is_gradient_checkpointing", False)
+    checkpoints = args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)
     if checkpoints and config.enable_checkpointing:
         logger.info("the Trainer's gradient_checkpointing is on: MemScale does not checkpoint again")
         changes["enable_checkpointing"] = False
-    precision = trainer.accelerator.mixed_precision
     if precision != "no" and config.use_mixed_precision:
         logger.info("the Trainer computes in %s: its autocast stays in charge", precision)
         changes["use_mixed_precision"] = False
@@ -91,39 +86,36 @@ def _respecting_the_trainer(trainer: Trainer, config: Config) -> Config:
 
 
 class _Session:
-    """One trainer while it is wrapped."""
+    """One trainer while it is wrapped, or one training of a trainer that has the callback."""
 
-    def __init__(self, trainer: Trainer, config: Config, attach: Attach) -> None:
-        self._trainer = weakref.ref(trainer)
+    def __init__(self, args: TrainingArguments, config: Config, attach: Attach) -> None:
+        self._args = args
+        self._trainer: weakref.ref[Trainer] | None = None
+        """None: a callback does not know it."""
         self._attach = attach
         self._undo = contextlib.ExitStack()
         self.config = config
         self.executor: Attached | None = None
         self.optimizer: Optimizer | None = None
-        self.meter = _Meter()
+        self.meter = StepMeter()
         self.resume_from: str | None = None
         self.conversion: Conversion | None = None
         self.replaced: Optimizer | None = None
         """What the trainer had made, while bitsandbytes' class stands in for it."""
 
-    @property
-    def trainer(self) -> Trainer:
-        trainer = self._trainer()
-        assert trainer is not None, "a session is only used through its trainer"
-        return trainer
-
-    def install(self) -> None:
+    def install(self, trainer: Trainer) -> None:
         """Be the first callback, so that the trainer's reporters see what is added to the logs."""
-        callbacks, callback = self.trainer.callback_handler.callbacks, _Callback(self)
+        reference = self._trainer = weakref.ref(trainer)
+        callbacks, callback = trainer.callback_handler.callbacks, _Callback(self)
         callbacks.insert(0, callback)
         self._undo.callback(_remove, callbacks, callback)
-        replacement = _Train(self, self.trainer)
-        vars(self.trainer)["train"] = replacement
-        self._undo.callback(_restore_method, self._trainer, "train", replacement)
+        replacement = _Train(self, trainer)
+        vars(trainer)["train"] = replacement
+        self._undo.callback(_restore_method, reference, "train", replacement)
         if self.config.use_8bit_optimizer:
-            creation = _CreateOptimizer(self, self.trainer)
-            vars(self.trainer)["create_optimizer"] = creation
-            self._undo.callback(_restore_method, self._trainer, "create_optimizer", creation)
+            creation = _CreateOptimizer(self, trainer)
+            vars(trainer)["create_optimizer"] = creation
+            self._undo.callback(_restore_method, reference, "create_optimizer", creation)
             self._undo.callback(self._give_back_optimizer)
 
     def attach_to(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -133,10 +125,10 @@ class _Session:
         config = self.config
         if self.conversion is not None:
             config = config.replace(use_8bit_optimizer=True)  # it is, whether the plan needs it or not
-        accumulates = self.trainer.args.gradient_accumulation_steps > 1
+        accumulates = self._args.gradient_accumulation_steps > 1
         executor = self._attach(model, config, optimizer, self.replaced, accumulates)
         executor.on_detach(self._on_detach, executor)
-        feeder = model.register_forward_pre_hook(_Feeder(self.meter), prepend=True, with_kwargs=True)
+        feeder = model.register_forward_pre_hook(SampleCounter(self.meter), prepend=True, with_kwargs=True)
         executor.on_detach(feeder.remove)
         self.executor, self.optimizer = executor, optimizer
 
@@ -161,7 +153,8 @@ class _Session:
 
     def _give_back_optimizer(self) -> None:
         """The trainer has what it made, with its state in 32 bits."""
-        conversion, replaced, trainer = self.conversion, self.replaced, self._trainer()
+        conversion, replaced = self.conversion, self.replaced
+        trainer = self._trainer() if self._trainer is not None else None
         self.conversion = self.replaced = None
         if conversion is None or replaced is None:
             return
@@ -181,6 +174,13 @@ class _Session:
             self.attach_to(model, inner)
         self._load_state()
         self.meter.begin(model, inner)
+        if self.meter.device_type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()  # the peak that is logged is this training's
+
+    def figures(self) -> dict[str, float]:
+        """What goes into the trainer's logs."""
+        plan = self.executor.plan if self.executor is not None else None
+        return self.meter.figures(None if plan is None else plan.baseline_peak_bytes)
 
     def _wrapped_model(self) -> nn.Module | None:
         return getattr(self.executor, "model", None)
@@ -223,91 +223,53 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not t
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if "loss" in logs or "train_loss" in logs:
-            figures = self.session.meter.figures(self.session.executor)
+            figures = self.session.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
 
 
-class _Meter:
-    """Samples, seconds and bytes of training, as they really were."""
+class MemScaleCallback(_Callback):
+    """Make a model train in less memory, for those who give a `Trainer` its callbacks.
 
-    def __init__(self) -> None:
-        self._model: weakref.ref[nn.Module] | None = None
-        self._optimizer: Optimizer | None = None
-        self.device_type = "cpu"
-        self.num_steps = 0
-        self.num_samples = 0
-        self.peak_bytes: int | None = None
-        self._seconds = 0.0
-        self._mark = 0.0
-        self._measuring = contextlib.ExitStack()
-        self._books: LiveBytes | None = None
+        trainer = Trainer(model=model, args=args, callbacks=[MemScaleCallback(memscale.Config(memory_budget_gb=8))])
+        trainer.train()
 
-    def begin(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self.stop()
-        self.__init__()  # type: ignore[misc]  # every training starts from nothing
-        self._model, self._optimizer = weakref.ref(model), optimizer
-        self.device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        self._mark = time.perf_counter()
-        if self.device_type != "cpu":
-            torch.accelerator.reset_peak_memory_stats()
+    As `memscale.wrap(trainer)`, with three differences, because a callback does not know its trainer. The model is
+    wrapped for the length of a training and is left as it was when that is over (after one that fails, call
+    `memscale.detach(model)`). The figures are in `trainer.state.log_history`; reporters that come before this callback
+    do not see them. With `use_8bit_optimizer` the optimizer stays what it is, and its waiting state is in 8 bits.
 
-    def step_begins(self) -> None:
-        if self.num_steps == 1 and self.device_type == "cpu":
-            self._books = LiveBytes("cpu", 1)
-            self._books.see_all(self._resident(), "other")
-            self._measuring.enter_context(self._books)
+    Args:
+        config: What may be done, and the budget; None: the mode BALANCED.
 
-    def _resident(self) -> list[Any]:
-        model = self._model() if self._model is not None else None
-        parameters = list(model.parameters()) if model is not None else []
-        return [
-            parameters,
-            [parameter.grad for parameter in parameters],
-            list(model.buffers()) if model is not None else [],
-            list(self._optimizer.state.values()) if self._optimizer is not None else [],
-        ]
+    Raises:
+        DoesNotFitError: In the first training step, where no plan that the config allows fits the budget.
+    """
 
-    def step_ends(self) -> None:
-        self.num_steps += 1
-        now = time.perf_counter()
-        self._seconds, self._mark = self._seconds + now - self._mark, now
-        if self._books is not None:
-            self._measuring.close()
-            self.peak_bytes, self._books = self._books.peak_bytes, None
+    def __init__(self, config: Config | None = None) -> None:
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
+        self.config = Config() if config is None else config
+        self.plan: Any = None
+        """What was in force at the end of the latest training."""
 
-    def pause_ends(self) -> None:
-        """An evaluation or a save is over; it was no training."""
-        self._mark = time.perf_counter()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from memscale import _api
 
-    def stop(self) -> None:
-        """Leave no measurement open, whatever happened."""
-        self._measuring.close()
-        self._books = None
+        model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        self.session = _Session(
+            args, _respecting_the_trainer(args, model, precision, self.config), _api.attach_unplanned
+        )
+        if state.global_step:
+            self.session.resume_from = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self.session.begin(model, optimizer)
 
-    def figures(self, executor: Attached | None) -> dict[str, float]:
-        """What goes into the trainer's logs."""
-        result = {"memscale_samples_per_second": self.num_samples / self._seconds} if self._seconds else {}
-        peak_bytes = self.peak_bytes if self.device_type == "cpu" else torch.accelerator.max_memory_allocated()
-        plan = executor.plan if executor is not None else None
-        if peak_bytes is not None:
-            result["memscale_peak_gb"] = peak_bytes / 1e9
-            if plan is not None and plan.baseline_peak_bytes:
-                result["memscale_reduction"] = 1 - peak_bytes / plan.baseline_peak_bytes
-        return result
-
-
-class _Feeder(OwnHook):
-    """A forward pre-hook: counts samples in training."""
-
-    def __init__(self, meter: _Meter) -> None:
-        self.meter = meter
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is None or not (model.training and torch.is_grad_enabled()):
-            return
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
-        self.meter.num_samples += next((len(tensor) for tensor in tensors), 0)
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        executor = self.session.executor
+        if executor is not None:
+            self.plan = executor.plan
+            executor.detach()
 
 
 class _Train:

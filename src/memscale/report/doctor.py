@@ -8,6 +8,7 @@ import platform
 from typing import Any
 
 import memscale
+from memscale._errors import install_command
 from memscale._hardware import Hardware
 from memscale._units import show_speed
 
@@ -52,10 +53,6 @@ def examine() -> Findings:
     }
     optional = [_optional(name, install_command(extra)) for name, extra in EXTRA_OF.items()]
     return Findings(Hardware.detect(), versions, (*optional, _optional("simgpu", _INSTALL_SIMGPU)))
-
-
-def install_command(extra: str) -> str:
-    return f'pip install -c constraints.txt ".[{extra}]"'
 
 
 def _optional(name: str, install: str) -> Optional:

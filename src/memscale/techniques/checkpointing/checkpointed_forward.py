@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from memscale._errors import MemScaleError
+from memscale._errors import MemScaleError, PlanError
 from memscale._plan import Checkpoint
 from memscale._torch import private
 from memscale.techniques.recompute import RecomputedForward
@@ -44,6 +44,11 @@ class CheckpointedForward(RecomputedForward):
 
     def __init__(self, module: nn.Module, action: Checkpoint, *, verify: bool = False) -> None:
         super().__init__(module, action.module_fqn, verify=verify)
+        if action.keep and private.is_compiled(module):
+            raise PlanError(
+                f"{action.module_fqn} is compiled, so outputs of its operators cannot be kept one by one: checkpoint "
+                "it whole, or plan again"
+            )
         if action.keep:
             self.context_fn = functools.partial(self._selective_contexts, frozenset(action.keep))
 

@@ -20,6 +20,7 @@ that call (see `key_value_caches.py`), nor is any inside `torch.func` transforms
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -60,6 +61,8 @@ class RecomputedForward(ForwardOverride):
         self.module_fqn = module_fqn
         self.verify = verify
         self.num_recomputes = 0
+        self.recompute_s = 0.0
+        """The host's time in them. An accelerator may still be at work when the host is done."""
         self.draws: dict[Flags, bool] = {}
         """Whether it draws from Python's or NumPy's generators: learned at the first forward in each state of the
         training flags."""
@@ -207,6 +210,7 @@ class Region:
     def _recompute(self, args: Any, kwargs: Any) -> Any:
         owner = self.owner
         owner.num_recomputes += 1
+        begun_s = time.perf_counter()
         shown = owner.state.show(self.memory)
         watcher = owner.watcher
         if watcher is not None:
@@ -221,6 +225,7 @@ class Region:
             if watcher is not None:
                 watcher.end_recompute(owner.module_fqn)
             owner.state.hide(shown)
+            owner.recompute_s += time.perf_counter() - begun_s
         if self.digest is not None and self.digest != _digest(output):
             raise VerificationError(
                 f"the recompute of {owner.module_fqn} differs from its forward: the module depends on state that "

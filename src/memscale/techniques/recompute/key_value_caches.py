@@ -240,7 +240,7 @@ def now_switched_off() -> tuple[Any, ...]:
 
 def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The model's own forward has begun before it was watched: watch it to its end."""
-    override = vars(model).get("forward")
+    override = ForwardOverride.top_of(model)
     while isinstance(override, ForwardOverride) and not isinstance(override, _Watch):
         override = override._replaced
     if isinstance(override, _Watch) and _forwards.frame is None:

@@ -132,7 +132,7 @@ class Pass:
         stretch = handle.stretch
         held = self._held.pop(stretch, None)
         if held is None:
-            arrival = self._ahead.pop(stretch, None) or self._offloader.transfers.fetch(stretch.ticket)
+            arrival = self._ahead.pop(stretch, None) or self._offloader.fetch(stretch)
             held = (arrival.wait(), weakref.WeakSet(stretch.handles))
         line, waiting = held
         waiting.discard(handle)
@@ -150,7 +150,7 @@ class Pass:
             if before.storage() is None:
                 if before.ticket.num_bytes > room and self._ahead:
                     return
-                self._ahead[before] = self._offloader.transfers.fetch(before.ticket)
+                self._ahead[before] = self._offloader.fetch(before)
                 room -= before.ticket.num_bytes
             self._lowest = before.number
 
@@ -172,6 +172,7 @@ class ActivationStats:
     num_sent: int = 0
     """Stretches of memory that went there: fewer, because tensors share them."""
     sent_bytes: int = 0
+    fetched_bytes: int = 0
     num_in_place: int = 0
     """Tensors that were still there when backward needed them."""
 
@@ -262,6 +263,10 @@ class Offloader:
             if self.prefetch_bytes:
                 current.look_ahead(packed.stretch)
             return packed.over(storage, start)
+
+    def fetch(self, stretch: Stretch) -> Arrival:
+        self.stats.fetched_bytes += stretch.ticket.num_bytes
+        return self.transfers.fetch(stretch.ticket)
 
     def _pass(self) -> Pass:
         task_id = private.graph_task_id()
