@@ -23,11 +23,11 @@ from memscale._hardware.benchmark import (
     FILE_NAME,
     Figures,
     NotMeasuredError,
-    cache_dir,
     device_figures,
     disk_bytes_per_s,
 )
 from memscale._hardware.detect import _measured
+from memscale._hardware.user_cache import cache_dir
 
 FOUND = Figures(1e11, 2e10, 3e10, 4e-6)
 
