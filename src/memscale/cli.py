@@ -1,4 +1,4 @@
-"""The command line: `memscale estimate`, `plan`, `fit`, `doctor`, `bench`.
+"""The command line: `memscale estimate`, `plan`, `fit`, `doctor`, `cache`, `bench`.
 
 Exit codes: 0 done; 1 no plan fits (`plan` only); 2 bad input, with one sentence on stderr. Results go to stdout,
 progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
@@ -275,6 +275,27 @@ def doctor(as_json: JsonOption = False) -> None:
     with _progress("looking at this machine"):
         findings = doctor_report.examine()
     print(_json.dumps(findings) if as_json else "\n".join(doctor_report.lines(findings)), end="" if as_json else "\n")
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete the plans that are kept.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the plans that are kept for the next start of a program, or delete them. MEMSCALE_CACHE=0 keeps none."""
+    from memscale._planning import plan_cache
+
+    try:
+        directory = plan_cache.plan_dir()
+    except RuntimeError as error:
+        raise ConfigError(f"there is no cache: {error}; MEMSCALE_CACHE_DIR names a directory for one") from error
+    if clear:
+        print(f"{plan_cache.clear()} plans were deleted from {directory}")
+        return
+    kept = list(plan_cache.kept_plans())
+    print(
+        _json.dumps(kept) if as_json else "\n".join(terminal.cache_lines(directory, kept)), end="" if as_json else "\n"
+    )
 
 
 @app.command()

@@ -23,11 +23,11 @@ from memscale._hardware.benchmark import (
     FILE_NAME,
     Figures,
     NotMeasuredError,
-    cache_dir,
     device_figures,
     disk_bytes_per_s,
 )
 from memscale._hardware.detect import _measured
+from memscale._hardware.user_cache import cache_dir
 
 FOUND = Figures(1e11, 2e10, 3e10, 4e-6)
 
@@ -73,6 +73,16 @@ def test_processes_that_begin_at_once_have_the_same_figures(cache: pathlib.Path)
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert len({run.communicate()[0] for run in runs}) == 1
     assert [run.returncode for run in runs] == [0, 0, 0]
+
+
+def test_of_two_that_measured_at_once_the_first_is_kept(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(device: torch.device) -> benchmark.Figures:
+        remember(cache, dataclasses.asdict(FOUND), "card")  # by another process, meanwhile
+        return dataclasses.replace(FOUND, fp32_flops=FOUND.fp32_flops / 2)
+
+    monkeypatch.setattr(benchmark, "_measure", measure)
+    assert device_figures(torch.device("cpu"), "card") == FOUND
+    assert device_figures(torch.device("cpu"), "card") == FOUND
 
 
 def test_what_is_remembered_is_what_plans_rest_on(cache: pathlib.Path) -> None:

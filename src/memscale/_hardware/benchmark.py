@@ -1,13 +1,10 @@
 """What this machine's device reaches: measured once, in about a second, and remembered in the user's cache.
 
-    MEMSCALE_CACHE_DIR=DIR      where it is remembered; else `$XDG_CACHE_HOME/memscale`, else `~/.cache/memscale`
     MEMSCALE_MEASURE=0          do not measure: nominal figures, or the card table's
 
-One JSON file holds the figures of every machine, device, PyTorch and number of threads that shares the cache, so plans
-of one machine rest on the same numbers in every process. It is replaced as a whole; one that cannot be read counts as
-empty; where nothing can be written, every process measures for itself. Processes that measure take turns by a lock
-file, for which none of them waits longer than a few seconds. Both files belong to the user alone, and neither is opened
-through a link: what lies behind one is not ours.
+One JSON file of the user's cache (`user_cache.py`) holds the figures of every machine, device, PyTorch and number of
+threads that shares it, so plans of one machine rest on the same numbers in every process. Processes that measure take
+turns by a lock file, for which none of them waits longer than a few seconds.
 
 An accelerator is measured with buffers that fit into a part of its free memory (0.27 GB at most), and they are given
 back; its peak statistics are as before. On a card that is too full, or whose earlier peak the measurement would raise,
@@ -19,20 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import mmap
 import os
 import pathlib
 import platform
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from memscale import _json
 from memscale._errors import quoted
+from memscale._hardware.user_cache import cache_dir, make_own_dir, open_own, read_json, write_json
 from memscale._units import show_bytes
 
 try:
@@ -46,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("memscale")
 
 FILE_NAME = "hardware.json"
-_MAX_FILE_BYTES = 1 << 20
-"""A larger file is not one that we wrote."""
 _LOCK_WAIT_S = 5.0
 """How long a lock is waited for. Measuring takes about a second; a process that holds it longer is stopped or hangs."""
 _LOCK_POLL_S = 0.05
@@ -75,13 +68,6 @@ class Figures:
 
 def is_enabled() -> bool:
     return os.environ.get("MEMSCALE_MEASURE", "1") != "0"
-
-
-def cache_dir() -> pathlib.Path:
-    explicit, shared = os.environ.get("MEMSCALE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    if explicit:
-        return pathlib.Path(explicit)
-    return (pathlib.Path(shared) if shared else pathlib.Path.home() / ".cache") / "memscale"
 
 
 def device_figures(device: torch.device, device_name: str) -> Figures:
@@ -120,8 +106,11 @@ def _recall(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         start = time.perf_counter()
         measured = measure()
         logger.debug("measured %s in %.2f s: %s", key, time.perf_counter() - start, measured)
+        known = _known(path, key)  # who did not get the lock in time measures too; what was kept first is kept
+        if known is not None:
+            return known
         try:
-            _write(path, {**_read(path), key: measured})
+            write_json(path, {**read_json(path), key: measured})
         except OSError as error:
             logger.debug("what was measured cannot be kept in %s: %s", path, error)
         return measured
@@ -137,7 +126,7 @@ def _cache_file() -> pathlib.Path | None:
 
 
 def _known(path: pathlib.Path, key: str) -> dict[str, Any] | None:
-    entry = _read(path).get(key)
+    entry = read_json(path).get(key)
     return entry if isinstance(entry, dict) and _is_sound(entry) else None
 
 
@@ -146,8 +135,8 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
     """Let one of several processes measure at a time. The others wait for its figures, but not for long."""
     with contextlib.ExitStack() as undo:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = _open_own(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+            make_own_dir(path.parent)
+            lock = open_own(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, lock)
             if fcntl is not None and not _locks(lock):
                 logger.info(
@@ -173,16 +162,6 @@ def _locks(file: int) -> bool:
         time.sleep(_LOCK_POLL_S)
 
 
-def _open_own(path: pathlib.Path, flags: int) -> int:
-    """A regular file under this very name. A link, a pipe or a device is an `OSError`, and nothing is waited for."""
-    careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-    file = os.open(path, flags | careful, 0o600)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(f"{path} is not a regular file")
-    return file
-
-
 def _is_sound(entry: dict[str, Any]) -> bool:
     """Whether these are figures; anything else is measured again."""
     names = {field.name for field in dataclasses.fields(Figures)}
@@ -191,30 +170,6 @@ def _is_sound(entry: dict[str, Any]) -> bool:
         (value is None and name in optional) or (isinstance(value, float | int) and 0 < value < 1e18)
         for name, value in entry.items()
     )
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        with open(_open_own(path, os.O_RDONLY), encoding="utf-8") as file:
-            content = _json.loads(file.read(_MAX_FILE_BYTES))
-    except (OSError, ValueError) as error:
-        if not isinstance(error, FileNotFoundError):
-            logger.debug("%s cannot be read and counts as empty: %s", path, error)
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """All or nothing, whoever else writes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=FILE_NAME)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1, sort_keys=True)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 # ---- measuring

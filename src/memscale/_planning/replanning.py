@@ -25,7 +25,7 @@ from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._plan import Plan
-from memscale._planning import make_plan
+from memscale._planning import make_plan, plan_cache
 from memscale._planning.demand import Demand, read_demand
 from memscale._planning.job import Job, device_of
 from memscale._planning.observed_steps import ObservedSteps
@@ -161,19 +161,28 @@ class Replanner(OwnHook):
         if inside:  # else it is being wrapped, and its hardware was looked at a moment ago
             self._turn_to(device)
         profiles: list[Profile] = []
+        is_untouched = self.executor.plan is None and not self._needs_observation
+        slot = plan_cache.slot_for(self._job(model), inputs) if is_untouched else None
+        kept = None if slot is None else slot.read()
+        if kept is not None:
+            logger.info("the plan that was made for this before is used; MEMSCALE_CACHE=0 would plan anew")
         try:
-            plan = self._rehearsed_plan(model, inputs, profiles.append)
+            plan = kept or self._rehearsed_plan(model, inputs, profiles.append)
         except StaticProfileError as error:
             is_sample = not inside and not is_guess
             if not self.config.use_empirical_fallback or (is_sample and not error.needs_values):
                 raise
             self._observe_instead(model, inputs, error, inside=inside)
             return
-        profile = profiles[-1]
-        if self._num_looks < _MAX_LOOKS:
-            self._deciding |= frozenset(profile.deciding_inputs)
+        plain = None  # of a plan that was kept: it is for steps where no value of an input decides anything
+        if profiles:
+            plain = profiles[-1].plain
+            if self._num_looks < _MAX_LOOKS:
+                self._deciding |= frozenset(profiles[-1].deciding_inputs)
+            if slot is not None and not profiles[-1].deciding_inputs:
+                slot.write(plan)
         demand = read_demand(model, inputs, device, self._deciding)
-        self._remember(self._widened(_Known(demand, plan, profile.plain)))
+        self._remember(self._widened(_Known(demand, plan, plain)))
         self._put_in_force(plan, inputs if inside else None)
         self._announce(plan)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memscale.report.explain import grouped, head_lines, techniques_text, what_is_done
 from memscale.report.tables import table
 
 if TYPE_CHECKING:
+    import pathlib
+
     from memscale._config import OptimizationMode
     from memscale._hardware import Hardware
     from memscale._plan import LayerRow, Plan
     from memscale._planning.estimate import Estimate, ModeEstimate
     from memscale._planning.largest_batch import Fit, Fitting
+    from memscale._planning.plan_cache import KeptPlan
 
 GIB = 1024**3
 
@@ -47,6 +51,23 @@ def estimate_lines(name: str, num_parameters: int, hardware: Hardware, result: E
 def _reserved_words(result: Estimate) -> str:
     reserved_bytes = result.baseline_reserved_bytes
     return "" if reserved_bytes is None else f", for which PyTorch reserves {reserved_bytes / 1e9:.3f} GB"
+
+
+def cache_lines(directory: pathlib.Path, kept: Sequence[KeptPlan]) -> list[str]:
+    """The plans that are kept for the next start, the newest first."""
+    if not kept:
+        return [f"No plan is kept in {directory}."]
+    total_bytes = sum(each.num_bytes for each in kept)
+    rows = [("made", "model", "batch", "on", "mode", "peak GB"), *map(_kept_row, kept)]
+    return [f"{len(kept)} plans are kept in {directory} ({total_bytes / 1e6:.1f} MB):", "", *table(rows)]
+
+
+def _kept_row(kept: KeptPlan) -> tuple[str, ...]:
+    plan = kept.plan
+    if plan is None:
+        return (kept.made, f"{kept.file_name} cannot be read", "", "", "", "")
+    peak = f"{plan.predicted_peak_bytes / 1e9:.3f}"
+    return (kept.made, plan.model_class, "; ".join(plan.inputs), plan.device_name, plan.mode, peak)
 
 
 def fit_lines(name: str, result: Fit) -> list[str]:
