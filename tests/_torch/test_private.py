@@ -273,3 +273,10 @@ def test_a_storage_says_how_many_hold_it() -> None:
     assert private.num_holders(tensor.untyped_storage()) == alone + 1
     del view
     assert private.num_holders(tensor.untyped_storage()) == alone == private.NUM_HOLDERS_IN_DISPATCH
+
+
+def test_allocator_settings_can_be_set_at_any_time() -> None:
+    private.set_allocator_settings("expandable_segments:True,large_segment_size_mb:12")
+    private.set_allocator_settings("expandable_segments:False,large_segment_size_mb:20")
+    with pytest.raises(ValueError, match="large_segment_size_mb"):
+        private.set_allocator_settings("large_segment_size_mb:10")
