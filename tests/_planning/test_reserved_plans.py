@@ -138,3 +138,19 @@ def test_what_the_user_has_set_for_the_allocator_stays(monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     plan = planned(here, mode="conservative", force_optimize=True)
     assert plan.allocator is None or not plan.allocator.settings
+
+
+def test_a_plan_that_would_not_fit_otherwise_asks_the_allocator() -> None:
+    lowest = planned(mode="conservative", force_optimize=True)
+    assert lowest.allocator is not None
+    assert lowest.predicted_reserved_bytes is not None
+    between = (lowest.predicted_reserved_bytes + lowest.allocator.otherwise_reserved_bytes) / 2
+    plan = planned(mode="conservative", memory_budget_gb=between / 1e9)
+    assert plan.fits
+    assert plan.allocator is not None
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_reserved_bytes <= between < plan.allocator.otherwise_reserved_bytes
+    assert "asked of the allocator" in plan.summary.rule
+    below = planned(mode="conservative", memory_budget_gb=(lowest.predicted_reserved_bytes - 10**6) / 1e9)
+    assert not below.fits
+    assert below.predicted_reserved_bytes == lowest.predicted_reserved_bytes, "what a budget would have to be"
