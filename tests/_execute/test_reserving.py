@@ -13,12 +13,13 @@ from torch import nn
 from memscale import Config, Plan
 from memscale._execute import reserving
 from memscale._execute.executor import execute
-from memscale._plan import AllocatorUse, ReleasePoint
+from memscale._plan import AllocatorUse, ReleasePoint, TileHead
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from tests.models import features, small, square_loss
+from tests.techniques.tiling.models import HEADS, TILE_ROWS, Attached, builds, hugging_face, labels, tokens
 
 FORWARD, BACKWARD = ReleasePoint("forward"), ReleasePoint("backward")
 BEFORE_HEAD, AFTER_HEAD = ReleasePoint("forward", "head"), ReleasePoint("backward", "head")
@@ -87,6 +88,20 @@ def test_a_graph_that_outlives_the_plan_reaches_nothing(undo: contextlib.ExitSta
     undo.close()
     loss.backward()
     assert not reached
+
+
+def test_a_tiled_head_stays_tiled(undo: contextlib.ExitStack) -> None:
+    """Hooks on the way from its logits to the loss would make it compute them whole."""
+    (kind, head), *_ = HEADS.items()
+    model = hugging_face(kind)
+    with Attached(model, TileHead(head, TILE_ROWS)), builds() as built:
+        reached: list[ReleasePoint] = []
+        points = reserving.points_of([head])
+        reserving.watch(model, points, reached.append, undo)
+        model(input_ids=tokens(), labels=labels()).loss.backward()
+        undo.close()
+        assert not built
+    assert set(reached) == set(points) - {ReleasePoint("backward", head)}
 
 
 def test_copies_are_left_in_peace(undo: contextlib.ExitStack) -> None:

@@ -127,13 +127,18 @@ class _BeforeBackward(OwnHook):
         self._reach = reach
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        nodes = (leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        nodes = (leaf.grad_fn for leaf in tree_leaves(output) if _is_plain(leaf))
         node = next((node for node in nodes if node is not None), None)
         if node is not None:
             node.register_prehook(_Reached(weakref.ref(self)))
 
     def reached(self) -> None:
         self._reach(self._point)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether looking at it computes nothing: the logits of a tiled head would come to exist whole."""
+    return type(value) is torch.Tensor or (isinstance(value, torch.Tensor) and private.is_fake(value))
 
 
 class _Reached:
