@@ -28,6 +28,8 @@ from memscale._units import MIB
 
 KIB = 1 << 10
 NUM_STREAMS = 3
+SMALL_PAGES = "expandable_segments:True,large_segment_size_mb:12"
+AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Series:
     """Few sizes, so that many blocks are alike; empty: all sizes are drawn."""
     room_bytes: int | None = None
     """One block takes all of the card but this much before the series; None: the card is empty."""
+    switches: tuple[tuple[int, str], ...] = ()
+    """Other settings from a request on, by its number."""
 
 
 SERIES = (
@@ -58,6 +62,8 @@ SERIES = (
     Series("expandable", "expandable_segments:True"),
     Series("expandable, crowded card", "expandable_segments:True", room_bytes=250 * MIB),
     Series("expandable, max_split", "expandable_segments:True,max_split_size_mb:24"),
+    Series("expandable from then on", switches=((120, SMALL_PAGES),)),
+    Series("expandable for a while", switches=((100, SMALL_PAGES), (200, AS_IT_COMES))),
 )
 
 
@@ -67,8 +73,10 @@ SERIES = (
 def draw(series: Series) -> Iterator[tuple[str, int, int]]:
     """Requests: what to do, then the bytes or which of the live blocks, then the stream."""
     drawn = random.Random(series.name)
-    live = 0
-    for _ in range(series.num_requests):
+    live, switched = 0, {at: place for place, (at, _) in enumerate(series.switches)}
+    for index in range(series.num_requests):
+        if index in switched:
+            yield "switch", switched[index], 0
         action = drawn.random()
         if action < 0.01:
             yield "empty", 0, 0
@@ -105,10 +113,14 @@ def _stream(drawn: random.Random) -> int:
 class _Card:
     """The real allocator, asked for bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, switches: tuple[tuple[int, str], ...]) -> None:
         import torch
 
+        from memscale._torch import private
+
         self._torch = torch
+        self._set = private.set_allocator_settings
+        self._switches = switches
         self._module: Any = torch.get_device_module("cuda")
         self.streams = [self._module.default_stream(), *(self._module.Stream() for _ in range(NUM_STREAMS - 1))]
         self.live: list[Any] = []
@@ -117,6 +129,8 @@ class _Card:
         """The tensor, where one was asked for and came."""
         if action == "empty":
             self._module.empty_cache()
+        elif action == "switch":
+            self._set(self._switches[number][1])
         elif action == "free":
             self.live.pop(number)
         elif action == "use" and self.live[number] is not None:
@@ -147,7 +161,7 @@ class _Card:
 
 def record(series: Series) -> dict[str, Any]:
     """Run a series on the card of this process."""
-    card = _Card()
+    card = _Card(series.switches)
     capacity_bytes, total_bytes = card._module.mem_get_info()
     filled_bytes = 0 if series.room_bytes is None else (capacity_bytes - series.room_bytes) // (2 * MIB) * 2 * MIB
     steps = []
@@ -225,6 +239,8 @@ class Replay:
         """The new block, where one was asked for and came."""
         if action == "empty":
             self.memory.empty_cache()
+        elif action == "switch":
+            self.memory.configure(parse_settings(self._recorded["switches"][number][1]))
         elif action == "fill":
             return self._block(number, stream) if number else None
         elif action == "allocate":

@@ -256,6 +256,30 @@ class Conditions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ReleasePoint:
+    """A moment of each training step: just before the forward, or the backward, of a module."""
+
+    phase: Literal["forward", "backward"]
+    module_fqn: str = ""
+    """"": the model itself."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocatorUse:
+    """What a plan asks of PyTorch's caching allocator, so that less is reserved for what is allocated."""
+
+    settings: str = ""
+    """In the words of `PYTORCH_ALLOC_CONF`; "": those of the process stay as they are."""
+    releases: tuple[ReleasePoint, ...] = ()
+    """When memory that is cached and unused goes back to the card. The host waits for the device at each."""
+    otherwise_reserved_bytes: int = 0
+    """What would be reserved without this."""
+
+    def does_the_same(self, other: AllocatorUse | None) -> bool:
+        return other is not None and (self.settings, self.releases) == (other.settings, other.releases)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """What will be done, what it will peak at, what it will cost, and why.
 
@@ -316,6 +340,8 @@ class Plan:
     """The highest that `torch.accelerator.max_memory_reserved()` will show, which the budget bounds."""
     predicted_total_bytes: int | None = None
     """What the card will hold then: reserved bytes, the context, and what others held when it was planned."""
+    allocator: AllocatorUse | None = None
+    """What is asked of the caching allocator; None: nothing."""
 
     @property
     def reduction(self) -> float:

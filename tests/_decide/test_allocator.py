@@ -544,6 +544,24 @@ def test_divisions_are_given_for_all_sizes() -> None:
         AllocatorSettings(roundup_power2_divisions=(4,))
 
 
+# ---- other settings from then on
+
+
+def test_segments_stay_what_they_are_under_other_settings() -> None:
+    memory = model("")
+    before = memory.allocate(30 * MIB)
+    memory.configure(parse_settings("expandable_segments:True,large_segment_size_mb:12"))
+    memory.free(before)
+    assert memory.allocate(20 * MIB).base == before.base, "what is free there is used on"
+    grown = memory.allocate(20 * MIB)
+    assert memory.reserved_bytes == 30 * MIB + 24 * MIB
+    memory.configure(parse_settings("expandable_segments:False,large_segment_size_mb:20"))
+    memory.free(grown)
+    assert memory.allocate(12 * MIB).base != grown.base, "what is switched off is left alone"
+    memory.empty_cache()
+    assert memory.reserved_bytes == 30 * MIB + 12 * MIB, "and goes back page by page"
+
+
 # ---- what PyTorch's own allocator did
 
 RECORDED = json.loads((pathlib.Path(__file__).parents[1] / "data" / "allocator_series.json").read_text())

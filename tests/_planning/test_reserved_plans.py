@@ -109,3 +109,48 @@ def test_what_does_not_fit_says_how_much_would_be_reserved() -> None:
     job = Job(stack(), config, CARD, "adamw")
     with pytest.raises(DoesNotFitError, match="raise the budget to"):
         make_plan(job, Inputs((torch.empty(64, 512, device="meta"),), {}))
+
+
+# ---- less is reserved
+
+
+def test_the_lowest_plan_asks_the_allocator() -> None:
+    plan = planned(mode="conservative", force_optimize=True)
+    assert plan.allocator is not None
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_allocated_bytes is not None
+    assert plan.predicted_reserved_bytes < 0.98 * plan.allocator.otherwise_reserved_bytes
+    assert plan.allocator.otherwise_reserved_bytes == planned_as_it_comes().predicted_reserved_bytes
+    assert planned().allocator is None, "a plan that fits leaves the allocator alone"
+
+
+def planned_as_it_comes() -> Plan:
+    config = Config(enable_logging=False, async_offload=False, mode="conservative", force_optimize=True)
+    planner = Planner(Job(stack(), config, CARD, "adamw"), Inputs((torch.empty(4096, 512, device="meta"),), {}))
+    plan = planner.plan(choose_strategy(config))
+    held = planner.held(plan.actions, config)
+    assert held is not None
+    return held.written_in(plan)
+
+
+def test_what_the_user_has_set_for_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dataclasses.replace(CARD, present=True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    plan = planned(here, mode="conservative", force_optimize=True)
+    assert plan.allocator is None or not plan.allocator.settings
+
+
+def test_a_plan_that_would_not_fit_otherwise_asks_the_allocator() -> None:
+    lowest = planned(mode="conservative", force_optimize=True)
+    assert lowest.allocator is not None
+    assert lowest.predicted_reserved_bytes is not None
+    between = (lowest.predicted_reserved_bytes + lowest.allocator.otherwise_reserved_bytes) / 2
+    plan = planned(mode="conservative", memory_budget_gb=between / 1e9)
+    assert plan.fits
+    assert plan.allocator is not None
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_reserved_bytes <= between < plan.allocator.otherwise_reserved_bytes
+    assert "asked of the allocator" in plan.summary.rule
+    below = planned(mode="conservative", memory_budget_gb=(lowest.predicted_reserved_bytes - 10**6) / 1e9)
+    assert not below.fits
+    assert below.predicted_reserved_bytes == lowest.predicted_reserved_bytes, "what a budget would have to be"

@@ -306,3 +306,10 @@ def test_compiled_code_runs_as_written_where_nobody_compiles() -> None:
     function(torch.ones(1))
     assert len(graphs) == 1
     torch.compiler.reset()
+
+
+def test_allocator_settings_can_be_set_at_any_time() -> None:
+    private.set_allocator_settings("expandable_segments:True,large_segment_size_mb:12")
+    private.set_allocator_settings("expandable_segments:False,large_segment_size_mb:20")
+    with pytest.raises(ValueError, match="large_segment_size_mb"):
+        private.set_allocator_settings("large_segment_size_mb:10")

@@ -7,7 +7,7 @@ import dataclasses
 from memscale._config import Config
 from memscale._decide.choice import Outcome
 from memscale._hardware import Hardware
-from memscale._plan import Plan
+from memscale._plan import AllocatorUse, Plan
 
 HOST_MARGIN = 0.1
 """The share of available host memory that offloading leaves alone, unless told how much it may use."""
@@ -37,10 +37,12 @@ class Held:
     reserved_bytes: int
     total_bytes: int
     """Reserved, the context and what others hold."""
+    use: AllocatorUse | None = None
+    """What is asked of the allocator for it."""
 
     @classmethod
-    def on(cls, hardware: Hardware, allocated_bytes: int, reserved_bytes: int) -> Held:
-        return cls(allocated_bytes, reserved_bytes, reserved_bytes + hardware.held_bytes)
+    def on(cls, hardware: Hardware, allocated_bytes: int, reserved_bytes: int, use: AllocatorUse | None = None) -> Held:
+        return cls(allocated_bytes, reserved_bytes, reserved_bytes + hardware.held_bytes, use)
 
     def fits(self, hardware: Hardware, config: Config) -> bool:
         """Reserved is within the budget, and the total within the card."""
@@ -52,6 +54,7 @@ class Held:
             predicted_allocated_bytes=self.allocated_bytes,
             predicted_reserved_bytes=self.reserved_bytes,
             predicted_total_bytes=self.total_bytes,
+            allocator=self.use,
         )
 
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._errors import PlanError
-from memscale._execute import orderly_exit
+from memscale._execute import orderly_exit, reserving
 from memscale._execute.attachment import Attachment
 from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._plan import Action, LayerAction, Plan
+from memscale._plan import Action, AllocatorUse, LayerAction, Plan
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
 from memscale.techniques import TECHNIQUES, technique_of
 from memscale.techniques.offload.parameters import state_placement
@@ -104,13 +104,17 @@ class Executor:
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
         settings = self.settings.under(plan.conditions)
-        does_the_same = self.plan is not None and without_reasons(self.plan.actions) == without_reasons(plan.actions)
-        if not does_the_same or settings != self.settings:
+        if self.plan is None or not _does_the_same(self.plan, plan) or settings != self.settings:
             try:
                 self._offloading.hand_over(plan.actions)
                 self.suspend()
                 self.settings = self._offloading.settings = settings
-                self.attach(plan.actions, waiting_bytes=plan.movable_bytes, peak_bytes=plan.predicted_peak_bytes)
+                self.attach(
+                    plan.actions,
+                    waiting_bytes=plan.movable_bytes,
+                    peak_bytes=plan.predicted_peak_bytes,
+                    allocator=plan.allocator,
+                )
             finally:
                 self._offloading.end_hand_over()
         self.plan = plan
@@ -153,12 +157,16 @@ class Executor:
         self.plan = None
 
     def attach(
-        self, actions: Iterable[Action], waiting_bytes: int | None = None, peak_bytes: int | None = None
+        self,
+        actions: Iterable[Action],
+        waiting_bytes: int | None = None,
+        peak_bytes: int | None = None,
+        allocator: AllocatorUse | None = None,
     ) -> None:
         """Attach these actions, technique by technique, in their order.
 
         `waiting_bytes` are known to wait elsewhere; `StoreFullError` if there is no room for them. `peak_bytes` is what
-        the step is known to need on its device. None: not known.
+        the step is known to need on its device. None: not known. `allocator` is what is asked of the device's.
         """
         actions = tuple(actions)
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as undo:
@@ -172,6 +180,8 @@ class Executor:
             self._place(actions, undo)
             self._attach_techniques(actions, undo, waiting_bytes)
             self._cache_is_off = self._watch_caches(actions, undo)
+            if allocator is not None:
+                reserving.attach(allocator, self.model, undo)
             self._techniques = undo.pop_all()
             failing.pop_all()
 
@@ -253,6 +263,14 @@ class Executor:
             loss_scale=scale.value if scale is not None else None,
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
+
+
+def _does_the_same(one: Plan, other: Plan) -> bool:
+    if without_reasons(one.actions) != without_reasons(other.actions):
+        return False
+    return one.allocator is other.allocator is None or (
+        one.allocator is not None and one.allocator.does_the_same(other.allocator)
+    )
 
 
 def execute(

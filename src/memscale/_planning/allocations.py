@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -32,7 +31,9 @@ from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._errors import ConfigError
+from memscale._execute.reserving import own_settings, watch
 from memscale._hardware import Hardware
+from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
 from memscale._profile.optimizer_twin import optimizer_over
@@ -82,7 +83,14 @@ class Emptied:
     """What is cached goes back to the card, as by `torch.accelerator.empty_cache()`."""
 
 
-Event = Allocated | Freed | Multiplied | Emptied
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reached:
+    """The step has come to a moment at which what is cached could go back."""
+
+    point: ReleasePoint
+
+
+Event = Allocated | Freed | Multiplied | Emptied | Reached
 
 
 class AllocationLog:
@@ -135,6 +143,9 @@ class AllocationLog:
         for key in keys:
             self.free(key)
         self._now.append(Emptied())
+
+    def reach(self, point: ReleasePoint) -> None:
+        self._now.append(Reached(point))
 
     def _free_serial(self, serial: int) -> None:
         if serial not in self._forgotten:
@@ -197,12 +208,14 @@ def record_steps(
     attach: Attach | None = None,
     rules: BucketRules | None = None,
     hardware: Hardware | None = None,
+    points: Iterable[ReleasePoint] = (),
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
     `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. `attach` puts a
     plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, what its
     kernels allocate inside themselves is in the log, too. `learns`: the second step may differ from the first.
+    `points`: moments of the step that the log is to have.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
@@ -216,6 +229,7 @@ def record_steps(
             attached = attach(rehearsal.model)
             undo.callback(attached.detach)
             recorder.see_all(getattr(attached, "held", []), "optimizer state")
+        watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules)
         parts = [_record_parts(rehearsal, recorder, stepping, num_steps - learns)]
@@ -289,14 +303,15 @@ class Reserved:
     """What the allocator hands out for them."""
     reserved_peak_bytes: int
     """What is held for that."""
+    rises: frozenset[ReleasePoint] = frozenset()
+    """The moments after which, and before the next, what is held came to be more than before."""
 
 
 def allocator_settings() -> AllocatorSettings:
     """As this process has configured PyTorch's allocator by its environment; the defaults where the model of it does
     not know a setting."""
-    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
-        return parse_settings(text)
+        return parse_settings(own_settings())
     except ConfigError as error:
         logger.info("Reserved memory is predicted for PyTorch's default allocator settings: %s.", error)
         return AllocatorSettings()
@@ -309,20 +324,25 @@ def reserved_of(
     num_steps: int = 3,
     workspace_bytes: int = WORKSPACE_BYTES,
     capacity_bytes: int | None = None,
+    use: AllocatorUse | None = None,
 ) -> Reserved:
     """What PyTorch's allocator hands out and holds in that many steps, of which the last recorded one is repeated.
 
-    `workspace_bytes` is what cuBLAS takes for each thread that multiplies matrices; 0: nothing. Raises
-    `OutOfMemoryError` where `capacity_bytes` do not suffice.
+    `workspace_bytes` is what cuBLAS takes for each thread that multiplies matrices; 0: nothing. `use` is what a plan
+    asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice.
     """
     memory = CachingAllocator(settings, capacity_bytes)
     replay = _Replay(memory, workspace_bytes)
     replay.play(log.before)
     memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
+    if use is not None:
+        replay.follow(use)
     for index in range(num_steps):
         repeated = index >= len(log.steps)
         replay.play(log.steps[-1] if repeated else log.steps[index])
-    return Reserved(memory.peak_requested_bytes, memory.peak_allocated_bytes, memory.peak_reserved_bytes)
+    return Reserved(
+        memory.peak_requested_bytes, memory.peak_allocated_bytes, memory.peak_reserved_bytes, frozenset(replay.rises)
+    )
 
 
 class _Replay:
@@ -334,20 +354,42 @@ class _Replay:
         self._workspace_bytes = workspace_bytes
         self._blocks: dict[int, Block] = {}
         self._threads: set[Thread] = set()
+        self._releases: frozenset[ReleasePoint] = frozenset()
+        self._passed: ReleasePoint | None = None
+        self.rises: set[ReleasePoint] = set()
+
+    def follow(self, use: AllocatorUse) -> None:
+        """As the executor does when a plan is attached."""
+        if use.settings:
+            self._memory.configure(parse_settings(use.settings))
+        self._releases = frozenset(use.releases)
 
     def play(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Allocated):
-                old = self._blocks.get(event.serial)
-                self._blocks[event.serial] = self._memory.allocate(event.num_bytes)
-                if old is not None:
-                    self._memory.free(old)
+                self._allocate(event)
+            elif isinstance(event, Reached):
+                self._reach(event.point)
             elif isinstance(event, Multiplied):
                 self._multiply(event.thread)
             elif isinstance(event, Emptied):
                 self._memory.empty_cache()
             elif event.serial in self._blocks:  # else it was made before the step, and went when that was first played
                 self._memory.free(self._blocks.pop(event.serial))
+
+    def _allocate(self, event: Allocated) -> None:
+        memory, old = self._memory, self._blocks.get(event.serial)
+        highest_bytes = memory.peak_reserved_bytes
+        self._blocks[event.serial] = memory.allocate(event.num_bytes)
+        if memory.peak_reserved_bytes > highest_bytes and self._passed is not None:
+            self.rises.add(self._passed)
+        if old is not None:
+            memory.free(old)
+
+    def _reach(self, point: ReleasePoint) -> None:
+        self._passed = point
+        if point in self._releases:
+            self._memory.empty_cache()
 
     def _multiply(self, thread: Thread) -> None:
         if self._workspace_bytes and thread not in self._threads:

@@ -483,3 +483,8 @@ NUM_HOLDERS_IN_DISPATCH = 2
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and other owners a storage has, this object among them."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def set_allocator_settings(text: str) -> None:
+    """Change what this text names of `PYTORCH_ALLOC_CONF`, also after memory was allocated; the rest stays as it is."""
+    torch._C._accelerator_setAllocatorSettings(text)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from memscale._plan import Action, FrontPoint, LayerAction, LayerRow, Reason
+from memscale._plan import Action, FrontPoint, LayerAction, LayerRow, Reason, ReleasePoint
 from memscale._units import show_bytes, show_speed
 from memscale.report.tables import table
 from memscale.techniques import TECHNIQUES, by_technique, technique_of
@@ -147,6 +147,7 @@ def _held_lines(plan: Plan) -> list[str]:
     waits = " and ".join(f"{show_bytes(num_bytes)} {where}" for num_bytes, where in beside if num_bytes)
     return [
         f"  card:      {allocated} allocated, {reserved} reserved; {total} with the context and what others hold",
+        *_allocator_lines(plan),
         *([f"  waiting:   {waits}"] if waits else []),
     ]
 
@@ -162,6 +163,21 @@ def _transfer_lines(plan: Plan) -> list[str]:
         return [f"  transfers: beside compute, with {window} on their way out at most and {layers} fetched ahead"]
     why = "" if found.blocking is None else f", since {reason_text(found.blocking)}"
     return [f"  transfers: without overlap, compute waits for them{why}"]
+
+
+def _allocator_lines(plan: Plan) -> list[str]:
+    """What is asked of the allocator, and what that saves."""
+    use = plan.allocator
+    if use is None:
+        return []
+    asked = [f"{use.settings} while the plan is attached"] if use.settings else []
+    if use.releases:
+        asked.append(f"unused memory goes back before {', '.join(map(_moment, use.releases))}")
+    return [f"  allocator: {'; '.join(asked)}; otherwise {show_bytes(use.otherwise_reserved_bytes)} would be reserved"]
+
+
+def _moment(point: ReleasePoint) -> str:
+    return f"the {point.phase} of {point.module_fqn}" if point.module_fqn else f"the {point.phase} pass"
 
 
 def _bits_lines(plan: Plan) -> list[str]:

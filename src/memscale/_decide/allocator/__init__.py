@@ -67,7 +67,6 @@ class CachingAllocator:
         total_bytes: int | None = None,
         event_lag: int | None = 0,
     ) -> None:
-        self.settings = settings = settings or AllocatorSettings()
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0
         """The sum of the blocks that are handed out."""
@@ -78,23 +77,34 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
         """How often all that was cached had to be given back for a request."""
-        total_bytes = capacity_bytes if total_bytes is None else total_bytes
-        self._allowed_bytes = _allowed_bytes(settings, total_bytes)
+        self._total_bytes = total_bytes = capacity_bytes if total_bytes is None else total_bytes
         self._address_space_bytes = ADDRESS_SPACE_BYTES if total_bytes is None else total_bytes + total_bytes // 8
         self._next_address = 0
-        self._is_expandable = settings.expandable_segments
-        self._max_split_bytes: float = settings.max_split_bytes or float("inf")
-        self._slack_bytes = settings.max_non_split_rounding_bytes or settings.large_segment_bytes
-        self._divides = any(settings.roundup_power2_divisions)
-        self._collects = settings.garbage_collection_threshold > 0 and self._allowed_bytes is not None
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._first_blocks: dict[int, Block] = {}
         """The first block of every segment, by address. See NOTE [first blocks stay]."""
+        self._expandable_bases: set[int] = set()
+        """The addresses of segments that grow page by page."""
         self._events: dict[int, collections.deque[tuple[int, Block]]] = {}
         """Events by stream, oldest first: the request before which each was recorded, and the block that waits."""
         self._event_lag = event_lag
         self._num_requests = 0
         self._num_searches = {True: 0, False: 0}
+        self.configure(settings or AllocatorSettings())
+
+    def configure(self, settings: AllocatorSettings) -> None:
+        """Follow these settings from here on. Segments that exist stay what they are: with expandable segments their
+        free blocks are used on; without, those of expandable ones are left alone."""
+        self.settings = settings
+        self._allowed_bytes = _allowed_bytes(settings, self._total_bytes)
+        self._is_expandable = settings.expandable_segments
+        self._max_split_bytes: float = settings.max_split_bytes or float("inf")
+        self._slack_bytes = settings.max_non_split_rounding_bytes or settings.large_segment_bytes
+        self._divides = any(settings.roundup_power2_divisions)
+        self._collects = settings.garbage_collection_threshold > 0 and self._allowed_bytes is not None
+        for pool in self._pools.values():
+            if not pool.is_small and not pool.unmapped:  # an expandable segment keeps the pages that it began with
+                pool.page_bytes = settings.large_segment_bytes
 
     # ---- requests
 
@@ -155,7 +165,7 @@ class CachingAllocator:
         self._events.clear()
         for pool in sorted(self._pools.values(), key=lambda pool: (pool.is_small, pool.stream)):
             for _, _, block in list(pool.free):
-                if self._is_expandable:
+                if block.base in self._expandable_bases:
                     self._unmap(block)
                 elif block.prev is None and block.next is None:
                     self._release(block)
@@ -202,6 +212,8 @@ class CachingAllocator:
             self._num_searches[pool.is_small] += 1
         free = pool.free
         index = bisect_left(free, (size_bytes,))
+        if self._expandable_bases and not self._is_expandable:
+            index = self._skip_expandable(free, index)
         if index == len(free):
             return None
         if self._is_expandable:
@@ -214,6 +226,12 @@ class CachingAllocator:
             return None
         del free[index]
         return block
+
+    def _skip_expandable(self, free: list[tuple[int, int, Block]], index: int) -> int:
+        """They have been switched off, and nothing more is placed in those that are left."""
+        while index < len(free) and free[index][2].base in self._expandable_bases:
+            index += 1
+        return index
 
     def _splits(self, is_small: bool, size_bytes: int, rest_bytes: int) -> bool:
         if is_small or self._is_expandable:
@@ -382,6 +400,7 @@ class CachingAllocator:
                 return start
         space_bytes = round_up(max(self._address_space_bytes, size_bytes), pool.page_bytes)
         segment = self._new_segment(pool, space_bytes, "unmapped")
+        self._expandable_bases.add(segment.base)
         pool.add_unmapped(segment)
         return segment
 
@@ -420,6 +439,7 @@ class CachingAllocator:
         block = block.absorb_neighbours(block.pool.remove_unmapped)
         if block.prev is None and block.next is None:
             del self._first_blocks[block.address]
+            self._expandable_bases.discard(block.address)
         else:
             block.pool.add_unmapped(block)
 

@@ -1,0 +1,153 @@
+"""Less is reserved: what a plan asks of the caching allocator, for as long as it is attached.
+
+A caching allocator keeps what is freed, in segments whose sizes were those of the requests that made them. A step needs
+other sizes in its blocks, at its head and in the optimizer's step, and what lives long lies between what does not: so
+segments of one phase are of no use in the next, and up to half as much again is reserved as is ever allocated.
+Segments that grow page by page can be given back page by page, too. So a plan may switch to those, and name a few
+moments of the step at which all unused pages go back to the card, just before a phase that needs large pieces.
+
+Tensors and streams are not touched, so there is nothing here to get wrong but time: the host waits at such a moment for
+the device. `_planning/least_reserved.py` chooses the moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from memscale._plan import AllocatorUse, ReleasePoint
+from memscale._torch import private
+from memscale._torch.overrides import OwnHook, find_module, undo_with
+
+logger = logging.getLogger("memscale")
+
+SMALL_PAGES = "expandable_segments:True,large_segment_size_mb:12"
+"""What is asked for: segments that grow in pages of 12 MiB, the smallest even number that PyTorch takes. The smaller
+they are, the fewer are held by the little that lives on in them."""
+_AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
+"""PyTorch's defaults of the same."""
+
+Reach = Callable[[ReleasePoint], None]
+"""Told that a step has come to a moment."""
+
+_lock = threading.Lock()
+_num_users = 0
+
+
+def own_settings() -> str:
+    """What the user has set for PyTorch's allocator by the environment; "" for nothing."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def may_switch() -> bool:
+    """Whether segments could grow page by page here, and the user has said nothing about the allocator."""
+    return sys.platform == "linux" and not own_settings()
+
+
+def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Follow this until undone."""
+    if use.settings and may_switch():
+        _acquire()
+        undo_with(model, _release, undo)
+    elif use.settings:
+        logger.warning(
+            "The plan asks for the allocator settings %s, which are not set here: %s. It may reserve more than the "
+            "plan says.",
+            use.settings,
+            f"this process has its own, {own_settings()}" if own_settings() else f"this is {sys.platform}",
+        )
+    watch(model, use.releases, _give_back, undo)
+
+
+def _acquire() -> None:
+    global _num_users
+    with _lock:
+        _num_users += 1
+        if _num_users == 1:
+            private.set_allocator_settings(SMALL_PAGES)
+
+
+def _release() -> None:
+    global _num_users
+    with _lock:
+        _num_users -= 1
+        if _num_users == 0:
+            private.set_allocator_settings(_AS_IT_COMES)
+
+
+def _give_back(point: ReleasePoint) -> None:
+    torch.accelerator.empty_cache()
+
+
+# ---- the moments of a step
+
+
+def points_of(module_fqns: Iterable[str]) -> tuple[ReleasePoint, ...]:
+    """All moments that there are in a model with these modules beside its blocks."""
+    return tuple(ReleasePoint(phase, fqn) for fqn in ("", *module_fqns) for phase in ("forward", "backward"))
+
+
+def watch(model: nn.Module, points: Iterable[ReleasePoint], reach: Reach, undo: contextlib.ExitStack) -> None:
+    """Call `reach` at each of these moments of every training step, until undone."""
+    for point in points:
+        module = find_module(model, point.module_fqn)
+        if point.phase == "forward":
+            handle = module.register_forward_pre_hook(_BeforeForward(point, reach))
+        else:
+            handle = module.register_forward_hook(_BeforeBackward(point, reach))
+        undo.callback(handle.remove)
+
+
+class _BeforeForward(OwnHook):
+    def __init__(self, point: ReleasePoint, reach: Reach) -> None:
+        self._point = point
+        self._reach = reach
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._reach(self._point)
+
+
+class _BeforeBackward(OwnHook):
+    """The first node of a module's backward is that of its first output. A hook on the node changes no graph, where
+    one on the module's backward would put a view of its own around the output."""
+
+    def __init__(self, point: ReleasePoint, reach: Reach) -> None:
+        self._point = point
+        self._reach = reach
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        nodes = (leaf.grad_fn for leaf in tree_leaves(output) if _is_plain(leaf))
+        node = next((node for node in nodes if node is not None), None)
+        if node is not None:
+            node.register_prehook(_Reached(weakref.ref(self)))
+
+    def reached(self) -> None:
+        self._reach(self._point)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether looking at it computes nothing: the logits of a tiled head would come to exist whole."""
+    return type(value) is torch.Tensor or (isinstance(value, torch.Tensor) and private.is_fake(value))
+
+
+class _Reached:
+    """Hangs on a node of a graph, which may outlive the hook that put it there: then it does nothing."""
+
+    def __init__(self, hook: weakref.ref[_BeforeBackward]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradients: Any) -> None:
+        hook = self._hook()
+        if hook is not None:
+            hook.reached()
