@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memscale._profile import device_kernels
-from memscale._profile.device_kernels import gpu_kernels, sequences_unpacked, temporary_bytes
+from memscale._profile.device_kernels import OPENED, gpu_kernels, sequences_unpacked, temporary_bytes
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 
@@ -234,6 +234,27 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 )
 def test_what_a_kernel_allocates_inside_itself(func: Any, args: tuple[Any, ...], allocated_bytes: int) -> None:
     assert sum(-(-size // 512) * 512 for size in temporary_bytes(func, args)) == allocated_bytes
+
+
+def test_a_kernel_is_also_known_by_what_is_named_in_its_call() -> None:
+    assert temporary_bytes(_aten.sort.stable, (_meta(512),), {"stable": True, "dim": -1}) == (512 * 8,)
+    assert temporary_bytes(_aten.sum.dim_IntList, (_meta(8, 8), [0]), {"dtype": torch.float32}) == ()
+
+
+def test_a_safe_softmax_is_the_same_in_its_operators() -> None:
+    scores = torch.randn(2, 3, 5, 5).masked_fill(torch.ones(5, 5).triu(0).bool(), float("-inf"))
+    opened = OPENED[_aten._safe_softmax.default](scores, -1)
+    assert torch.equal(opened, _aten._safe_softmax(scores, -1))
+    assert opened[0, 0, 0].eq(0).all(), "its first row is masked as a whole"
+
+
+@pytest.mark.parametrize(("is_causal", "mask"), [(True, None), (False, None), (False, torch.ones(6, 6).tril().bool())])
+def test_attention_of_grouped_queries_in_full_precision(is_causal: bool, mask: torch.Tensor | None) -> None:
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    expected = F.scaled_dot_product_attention(query, key, key, mask, is_causal=is_causal, enable_gqa=True)
+    with gpu_kernels():
+        found = F.scaled_dot_product_attention(query, key, key, mask, is_causal=is_causal, enable_gqa=True)
+    torch.testing.assert_close(found, expected)
 
 
 def test_rms_norm_saves_its_input_and_a_number_a_row_as_on_a_card() -> None:

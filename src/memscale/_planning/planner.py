@@ -39,7 +39,7 @@ from memscale._plan import (
     StepInBuckets,
     StreamParameters,
 )
-from memscale._planning.allocations import allocator_settings, record_steps, reserved_of
+from memscale._planning.allocations import AllocationLog, allocator_settings, record_steps, reserved_of
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.tile_sizes import Tiles, find_tiles
@@ -195,34 +195,39 @@ class Planner:
         return self._held_by[key]
 
     def _record_held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
-        transfers = config.async_config or AsyncOffloadConfig()
-        kinds = {type(action) for action in actions}
         try:
-            rules = self.costs.rules(
-                moves=OffloadOptimizer in kinds,
-                eight_bit=QuantizeOptimizer in kinds,
-                streams=StreamParameters in kinds,
-                in_buckets=StepInBuckets in kinds,
-                resident_share=max((a.resident_share for a in actions if isinstance(a, OffloadOptimizer)), default=0.0),
-                window_bytes=transfers.window_bytes,
-            )
-            log = record_steps(
-                self.rehearsal,
-                self.model,
-                self.job.optimizer,
-                learns=config.async_offload and StreamParameters in kinds,
-                attach=self._attacher(actions, config) if actions else None,
-                rules=rules,
-                hardware=self.hardware,
-            )
+            log = self.steps(actions, config)
         except Exception as error:  # a third party's optimizer on fake tensors, or one of bitsandbytes
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             return None
-        found = reserved_of(log, self._allocator, workspace_bytes=self.hardware.workspace_bytes)
+        found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
         return Held.on(self.hardware, found.allocated_peak_bytes, found.reserved_peak_bytes)
 
+    def steps(self, actions: tuple[Action, ...], config: Config, *, names_modules: bool = False) -> AllocationLog:
+        """The allocations of whole steps under these actions, in order."""
+        transfers = config.async_config or AsyncOffloadConfig()
+        kinds = {type(action) for action in actions}
+        rules = self.costs.rules(
+            moves=OffloadOptimizer in kinds,
+            eight_bit=QuantizeOptimizer in kinds,
+            streams=StreamParameters in kinds,
+            in_buckets=StepInBuckets in kinds,
+            resident_share=max((a.resident_share for a in actions if isinstance(a, OffloadOptimizer)), default=0.0),
+            window_bytes=transfers.window_bytes,
+        )
+        return record_steps(
+            self.rehearsal,
+            self.model,
+            self.job.optimizer,
+            learns=config.async_offload and StreamParameters in kinds,
+            attach=self._attacher(actions, config) if actions else None,
+            rules=rules,
+            hardware=self.hardware,
+            names_modules=names_modules,
+        )
+
     @functools.cached_property
-    def _allocator(self) -> AllocatorSettings:
+    def allocator(self) -> AllocatorSettings:
         """As this process would run; a card elsewhere is taken to have PyTorch's defaults."""
         return allocator_settings() if self.hardware.present else AllocatorSettings()
 

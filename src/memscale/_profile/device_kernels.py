@@ -29,6 +29,7 @@ hides nothing. The plan counts the mask: a later batch may be padded.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -130,13 +131,9 @@ def _efficient_attention(
     if query.dim() != 4:
         return _efficient_attention_3d(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if enable_gqa and not _has_flash_kernel(query, attn_mask):
-        whole: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
-        )[0]
-        return whole
+        return _attention_by_scores(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        key, value = _repeated(query, key, value)
     bias = None
     if attn_mask is not None:
         bias = attn_mask
@@ -149,9 +146,50 @@ def _efficient_attention(
     return result
 
 
+def _attention_by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The scores are a matrix. PyTorch adds the mask to them in place, but not where they are a subclass of tensors, as
+    fake ones are: in full precision it is written out here."""
+    if _is_half(query):
+        whole: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )[0]
+        return whole
+    factor = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    query = query * factor
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+    key, value = _repeated(query, key, value)
+    scores = query @ (key.transpose(-2, -1) * factor)
+    if attn_mask is not None:
+        scores.add_(attn_mask)
+    shares: torch.Tensor = _aten._safe_softmax(scores, -1)
+    if dropout_p > 0:
+        shares = _fused_dropout(shares, dropout_p)
+    return shares @ value
+
+
+def _repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values for each head of the queries."""
+    repeats = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+
+
+def _is_half(query: torch.Tensor) -> bool:
+    return query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(query.device.type)
+
+
 def _has_flash_kernel(query: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
-    is_half = query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(query.device.type)
-    return is_half and attn_mask is None
+    return _is_half(query) and attn_mask is None
 
 
 def _efficient_attention_3d(
@@ -276,7 +314,7 @@ _FEW_ROWS = 128
 _LONG_BYTES, _FLOAT_BYTES = 8, 4
 
 
-def temporary_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+def temporary_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[int, ...]:
     """What a CUDA kernel allocates and frees inside itself, by the rules of torch 2.13; () where we know of nothing.
 
     Known: backward of softmax and of group norm, of embeddings with many ids, sorting, and sums of booleans. The
@@ -284,7 +322,7 @@ def temporary_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     layer norm's backward, which go by the number of the card's processors.
     """
     rule = _TEMPORARIES.get(func)
-    return () if rule is None else rule(*args)
+    return () if rule is None else rule(*args, **(kwargs or {}))
 
 
 def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
@@ -323,7 +361,7 @@ def _of_group_norm_backward(*args: Any) -> tuple[int, ...]:
     return (a_channel, a_channel, *factors)
 
 
-def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
+def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> tuple[int, ...]:
     """Short rows are sorted in place, with their positions; many long ones with copies of keys and positions."""
     if input.dim() == 0 or input.numel() == 0:
         return ()
@@ -335,10 +373,24 @@ def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
     return (input.numel() * (input.element_size() + 2 * _LONG_BYTES), 1)
 
 
-def _of_sum(input: torch.Tensor, *_: Any) -> tuple[int, ...]:
+def _of_sum(input: torch.Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
     """Booleans and short integers are made long ones first."""
     is_counted = not input.dtype.is_floating_point and not input.dtype.is_complex and input.dtype != torch.int64
     return (input.numel() * _LONG_BYTES,) if is_counted and input.numel() else ()
+
+
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A softmax whose rows are zero where they are masked as a whole."""
+    result = torch.softmax(scores, dim, dtype)
+    is_masked = scores.eq(float("-inf"))
+    is_row_masked = is_masked.all(dim, keepdim=True)
+    result.masked_fill_(is_row_masked, torch.zeros((), dtype=result.dtype, device=result.device))
+    del is_row_masked, is_masked  # in the order in which they go there
+    return result
+
+
+OPENED: dict[Any, Any] = {_aten._safe_softmax.default: _safe_softmax}
+"""Kernels that are operators inside, which allocate in their turn; fake tensors show only their result."""
 
 
 _TEMPORARIES: dict[Any, Any] = {
@@ -347,7 +399,7 @@ _TEMPORARIES: dict[Any, Any] = {
     _aten.native_group_norm.default: _of_group_norm,
     _aten.native_group_norm_backward.default: _of_group_norm_backward,
     _aten.sort.default: _of_sort,
-    _aten.sort.stable: lambda input, stable, dim=-1, *_: _of_sort(input, dim),
+    _aten.sort.stable: _of_sort,
     _aten.sum.default: _of_sum,
     _aten.sum.dim_IntList: _of_sum,
 }
