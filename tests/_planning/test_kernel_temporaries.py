@@ -50,3 +50,30 @@ def test_other_operators_are_not_known() -> None:
 
 def test_threads_by_architecture() -> None:
     assert [threads_of(name) for name in ("sm_75", "sm_80", "sm_86", "sm_90")] == [1024, 2048, 1536, 2048]
+
+
+def convolved(memory_format: torch.memory_format, groups: int = 1) -> list[int]:
+    """The workspaces of a convolution and of its backward: 8 images of 64 channels, 56 x 56."""
+    x = torch.empty(8, 64, 56, 56, device="meta").to(memory_format=memory_format)
+    weight = torch.empty(64, 64 // groups, 3, 3, device="meta").to(memory_format=memory_format)
+    aten, places = torch.ops.aten, ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    forward = (x, weight, None, *places)
+    result = torch.empty_like(x)  # on the meta device a result's channels never come last
+    backward = (result, x, weight, [0], *places, [True, True, False])
+    kernels = KernelTemporaries(CARD)
+    return [
+        *kernels.inside(aten.convolution.default, forward, result),
+        *kernels.inside(
+            aten.convolution_backward.default, backward, (torch.empty_like(x), torch.empty_like(weight), None)
+        ),
+    ]
+
+
+def test_convolutions_copy_what_is_not_channels_last() -> None:
+    images, weights = 8 * 64 * 56 * 56 * 4, 64 * 64 * 9 * 4
+    assert convolved(torch.contiguous_format) == [2 * images + weights, 2 * images + weights]
+    assert convolved(torch.channels_last) == []
+
+
+def test_a_convolution_of_one_channel_a_group_is_pytorchs_own() -> None:
+    assert convolved(torch.contiguous_format, groups=64) == []

@@ -7,7 +7,11 @@ meet in a buffer of device memory. How large that is follows from the launch, wh
 many multiprocessors the card has: the rules are those of `aten/src/ATen/native/cuda/Reduce.cuh` of torch 2.13, written
 anew. Sizes were compared with what PyTorch's own allocator was asked for on the emulated card.
 
-Not known here: workspaces of cuDNN, sorting in the backward of embeddings (a few bytes an index), other libraries.
+NOTE [workspaces of convolutions]: cuDNN does not publish them. Its kernels want channels last and copy what lies
+otherwise, so the tensors that do are counted: an estimate, and the emulated card makes the same one. Convolutions of
+one channel a group are PyTorch's own kernels, and need none.
+
+Not known here: other workspaces of cuDNN, and other libraries.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ class KernelTemporaries:
         """The bytes that this call allocates, all at once, and frees before it returns."""
         if func in _SUMS and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor):
             return self._of_sum(args[0], result)
+        if func in (_aten.convolution.default, _aten.convolution_backward.default):
+            return _of_convolution(args, result)
         return []
 
     def _of_sum(self, summed: torch.Tensor, result: torch.Tensor) -> list[int]:
@@ -75,6 +81,28 @@ class KernelTemporaries:
         accumulated = max(4, itemsize)
         beside = 1 if is_over_all else width * vector
         return [accumulated * num_outputs * num_blocks * beside, _SEMAPHORE_BYTES * grid]
+
+
+def _of_convolution(args: tuple[Any, ...], result: Any) -> list[int]:
+    """See NOTE [workspaces of convolutions]. Of backward, the larger of both its kernels'."""
+    if isinstance(result, torch.Tensor):
+        kernels, weight, groups = [(args[0], args[1], result)], args[1], args[8]
+    else:
+        gradient, input, weight, groups = *args[:3], args[9]
+        of_input, of_weight = result[:2]
+        kernels = [(gradient, weight, of_input)] if of_input is not None else []
+        kernels += [(gradient, input, of_weight)] if of_weight is not None else []
+    if groups == weight.shape[0] > 1:
+        return []
+    num_bytes = max((sum(map(_bytes_to_turn, tensors)) for tensors in kernels), default=0)
+    return [num_bytes] if num_bytes else []
+
+
+def _bytes_to_turn(tensor: torch.Tensor) -> int:
+    """Of a tensor whose channels do not come last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    is_last = last is not None and tensor.is_contiguous(memory_format=last)
+    return 0 if is_last else tensor.numel() * tensor.element_size()
 
 
 def threads_of(architecture: str) -> int:
