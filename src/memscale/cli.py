@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memscale._hardware import Hardware
-    from memscale._plan import FrontPoint, Plan
+    from memscale._plan import Action, FrontPoint, Plan
     from memscale._profile.inputs import Inputs
 
 EXIT_DOES_NOT_FIT = 1
@@ -127,6 +127,10 @@ def estimate(
     force: ForceOption = False,
     overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
+    snapshot: Annotated[
+        pathlib.Path | None,
+        typer.Option("--snapshot", help="Write the step there for pytorch.org/memory_viz: plain, or that of --mode."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the peak of a training step, plain and in each mode. Nothing is allocated."""
@@ -137,7 +141,12 @@ def estimate(
         force_optimize=force,
         async_offload=overlaps,
     )
+    _check_writable("--snapshot", snapshot)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
+    if snapshot is not None and not subject.hardware.has_caching_allocator:
+        raise ConfigError(
+            '--snapshot shows the memory of a card, which this machine does not have: add --gpu "RTX 3090"'
+        )
     with _progress(f"profiling {model} on fake tensors"), _quiet():
         result = memscale.estimate(
             subject.model, subject.inputs, optimizer=optimizer, config=config, hardware=subject.hardware
@@ -151,6 +160,19 @@ def estimate(
         print(_json.dumps({"model": model, "num_parameters": num_parameters, "estimate": result}), end="")
     else:
         print("\n".join(terminal.estimate_lines(model, num_parameters, subject.hardware, result)))
+    if snapshot is not None:
+        actions = () if mode is None else result.by_mode[config.mode].plan.actions
+        with _progress(f"writing {snapshot}"), _quiet():
+            _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, actions))
+
+
+def _snapshot_of(subject: _Subject, config: Config, optimizer: str, actions: tuple[Action, ...]) -> bytes:
+    from memscale._planning.job import Job
+    from memscale._planning.planner import Planner
+    from memscale._planning.snapshot import step_snapshot
+
+    planner = Planner(Job(subject.model, config, subject.hardware, optimizer), subject.inputs)
+    return step_snapshot(planner, actions, config)
 
 
 @app.command()
@@ -442,8 +464,8 @@ def _check_writable(option: str, path: pathlib.Path | None) -> None:
         raise PlanError(f"{option} {path}: there is no directory {path.parent}")
 
 
-def _write(option: str, path: pathlib.Path, text: str) -> None:
+def _write(option: str, path: pathlib.Path, content: str | bytes) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     except OSError as error:
         raise PlanError(f"{option} {shown(str(path))} cannot be written: {error.strerror or error}") from error

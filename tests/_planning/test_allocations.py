@@ -109,6 +109,27 @@ def test_a_thread_multiplies_for_the_first_time_once() -> None:
     assert events[index - 1] == Allocated(events[index - 1].serial, 8 * 2 * WIDTH * 4), "the result comes first"
 
 
+class Meeting(nn.Module):
+    """Two gradients of one tensor meet, both in memory of their own, or both as views."""
+
+    def __init__(self, are_views: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.are_views = are_views
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale
+        first, second = (y.view(-1), y.view(-1)) if self.are_views else (y, y)
+        return (first.sin() + second.cos()).sum()
+
+
+@pytest.mark.parametrize(("are_views", "num_allocations"), [(False, 10), (True, 11)])
+def test_gradients_that_meet_are_summed_into_one_of_them(are_views: bool, num_allocations: int) -> None:
+    """PyTorch's CUDA build allocates as many on the emulated card: only a sum of views is memory of its own."""
+    events = log_of(Meeting(are_views), "none").steps[0]
+    assert sum(isinstance(event, Allocated) and event.num_bytes == 8 * WIDTH * 4 for event in events) == num_allocations
+
+
 def test_a_step_leaves_what_it_should() -> None:
     model = small()
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -106,3 +106,35 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 )
 def test_what_a_kernel_allocates_inside_itself(func: Any, args: tuple[Any, ...], allocated_bytes: int) -> None:
     assert sum(-(-size // 512) * 512 for size in temporary_bytes(func, args)) == allocated_bytes
+
+
+def test_a_kernel_is_also_known_by_what_is_named_in_its_call() -> None:
+    assert temporary_bytes(_aten.sort.stable, (_meta(512),), {"stable": True, "dim": -1}) == (512 * 8,)
+    assert temporary_bytes(_aten.sum.dim_IntList, (_meta(8, 8), [0]), {"dtype": torch.float32}) == ()
+
+
+def convolved(memory_format: torch.memory_format, groups: int = 1) -> list[tuple[int, ...]]:
+    """The workspaces of a convolution and of its backward: 8 images of 64 channels, 56 x 56."""
+    x = torch.empty(8, 64, 56, 56, device="meta").to(memory_format=memory_format)
+    weight = torch.empty(64, 64 // groups, 3, 3, device="meta").to(memory_format=memory_format)
+    aten, places = torch.ops.aten, ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    forward = (x, weight, None, *places)
+    result = torch.empty_like(x)  # on the meta device a result's channels never come last
+    backward = (result, x, weight, [0], *places, [True, True, False])
+    kernels = KernelTemporaries(CARD)
+    return [
+        *kernels.inside(aten.convolution.default, forward, result),
+        *kernels.inside(
+            aten.convolution_backward.default, backward, (torch.empty_like(x), torch.empty_like(weight), None)
+        ),
+    ]
+
+
+def test_convolutions_copy_what_is_not_channels_last() -> None:
+    images, weights = 8 * 64 * 56 * 56 * 4, 64 * 64 * 9 * 4
+    assert convolved(torch.contiguous_format) == [(2 * images + weights,)] * 2
+    assert convolved(torch.channels_last) == []
+
+
+def test_a_convolution_of_one_channel_a_group_is_pytorchs_own() -> None:
+    assert convolved(torch.contiguous_format, groups=64) == []

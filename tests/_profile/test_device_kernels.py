@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memscale._profile import device_kernels
-from memscale._profile.device_kernels import gpu_kernels, sequences_unpacked
+from memscale._profile.device_kernels import OPENED, gpu_kernels, sequences_unpacked
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 
@@ -187,6 +187,27 @@ def test_a_thread_beside_a_rehearsal_draws_numbers_of_its_own() -> None:
     beside, was_draw_asked = BESIDE.run(rehearse, draw)
     assert beside == alone
     assert was_draw_asked
+
+
+# ---- what kernels allocate inside themselves; the figures are those of the emulated card
+
+_aten = torch.ops.aten
+
+
+def test_a_safe_softmax_is_the_same_in_its_operators() -> None:
+    scores = torch.randn(2, 3, 5, 5).masked_fill(torch.ones(5, 5).triu(0).bool(), float("-inf"))
+    opened = OPENED[_aten._safe_softmax.default](scores, -1)
+    assert torch.equal(opened, _aten._safe_softmax(scores, -1))
+    assert opened[0, 0, 0].eq(0).all(), "its first row is masked as a whole"
+
+
+@pytest.mark.parametrize(("is_causal", "mask"), [(True, None), (False, None), (False, torch.ones(6, 6).tril().bool())])
+def test_attention_of_grouped_queries_in_full_precision(is_causal: bool, mask: torch.Tensor | None) -> None:
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    expected = F.scaled_dot_product_attention(query, key, key, mask, is_causal=is_causal, enable_gqa=True)
+    with gpu_kernels():
+        found = F.scaled_dot_product_attention(query, key, key, mask, is_causal=is_causal, enable_gqa=True)
+    torch.testing.assert_close(found, expected)
 
 
 def test_rms_norm_saves_its_input_and_a_number_a_row_as_on_a_card() -> None:

@@ -4,9 +4,11 @@
     python -m emucuda.peaks bert-base gpt2 --modes plain balanced    # some of them
     python -m emucuda.peaks --json docs/results/cuda.json            # the table as data; rows that are there stay
 
-Each row is a process of its own on an RTX 3090: three training steps in fp32 with AdamW, the highest figures of all
-three. All figures are GiB, as the published ones. "live" is memscale's prediction of live storages; then follow what it
-predicts that PyTorch allocates and reserves, what PyTorch did allocate and reserve, and how far off that is.
+Each row is a process of its own on an RTX 3090: three training steps in fp32 with AdamW, unless its name says
+otherwise (`gpt2-fused`, `gpt2-autocast`: the user's own fp16 autocast and GradScaler, `gpt2-trainer`: Hugging Face's
+Trainer, `gpt2-lora`: adapters on frozen weights); the highest figures of all three. All figures are GiB, as the
+published ones. "live" is memscale's prediction of live storages; then follow what it predicts that PyTorch allocates
+and reserves, what PyTorch did allocate and reserve, and how far off that is.
 A mode is `plain`, or one of memscale.Config with how tensors travel: `balanced-sync`, `balanced-async`.
 """
 
@@ -16,12 +18,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 GIB = 2**30
 _MARK = "emucuda.peaks: "
+NUM_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,8 +38,11 @@ class Row:
     heads: int
     batch: int
     length: int
-    published_gib: float | None
-    """None: it ran out of memory."""
+    """Of sequences; of images, the height."""
+    published_gib: float | None = None
+    """None: it ran out of memory, or nothing was published."""
+    loop: Literal["plain", "autocast", "trainer"] = "plain"
+    is_fused: bool = False
 
 
 ROWS = {
@@ -44,7 +51,13 @@ ROWS = {
     "gpt2-medium": Row("gpt2", 1024, 24, 16, 4, 512, 10.87),
     "gpt2-large": Row("gpt2", 1280, 36, 20, 2, 512, 14.87),
     "gpt2-xl": Row("gpt2", 1600, 48, 25, 1, 512, None),
-    "gpt2": Row("gpt2", 768, 12, 12, 4, 256, None),
+    "gpt2": Row("gpt2", 768, 12, 12, 4, 256),
+    "gpt2-fused": Row("gpt2", 768, 12, 12, 4, 256, is_fused=True),
+    "gpt2-autocast": Row("gpt2", 768, 12, 12, 4, 256, loop="autocast"),
+    "gpt2-trainer": Row("gpt2", 768, 12, 12, 4, 256, loop="trainer"),
+    "gpt2-lora": Row("lora", 768, 12, 12, 4, 256),
+    "vit-base": Row("vit", 768, 12, 12, 16, 224),
+    "resnet-50": Row("resnet", 0, 0, 0, 16, 224),
 }
 PUBLISHED = ("bert-base", "bert-large", "gpt2-medium", "gpt2-large", "gpt2-xl")
 MODES = ("plain", "balanced-sync", "balanced-async")
@@ -128,19 +141,53 @@ def _off(row: dict[str, Any], kind: str) -> str:
 
 
 def _build(row: Row) -> Any:
+    return _model(row).train().cuda()
+
+
+def _model(row: Row) -> Any:
     import transformers
 
-    sizes: dict[str, Any]
-    config: Any
-    kind: Any
-    if row.family == "gpt2":
-        sizes = {"n_embd": row.width, "n_layer": row.layers, "n_head": row.heads}
-        config, kind = transformers.GPT2Config(**sizes), transformers.GPT2LMHeadModel
-    else:
-        sizes = {"hidden_size": row.width, "num_hidden_layers": row.layers, "num_attention_heads": row.heads}
-        config = transformers.BertConfig(**sizes, intermediate_size=4 * row.width)
-        kind = transformers.BertForMaskedLM
-    return kind(config).train().cuda()
+    models: Any = transformers
+    sizes: dict[str, Any] = {
+        "hidden_size": row.width,
+        "num_hidden_layers": row.layers,
+        "num_attention_heads": row.heads,
+        "intermediate_size": 4 * row.width,
+    }
+    match row.family:
+        case "gpt2" | "lora":
+            config = models.GPT2Config(n_embd=row.width, n_layer=row.layers, n_head=row.heads)
+            model = models.GPT2LMHeadModel(config)
+            return _with_adapters(model) if row.family == "lora" else model
+        case "bert":
+            return models.BertForMaskedLM(models.BertConfig(**sizes))
+        case "vit":
+            return models.ViTForImageClassification(models.ViTConfig(**sizes, num_labels=1000))
+        case _:
+            return models.ResNetForImageClassification(models.ResNetConfig(num_labels=1000))
+
+
+def _with_adapters(model: Any) -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+def _inputs(row: Row) -> dict[str, Any]:
+    import torch
+
+    if row.family in ("vit", "resnet"):
+        labels = torch.zeros(row.batch, dtype=torch.long)
+        return {"pixel_values": torch.zeros(row.batch, 3, row.length, row.length), "labels": labels}
+    ids = torch.randint(0, 30000, (row.batch, row.length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _autocast(row: Row) -> Any:
+    import torch
+
+    return torch.autocast("cuda", torch.float16, enabled=row.loop == "autocast")
 
 
 def _wrapped(model: Any, inputs: Any, mode: str) -> dict[str, Any]:
@@ -160,7 +207,7 @@ def _wrapped(model: Any, inputs: Any, mode: str) -> dict[str, Any]:
     return _predicted(model._memscale_executor.plan) | {"what": what_is_done(model._memscale_executor.plan)}
 
 
-def _plain(model: Any, inputs: Any) -> dict[str, Any]:
+def _plain(model: Any, inputs: Any, optimizer: Any) -> dict[str, Any]:
     """What memscale predicts of the unmodified model, whether it fits or not."""
     import memscale
     from memscale._planning.job import Job
@@ -169,7 +216,7 @@ def _plain(model: Any, inputs: Any) -> dict[str, Any]:
 
     config = memscale.Config(async_offload=False, enable_logging=False)
     hardware = memscale.Hardware.detect("cuda")
-    planner = Planner(Job(model, config, hardware, "adamw"), Inputs.from_sample(inputs))
+    planner = Planner(Job(model, config, hardware, optimizer), Inputs.from_sample(inputs))
     held = planner.held((), config)
     assert held is not None
     plain = planner.profile.static_bytes + planner.profile.plain.peak_bytes
@@ -189,20 +236,62 @@ def _predicted(plan: Any) -> dict[str, Any]:
     }
 
 
-def _train(model: Any, inputs: Any, optimizer: Any) -> bool:
-    """Three steps. False: out of memory."""
+def _train(row: Row, model: Any, inputs: Any, optimizer: Any) -> None:
+    """Three steps."""
     import torch
 
-    torch.cuda.empty_cache()  # segments that only building the model needed are none of the steps'
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
+    scaler = torch.amp.GradScaler("cuda", enabled=row.loop == "autocast")
+    for _ in range(NUM_STEPS):
         optimizer.zero_grad()
+        with _autocast(row):
+            loss = model(**inputs).loss
+        scaler.scale(loss).backward()
+        del loss
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _trainer(row: Row, model: Any, folder: str) -> Any:
+    """Hugging Face's, for as many steps."""
+    import transformers
+
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=row.batch,
+        max_steps=NUM_STEPS,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    samples = [{name: value[0] for name, value in _inputs(row).items()} for _ in range(row.batch)]
+    return transformers.Trainer(model=model, args=arguments, train_dataset=samples)
+
+
+def _trains(row: Row, mode: str) -> tuple[dict[str, Any], bool]:
+    """What memscale predicts, and whether the steps ran."""
+    import torch
+
+    model = _build(row)
+    inputs = {name: value.cuda() for name, value in _inputs(row).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(row, model, folder) if row.loop == "trainer" else None
+        if trainer is not None:
+            optimizer = trainer.create_optimizer()
+        else:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(trained, fused=row.is_fused or None)
+        with _autocast(row):
+            predicted = _plain(model, inputs, optimizer) if mode == "plain" else _wrapped(model, inputs, mode)
+        torch.cuda.empty_cache()  # segments that only building the model needed are none of the steps'
+        torch.cuda.reset_peak_memory_stats()
         try:
-            model(**inputs).loss.backward()
-            optimizer.step()
+            if trainer is not None:
+                trainer.train()
+            else:
+                _train(row, model, inputs, optimizer)
         except torch.cuda.OutOfMemoryError:
-            return False
-    return True
+            return predicted, False
+    return predicted, True
 
 
 def _child(name: str, mode: str) -> None:
@@ -212,13 +301,7 @@ def _child(name: str, mode: str) -> None:
     import emucuda
     import memscale
 
-    row = ROWS[name]
-    ids = torch.randint(0, 30000, (row.batch, row.length)).cuda()
-    inputs = {"input_ids": ids, "labels": ids}
-    model = _build(row)
-    optimizer = torch.optim.AdamW(model.parameters())
-    predicted = _plain(model, inputs) if mode == "plain" else _wrapped(model, inputs, mode)
-    fits = _train(model, inputs, optimizer)
+    predicted, fits = _trains(ROWS[name], mode)
     reserved_bytes = torch.cuda.max_memory_reserved()
     figures = {
         "model": name,

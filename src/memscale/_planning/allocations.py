@@ -36,6 +36,7 @@ from memscale._hardware import Hardware
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
+from memscale._profile.device_kernels import OPENED
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, FakeRehearsal, loss_of
 from memscale._profile.segments import SegmentRecorder
@@ -53,6 +54,9 @@ PRODUCTS = frozenset(
 )
 """Operators that cuBLAS computes."""
 
+NUM_STEPS = 3
+"""That are played: in the second the optimizer's state is there, in the third memory is as the second has left it."""
+
 CARD_TYPE = "cuda"
 """The devices whose kernels are known to allocate for themselves."""
 
@@ -61,9 +65,21 @@ Thread = Literal["forward", "backward"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a step something is allocated."""
+
+    phase: str
+    """"forward", "backward", "optimizer", or what is there before a step: "parameters", "inputs"."""
+    module_fqn: str = ""
+    """Of the block or other piece of the model; empty outside of them, or where they are not watched."""
+    operator: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Allocated:
     serial: int
     num_bytes: int
+    place: Place | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +121,10 @@ class AllocationLog:
         """The serial of each allocation that lives, by the key of its storage."""
         self._have_multiplied: set[Thread] = set()
         self._forgotten: set[int] = set()
+        self.place: Place | None = None
+        """Of what is allocated next."""
+        self._sum: tuple[int, Allocated, frozenset[int]] | None = None
+        """A sum of gradients: its key, the event, and the serials of its summands. See NOTE [sums of gradients]."""
 
     @property
     def _now(self) -> list[Event]:
@@ -115,11 +135,15 @@ class AllocationLog:
         self.steps.append([])
         return self.steps[-1]
 
+    def played(self, num_steps: int) -> list[list[Event]]:
+        """What comes before, and that many steps, of which the last recorded one is repeated."""
+        return [self.before, *(self.steps[min(index, len(self.steps) - 1)] for index in range(num_steps))]
+
     def allocate(self, key: int, num_bytes: int) -> None:
         old = self._serials.get(key)
         serial = self._serials[key] = self._num_allocations
         self._num_allocations += 1
-        self._now.append(Allocated(serial, num_bytes))
+        self._now.append(Allocated(serial, num_bytes, self.place))
         if old is not None:  # a storage that is resized has both for a moment
             self._free_serial(old)
 
@@ -134,7 +158,7 @@ class AllocationLog:
         for num_bytes in sizes:
             serials.append(self._num_allocations)
             self._num_allocations += 1
-            self._now.append(Allocated(serials[-1], num_bytes))
+            self._now.append(Allocated(serials[-1], num_bytes, self.place))
         for serial in serials:
             self._now.append(Freed(serial))
 
@@ -147,8 +171,31 @@ class AllocationLog:
     def reach(self, point: ReleasePoint) -> None:
         self._now.append(Reached(point))
 
+    def sum_up(self, key: int, summand_keys: Iterable[int]) -> None:
+        """What was allocated last is a sum of gradients under `key`.
+
+        NOTE [sums of gradients]: where several gradients of one tensor meet, autograd adds into the memory of one that
+        nobody else has. It does not for subclasses of tensors, as fake ones are: there the sum is new, and that
+        gradient goes at once. So a summand that goes next is the sum.
+        """
+        last = self._now[-1] if self._now else None
+        if isinstance(last, Allocated) and last.serial == self._serials.get(key):
+            serials = (self._serials.get(summand) for summand in summand_keys)
+            self._sum = (key, last, frozenset(serial for serial in serials if serial is not None))
+
+    def _is_summed_into(self, serial: int) -> bool:
+        """Whether the last event is a sum that lies in the memory of this in truth; it is taken out of the log then."""
+        if self._sum is None:
+            return False
+        (key, allocated, summands), self._sum = self._sum, None
+        if serial not in summands or not self._now or self._now[-1] is not allocated:
+            return False
+        self._now.pop()
+        self._serials[key] = serial
+        return True
+
     def _free_serial(self, serial: int) -> None:
-        if serial not in self._forgotten:
+        if serial not in self._forgotten and not self._is_summed_into(serial):
             self._now.append(Freed(serial))
 
     def multiply(self, thread: Thread) -> None:
@@ -176,19 +223,40 @@ class EventRecorder(SegmentRecorder):
         self._is_dropout = False
         self.log = self.events = log
         self.thread: Thread = "forward"
+        self.is_optimizing = False
         self._has_card_kernels = rehearsal.target_type == CARD_TYPE
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._has_card_kernels and func in OPENED:
+            with self:
+                return OPENED[func](*args, **(kwargs or {}))
         self._is_dropout = func is _aten.native_dropout.default
+        self.events.place = self._place_of(func)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
+            self._see_sum(result, args)
         if func in PRODUCTS:
             self.events.multiply(self.thread)
         elif self._has_card_kernels:
-            for sizes in self._kernels.inside(func, args, result):
+            for sizes in self._kernels.inside(func, args, result, kwargs):
                 self.events.pass_by(sizes)
         return result
+
+    def _place_of(self, func: Any) -> Place:
+        phase, module_fqn, _ = self._place
+        if self.is_optimizing:
+            return Place("optimizer", "", str(func))
+        return Place(phase, module_fqn, str(func))
+
+    def _see_sum(self, result: torch.Tensor, summands: tuple[Any, ...]) -> None:
+        """See NOTE [sums of gradients]. A view's memory is also its base's, and is not added to."""
+        num_bytes = result.untyped_storage().nbytes()
+        whole = (summand for summand in summands if isinstance(summand, torch.Tensor) and summand._base is None)
+        storages = [summand.untyped_storage() for summand in whole]
+        alike = [private.storage_key(storage) for storage in storages if storage.nbytes() == num_bytes]
+        self.events.sum_up(private.storage_key(result.untyped_storage()), alike)
 
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
         """The mask of a dropout is allocated before its result."""
@@ -209,6 +277,7 @@ def record_steps(
     rules: BucketRules | None = None,
     hardware: Hardware | None = None,
     points: Iterable[ReleasePoint] = (),
+    names_modules: bool = False,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
@@ -216,14 +285,21 @@ def record_steps(
     plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, what its
     kernels allocate inside themselves is in the log, too. `learns`: the second step may differ from the first.
     `points`: moments of the step that the log is to have.
+    `names_modules`: the log says in which block or other piece of the model something is allocated.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
+        log.place = Place("parameters")
         recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
+        log.place = Place("inputs")
         recorder.see_all(rehearsal.inputs.tensors(), "other")
+        if names_modules:
+            undo.callback(recorder.remove_tensor_hooks)
+            for module_fqn, module in rehearsal.pieces.items():
+                recorder.watch(module_fqn, module, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
         if attach is not None:
             attached = attach(rehearsal.model)
@@ -271,10 +347,11 @@ def _record_parts(
     log = recorder.events
     with recorder:
         passed = log.begin_step()
-        recorder.thread = "forward"
+        recorder.move_to("forward", "", 0)
         if rehearsal.holds_gradients:
             rehearsal.hold_gradients(recorder)
         loss = loss_of(rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs))
+        recorder.move_to("backward", "", -1)
         recorder.thread = "backward"
         loss.backward()
         recorder.thread = "forward"
@@ -282,7 +359,9 @@ def _record_parts(
         for _ in range(num_steps):
             stepped.append(log.begin_step())
             if optimizer is not None:
+                recorder.is_optimizing = True
                 optimizer.step()
+                recorder.is_optimizing = False
     ended = log.begin_step()
     del loss
     for parameter in rehearsal.model.parameters():
@@ -321,7 +400,7 @@ def reserved_of(
     log: AllocationLog,
     settings: AllocatorSettings | None = None,
     *,
-    num_steps: int = 3,
+    num_steps: int = NUM_STEPS,
     workspace_bytes: int = WORKSPACE_BYTES,
     capacity_bytes: int | None = None,
     use: AllocatorUse | None = None,
@@ -332,20 +411,20 @@ def reserved_of(
     asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice.
     """
     memory = CachingAllocator(settings, capacity_bytes)
-    replay = _Replay(memory, workspace_bytes)
-    replay.play(log.before)
+    replay = Replay(memory, workspace_bytes)
+    before, *steps = log.played(num_steps)
+    replay.play(before)
     memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
     if use is not None:
         replay.follow(use)
-    for index in range(num_steps):
-        repeated = index >= len(log.steps)
-        replay.play(log.steps[-1] if repeated else log.steps[index])
+    for events in steps:
+        replay.play(events)
     return Reserved(
         memory.peak_requested_bytes, memory.peak_allocated_bytes, memory.peak_reserved_bytes, frozenset(replay.rises)
     )
 
 
-class _Replay:
+class Replay:
     """A step may be played several times. What it leaves behind is then replaced: the new comes, the old goes, as when
     a variable gets another value."""
 

@@ -9,7 +9,11 @@ threads where it is long, and these blocks meet in a buffer of device memory. It
 follows from the shape and from how many multiprocessors the card has (`aten/src/ATen/native/cuda/Reduce.cuh`). The
 sizes were compared with what PyTorch's own allocator was asked for on the emulated card.
 
-Not known: workspaces of cuDNN, the buffers of layer norm's backward, and what other libraries allocate.
+NOTE [workspaces of convolutions]: cuDNN does not publish them. Its kernels want channels last and copy what lies
+otherwise, so the tensors that do are counted: an estimate, and the emulated card makes the same one. Convolutions of
+one channel a group are PyTorch's own kernels, and need none.
+
+Not known: other workspaces of cuDNN, the buffers of layer norm's backward, and what other libraries allocate.
 """
 
 from __future__ import annotations
@@ -42,14 +46,14 @@ _FEW_ROWS = 128
 _LONG_BYTES, _FLOAT_BYTES = 8, 4
 
 
-def temporary_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+def temporary_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[int, ...]:
     """What a CUDA kernel allocates and frees inside itself, by the rules of torch 2.13; () where we know of nothing.
 
     Known: backward of softmax and of group norm, of embeddings with many ids, sorting, and sums of booleans. The
     emulated card says the same to the byte.
     """
     rule = _TEMPORARIES.get(func)
-    return () if rule is None else rule(*args)
+    return () if rule is None else rule(*args, **(kwargs or {}))
 
 
 def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
@@ -88,7 +92,7 @@ def _of_group_norm_backward(*args: Any) -> tuple[int, ...]:
     return (a_channel, a_channel, *factors)
 
 
-def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
+def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> tuple[int, ...]:
     """Short rows are sorted in place, with their positions; many long ones with copies of keys and positions."""
     if input.dim() == 0 or input.numel() == 0:
         return ()
@@ -100,7 +104,7 @@ def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
     return (input.numel() * (input.element_size() + 2 * _LONG_BYTES), 1)
 
 
-def _of_sum(input: torch.Tensor, *_: Any) -> tuple[int, ...]:
+def _of_sum(input: torch.Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
     """Booleans and short integers are made long ones first."""
     is_counted = not input.dtype.is_floating_point and not input.dtype.is_complex and input.dtype != torch.int64
     return (input.numel() * _LONG_BYTES,) if is_counted and input.numel() else ()
@@ -112,7 +116,7 @@ _TEMPORARIES: dict[Any, Any] = {
     _aten.native_group_norm.default: _of_group_norm,
     _aten.native_group_norm_backward.default: _of_group_norm_backward,
     _aten.sort.default: _of_sort,
-    _aten.sort.stable: lambda input, stable, dim=-1, *_: _of_sort(input, dim),
+    _aten.sort.stable: _of_sort,
     _aten.sum.default: _of_sum,
     _aten.sum.dim_IntList: _of_sum,
 }
@@ -129,12 +133,19 @@ class KernelTemporaries:
         self._num_multiprocessors = hardware.num_multiprocessors if hardware is not None else 0
         self._threads_each = threads_of(hardware.architecture) if hardware is not None else 0
 
-    def inside(self, func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[int, ...]]:
+    def inside(
+        self, func: Any, args: tuple[Any, ...], result: Any, kwargs: dict[str, Any] | None = None
+    ) -> Iterator[tuple[int, ...]]:
         """What this call allocates and frees before it returns, one group after the other; a group is there at once."""
-        if sizes := temporary_bytes(func, args):
+        if sizes := temporary_bytes(func, args, kwargs):
             yield sizes
-        is_split = self._has_card and func in _SUMS and isinstance(args[0], torch.Tensor)
-        if is_split and isinstance(result, torch.Tensor) and (sizes := self._of_split_sum(args[0], result)):
+        if not self._has_card:
+            return
+        is_split = func in _SUMS and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor)
+        if is_split and (sizes := self._of_split_sum(args[0], result)):
+            yield sizes
+        is_convolution = func in (_aten.convolution.default, _aten.convolution_backward.default)
+        if is_convolution and (sizes := _of_convolution(args, result)):
             yield sizes
 
     def _of_split_sum(self, summed: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
@@ -170,6 +181,28 @@ class KernelTemporaries:
         accumulated = max(4, itemsize)
         beside = 1 if is_over_all else width * vector
         return accumulated * num_outputs * num_blocks * beside, _SEMAPHORE_BYTES * grid
+
+
+def _of_convolution(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
+    """See NOTE [workspaces of convolutions]. Of backward, the larger of both its kernels'."""
+    if isinstance(result, torch.Tensor):
+        kernels, weight, groups = [(args[0], args[1], result)], args[1], args[8]
+    else:
+        gradient, input, weight, groups = *args[:3], args[9]
+        of_input, of_weight = result[:2]
+        kernels = [(gradient, weight, of_input)] if of_input is not None else []
+        kernels += [(gradient, input, of_weight)] if of_weight is not None else []
+    if groups == weight.shape[0] > 1:
+        return ()
+    num_bytes = max((sum(map(_bytes_to_turn, tensors)) for tensors in kernels), default=0)
+    return (num_bytes,) if num_bytes else ()
+
+
+def _bytes_to_turn(tensor: torch.Tensor) -> int:
+    """Of a tensor whose channels do not come last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    is_last = last is not None and tensor.is_contiguous(memory_format=last)
+    return 0 if is_last else tensor.numel() * tensor.element_size()
 
 
 def threads_of(architecture: str) -> int:

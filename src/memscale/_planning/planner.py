@@ -223,7 +223,7 @@ class Planner:
         key = self._key(actions)
         if key not in self._leaner_by:
             last_key, log = self._last_log
-            log = log if last_key == key else self._record(actions, config)
+            log = log if last_key == key else self.steps(actions, config)
             self._leaner_by[key] = self._find_leaner(log, held)
         leaner = self._leaner_by[key]
         return leaner if leaner.reserved_bytes < held.reserved_bytes * (1 - _WORTH_ASKING) else held
@@ -231,7 +231,7 @@ class Planner:
     def _find_leaner(self, log: AllocationLog, held: Held) -> Held:
         use, found = least_reserved(
             log,
-            self._allocator,
+            self.allocator,
             may_switch=may_switch() or not self.hardware.present,
             workspace_bytes=self.hardware.workspace_bytes,
         )
@@ -241,16 +241,17 @@ class Planner:
 
     def _record_held(self, key: Hashable, actions: tuple[Action, ...], config: Config) -> Held | None:
         try:
-            log = self._record(actions, config)
+            log = self.steps(actions, config)
         except Exception as error:  # a third party's optimizer on fake tensors, or one of bitsandbytes
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             return None
         self._last_log = key, log
-        found = reserved_of(log, self._allocator, workspace_bytes=self.hardware.workspace_bytes)
+        found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
         return Held.on(self.hardware, found.allocated_peak_bytes, found.reserved_peak_bytes)
 
-    def _record(self, actions: tuple[Action, ...], config: Config) -> AllocationLog:
-        """Whole steps under these actions, with the moments at which memory could be given back."""
+    def steps(self, actions: tuple[Action, ...], config: Config, *, names_modules: bool = False) -> AllocationLog:
+        """The allocations of whole steps under these actions, in order, with the moments at which memory could be given
+        back."""
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
         return record_steps(
             self.rehearsal,
@@ -261,10 +262,11 @@ class Planner:
             rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
             hardware=self.hardware,
             points=points_of(beside) if actions else (),
+            names_modules=names_modules,
         )
 
     @functools.cached_property
-    def _allocator(self) -> AllocatorSettings:
+    def allocator(self) -> AllocatorSettings:
         """As this process would run; a card elsewhere is taken to have PyTorch's defaults."""
         return allocator_settings() if self.hardware.present else AllocatorSettings()
 

@@ -27,6 +27,7 @@ hides nothing. The plan counts the mask: a later batch may be padded.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -128,13 +129,9 @@ def _efficient_attention(
     if query.dim() != 4:
         return _efficient_attention_3d(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if enable_gqa and not _has_flash_kernel(query, attn_mask):
-        whole: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
-        )[0]
-        return whole
+        return _attention_by_scores(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        key, value = _repeated(query, key, value)
     bias = None
     if attn_mask is not None:
         bias = attn_mask
@@ -147,9 +144,50 @@ def _efficient_attention(
     return result
 
 
+def _attention_by_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The scores are a matrix. PyTorch adds the mask to them in place, but not where they are a subclass of tensors, as
+    fake ones are: in full precision it is written out here."""
+    if _is_half(query):
+        whole: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )[0]
+        return whole
+    factor = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    query = query * factor
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+    key, value = _repeated(query, key, value)
+    scores = query @ (key.transpose(-2, -1) * factor)
+    if attn_mask is not None:
+        scores.add_(attn_mask)
+    shares: torch.Tensor = _aten._safe_softmax(scores, -1)
+    if dropout_p > 0:
+        shares = _fused_dropout(shares, dropout_p)
+    return shares @ value
+
+
+def _repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values for each head of the queries."""
+    repeats = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+
+
+def _is_half(query: torch.Tensor) -> bool:
+    return query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(query.device.type)
+
+
 def _has_flash_kernel(query: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
-    is_half = query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(query.device.type)
-    return is_half and attn_mask is None
+    return _is_half(query) and attn_mask is None
 
 
 def _efficient_attention_3d(
@@ -262,3 +300,17 @@ def widen(loss: torch.Tensor, args: tuple[Any, ...]) -> bool:
         return False
     storage.resize_(num_bytes)
     return True
+
+
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A softmax whose rows are zero where they are masked as a whole."""
+    result = torch.softmax(scores, dim, dtype)
+    is_masked = scores.eq(float("-inf"))
+    is_row_masked = is_masked.all(dim, keepdim=True)
+    result.masked_fill_(is_row_masked, torch.zeros((), dtype=result.dtype, device=result.device))
+    del is_row_masked, is_masked  # in the order in which they go there
+    return result
+
+
+OPENED: dict[Any, Any] = {_aten._safe_softmax.default: _safe_softmax}
+"""Kernels that are operators inside, which allocate in their turn; fake tensors show only their result."""

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import collections
 from bisect import bisect_left
+from collections.abc import Callable
+from typing import Literal
 
 from memscale._decide.allocator.blocks import (
     Block,
@@ -48,6 +50,10 @@ class OutOfMemoryError(MemScaleError):
     """The modelled card has no room for a request, even after all that was cached has been given back."""
 
 
+Movement = Literal["segment_alloc", "segment_free", "segment_map", "segment_unmap"]
+"""What is done with memory of the card, in the words of PyTorch's snapshots."""
+
+
 class CachingAllocator:
     """The model. Its counters are plain attributes: read them, and change them only through its methods.
 
@@ -57,6 +63,7 @@ class CachingAllocator:
         total_bytes: the size of the card, of which `memory_fraction` is a share; None: `capacity_bytes`.
         event_lag: how many requests the host is ahead of the device: an event that was recorded when a block was freed
             is found done that many requests later. None: never, unless the host waits for it.
+        on_memory: is told of memory that is taken from the card and given back: what, at which address, how many bytes.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class CachingAllocator:
         *,
         total_bytes: int | None = None,
         event_lag: int | None = 0,
+        on_memory: Callable[[Movement, int, int], None] | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0
@@ -88,6 +96,7 @@ class CachingAllocator:
         self._events: dict[int, collections.deque[tuple[int, Block]]] = {}
         """Events by stream, oldest first: the request before which each was recorded, and the block that waits."""
         self._event_lag = event_lag
+        self._on_memory = on_memory or _ignore
         self._num_requests = 0
         self._num_searches = {True: 0, False: 0}
         self.configure(settings or AllocatorSettings())
@@ -314,6 +323,7 @@ class CachingAllocator:
             return self._grow(pool, size_bytes)
         if not self._take(segment_bytes):
             return None
+        self._on_memory("segment_alloc", self._next_address, segment_bytes)
         return self._new_segment(pool, segment_bytes, "free")
 
     def _segment_bytes(self, size_bytes: int) -> int:
@@ -342,6 +352,7 @@ class CachingAllocator:
         block.pool.remove(block)
         del self._first_blocks[block.address]
         self.reserved_bytes -= block.size_bytes
+        self._on_memory("segment_free", block.address, block.size_bytes)
 
     def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
         """Give blocks back that are too large to be split: one that suffices, or the largest until they do."""
@@ -409,6 +420,7 @@ class CachingAllocator:
         num_bytes = round_up(num_bytes, block.pool.page_bytes)
         if not self._take(num_bytes):
             return None
+        self._on_memory("segment_map", block.address, num_bytes)
         block.pool.remove_unmapped(block)
         if num_bytes < block.size_bytes:
             block.pool.add_unmapped(self._cut_off(block, num_bytes, "unmapped"))
@@ -432,6 +444,7 @@ class CachingAllocator:
         if end < block.address + block.size_bytes:
             self._add_free(self._cut_off(block, end - block.address, "free"))
         self.reserved_bytes -= block.size_bytes
+        self._on_memory("segment_unmap", block.address, block.size_bytes)
         block.state = "unmapped"
         self._merge_unmapped(block)
 
@@ -442,6 +455,10 @@ class CachingAllocator:
             self._expandable_bases.discard(block.address)
         else:
             block.pool.add_unmapped(block)
+
+
+def _ignore(what: Movement, address: int, num_bytes: int) -> None:
+    """Nobody wants to be told."""
 
 
 def _allowed_bytes(settings: AllocatorSettings, total_bytes: int | None) -> int | None:

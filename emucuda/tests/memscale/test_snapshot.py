@@ -1,0 +1,58 @@
+"""The snapshot of a predicted step has the structure of PyTorch's own, and shows the same step."""
+
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+
+import memscale
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._planning.snapshot import step_snapshot
+from memscale._profile.inputs import Inputs
+
+WIDTH = 512
+
+
+def structure(value: Any) -> Any:
+    """Keys and types, of lists those of what is in them."""
+    if isinstance(value, dict):
+        return {name: structure(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return sorted({repr(structure(part)) for part in value})
+    return type(value).__name__
+
+
+def events(snapshot: dict[str, Any], *actions: str) -> list[tuple[str, int]]:
+    return [(event["action"], event["size"]) for event in snapshot["device_traces"][0] if event["action"] in actions]
+
+
+def test_it_is_the_step_that_pytorch_records():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).cuda()
+    batch = torch.zeros(64, WIDTH, device="cuda")
+    config = memscale.Config(enable_logging=False)
+    planner = Planner(Job(model, config, memscale.Hardware.detect("cuda"), "sgd"), Inputs.from_sample(batch))
+    predicted = pickle.loads(step_snapshot(planner, (), config))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        recorded = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    for name in ("segments", "allocator_settings"):
+        assert structure(predicted[name]) == structure(recorded[name])
+    assert set(predicted) == set(recorded)
+    assert {frozenset(event) for event in predicted["device_traces"][0]} == {
+        frozenset(event) for event in recorded["device_traces"][0]
+    }
+    # Workspaces and parameters come before, and a prediction begins with them.
+    one_step = events(recorded, "alloc", "free_completed")[-20:]
+    assert events(predicted, "alloc", "free_completed")[-20:] == one_step
