@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memscale._hardware import Hardware
-    from memscale._plan import Action, FrontPoint, Plan
+    from memscale._plan import FrontPoint, Plan
     from memscale._profile.inputs import Inputs
 
 EXIT_DOES_NOT_FIT = 1
@@ -161,18 +161,20 @@ def estimate(
     else:
         print("\n".join(terminal.estimate_lines(model, num_parameters, subject.hardware, result)))
     if snapshot is not None:
-        actions = () if mode is None else result.by_mode[config.mode].plan.actions
+        planned = None if mode is None else result.by_mode[config.mode].plan
         with _progress(f"writing {snapshot}"), _quiet():
-            _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, actions))
+            _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, planned))
 
 
-def _snapshot_of(subject: _Subject, config: Config, optimizer: str, actions: tuple[Action, ...]) -> bytes:
+def _snapshot_of(subject: _Subject, config: Config, optimizer: str, planned: Plan | None) -> bytes:
     from memscale._planning.job import Job
     from memscale._planning.planner import Planner
+    from memscale._planning.saved_plans import with_conditions
     from memscale._planning.snapshot import step_snapshot
 
+    config = config if planned is None else with_conditions(config, planned)
     planner = Planner(Job(subject.model, config, subject.hardware, optimizer), subject.inputs)
-    return step_snapshot(planner, actions, config)
+    return step_snapshot(planner, () if planned is None else planned.actions, config)
 
 
 @app.command()

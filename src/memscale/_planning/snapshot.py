@@ -15,7 +15,9 @@ import pickle
 from typing import Any
 
 from memscale._config import Config
-from memscale._decide.allocator import NUM_DIVISIONS, AllocatorSettings, Block, CachingAllocator, Movement, SegmentState
+from memscale._decide.allocator import CachingAllocator, Movement
+from memscale._decide.allocator.blocks import Block, SegmentState
+from memscale._decide.allocator.settings import NUM_DIVISIONS, AllocatorSettings
 from memscale._plan import Action
 from memscale._planning.allocations import NUM_STEPS, WORKSPACE_BYTES, AllocationLog, Place, Replay
 from memscale._planning.planner import Planner
