@@ -167,12 +167,12 @@ def estimate(
 
 
 def _snapshot_of(subject: _Subject, config: Config, optimizer: str, planned: Plan | None) -> bytes:
+    from memscale._decide.travel import travel_of
     from memscale._planning.job import Job
     from memscale._planning.planner import Planner
-    from memscale._planning.saved_plans import with_conditions
     from memscale._planning.snapshot import step_snapshot
 
-    config = config if planned is None else with_conditions(config, planned)
+    config = config if planned is None else travel_of(planned, config, subject.hardware).said_in(config)
     planner = Planner(Job(subject.model, config, subject.hardware, optimizer), subject.inputs)
     return step_snapshot(planner, () if planned is None else planned.actions, config)
 

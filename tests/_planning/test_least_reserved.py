@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from memscale._decide.allocator import MIB, AllocatorSettings
+from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._execute.reserving import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.allocations import AllocationLog, reserved_of
 from memscale._planning.least_reserved import WORTH, least_reserved
+from memscale._units import MIB
 
 pytestmark = pytest.mark.unit
 

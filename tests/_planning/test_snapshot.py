@@ -13,7 +13,7 @@ import torch
 from torch.cuda import _memory_viz
 
 from memscale import Config, Hardware
-from memscale._decide.allocator import parse_settings
+from memscale._decide.allocator.settings import parse_settings
 from memscale._plan import Checkpoint
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner

@@ -23,7 +23,7 @@ from torch import nn
 
 from memscale._config import Config
 from memscale._decide import confirmed, decide, decide_on, full_front
-from memscale._decide.allocator.settings import MIB, AllocatorSettings
+from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
@@ -56,7 +56,7 @@ from memscale._profile.profiler import profile_model, refuse_unprofilable, try_v
 from memscale._profile.rehearsal import Attach
 from memscale._profile.shallow import ShallowRehearsal, rehearse_short
 from memscale._torch import private
-from memscale._units import round_up, show_bytes
+from memscale._units import MIB, round_up, show_bytes
 from memscale.report.explain import words_of_actions
 from memscale.techniques import TREATMENTS, planned_step, settling_steps, technique_of
 from memscale.techniques.offload.parameters import streaming
