@@ -185,7 +185,7 @@ class EventRecorder(SegmentRecorder):
         if func in PRODUCTS:
             self.events.multiply(self.thread)
         elif self._has_card_kernels:
-            self.events.pass_by(temporary_bytes(func, args))
+            self.events.pass_by(temporary_bytes(func, args, kwargs))
             if self._kernels is not None:
                 self.events.pass_by(self._kernels.inside(func, args, result))
         return result

@@ -276,7 +276,7 @@ _FEW_ROWS = 128
 _LONG_BYTES, _FLOAT_BYTES = 8, 4
 
 
-def temporary_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+def temporary_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[int, ...]:
     """What a CUDA kernel allocates and frees inside itself, by the rules of torch 2.13; () where we know of nothing.
 
     Known: backward of softmax and of group norm, of embeddings with many ids, sorting, and sums of booleans. The
@@ -284,15 +284,17 @@ def temporary_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     layer norm's backward, which go by the number of the card's processors.
     """
     rule = _TEMPORARIES.get(func)
-    return () if rule is None else rule(*args)
+    return () if rule is None else rule(*args, **(kwargs or {}))
 
 
-def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
+def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
     """The product of both, which is then summed row by row."""
     return (gradient.numel() * gradient.element_size(),)
 
 
-def _of_embedding_backward(gradient: torch.Tensor, ids: torch.Tensor, num_weights: int, *_: Any) -> tuple[int, ...]:
+def _of_embedding_backward(
+    gradient: torch.Tensor, ids: torch.Tensor, num_weights: int, *_: Any, **__: Any
+) -> tuple[int, ...]:
     """Ids that are sorted, and for each part of a run of equal ids a row in full precision."""
     num_ids = ids.numel()
     if num_ids <= _FEW_IDS:
@@ -307,7 +309,7 @@ def _of_embedding_backward(gradient: torch.Tensor, ids: torch.Tensor, num_weight
 
 
 def _of_group_norm(
-    input: torch.Tensor, weight: Any, bias: Any, num: int, channels: int, area: int, groups: int, *_: Any
+    input: torch.Tensor, weight: Any, bias: Any, num: int, channels: int, area: int, groups: int, *_: Any, **__: Any
 ) -> tuple[int, ...]:
     """A factor and a summand for each channel; in 16 bits, mean and deviation in full precision as well."""
     a_channel = num * channels * _FLOAT_BYTES
@@ -315,7 +317,7 @@ def _of_group_norm(
     return tuple(filter(None, (a_channel, a_channel, a_group, a_group)))
 
 
-def _of_group_norm_backward(*args: Any) -> tuple[int, ...]:
+def _of_group_norm_backward(*args: Any, **_: Any) -> tuple[int, ...]:
     """Two sums for each channel, and for the input's gradient three factors."""
     weight, num, channels, _, groups, wanted = args[4:10]
     a_channel, a_group = num * channels * _FLOAT_BYTES, num * groups * _FLOAT_BYTES
@@ -323,7 +325,7 @@ def _of_group_norm_backward(*args: Any) -> tuple[int, ...]:
     return (a_channel, a_channel, *factors)
 
 
-def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
+def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> tuple[int, ...]:
     """Short rows are sorted in place, with their positions; many long ones with copies of keys and positions."""
     if input.dim() == 0 or input.numel() == 0:
         return ()
@@ -335,7 +337,7 @@ def _of_sort(input: torch.Tensor, dim: int = -1, *_: Any) -> tuple[int, ...]:
     return (input.numel() * (input.element_size() + 2 * _LONG_BYTES), 1)
 
 
-def _of_sum(input: torch.Tensor, *_: Any) -> tuple[int, ...]:
+def _of_sum(input: torch.Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
     """Booleans and short integers are made long ones first."""
     is_counted = not input.dtype.is_floating_point and not input.dtype.is_complex and input.dtype != torch.int64
     return (input.numel() * _LONG_BYTES,) if is_counted and input.numel() else ()
@@ -347,7 +349,7 @@ _TEMPORARIES: dict[Any, Any] = {
     _aten.native_group_norm.default: _of_group_norm,
     _aten.native_group_norm_backward.default: _of_group_norm_backward,
     _aten.sort.default: _of_sort,
-    _aten.sort.stable: lambda input, stable, dim=-1, *_: _of_sort(input, dim),
+    _aten.sort.stable: _of_sort,
     _aten.sum.default: _of_sum,
     _aten.sum.dim_IntList: _of_sum,
 }
