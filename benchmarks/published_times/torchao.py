@@ -88,7 +88,7 @@ def open_planner() -> Planner:
 
 def peer_ms(manner: str, checkpointed_ms: float, planner: Planner) -> float:
     """See above. The device's own step of the optimizer is in the plain time alone."""
-    hardware, profile, model = planner.hardware, planner.profile, planner.cost_model(Config(enable_logging=False))
+    hardware, profile, model = planner.hardware, planner.profile, planner.cost_model()
     if manner == "plain":
         return checkpointed_ms
     on_device_ms = float(model.optimizer.step_ms(Choice().run, 0))

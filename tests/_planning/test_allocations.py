@@ -151,6 +151,24 @@ def test_counters_of_a_fused_step_are_on_the_device() -> None:
     assert sizes[1] - sizes[0] == 4 * len(list(model.parameters()))
 
 
+class SortsRows(nn.Module):
+    """As a tiled head does, with an operator whose arguments have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        return hidden[torch.sort(x.detach().sum(1), stable=True, dim=0).indices]
+
+
+def test_a_step_that_sorts_stably_is_recorded() -> None:
+    log = log_of(SortsRows())
+    sizes = [event.num_bytes for event in log.steps[0] if isinstance(event, Allocated)]
+    assert sizes.count(len(features(0)) * 8) >= 2, "the indices, and what the kernel takes for as many"
+
+
 def test_the_users_optimizer_is_not_touched() -> None:
     model = small()
     optimizer = torch.optim.AdamW(model.parameters())

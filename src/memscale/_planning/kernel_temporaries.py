@@ -56,12 +56,14 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     return () if rule is None else rule(*args, **(kwargs or {}))
 
 
-def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[int, ...]:
+def _of_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
     """The product of both, which is then summed row by row."""
     return (gradient.numel() * gradient.element_size(),)
 
 
-def _of_embedding_backward(gradient: torch.Tensor, ids: torch.Tensor, num_weights: int, *_: Any) -> tuple[int, ...]:
+def _of_embedding_backward(
+    gradient: torch.Tensor, ids: torch.Tensor, num_weights: int, *_: Any, **__: Any
+) -> tuple[int, ...]:
     """Ids that are sorted, and for each part of a run of equal ids a row in full precision."""
     num_ids = ids.numel()
     if num_ids <= _FEW_IDS:
@@ -76,7 +78,7 @@ def _of_embedding_backward(gradient: torch.Tensor, ids: torch.Tensor, num_weight
 
 
 def _of_group_norm(
-    input: torch.Tensor, weight: Any, bias: Any, num: int, channels: int, area: int, groups: int, *_: Any
+    input: torch.Tensor, weight: Any, bias: Any, num: int, channels: int, area: int, groups: int, *_: Any, **__: Any
 ) -> tuple[int, ...]:
     """A factor and a summand for each channel; in 16 bits, mean and deviation in full precision as well."""
     a_channel = num * channels * _FLOAT_BYTES
@@ -84,7 +86,7 @@ def _of_group_norm(
     return tuple(filter(None, (a_channel, a_channel, a_group, a_group)))
 
 
-def _of_group_norm_backward(*args: Any) -> tuple[int, ...]:
+def _of_group_norm_backward(*args: Any, **__: Any) -> tuple[int, ...]:
     """Two sums for each channel, and for the input's gradient three factors."""
     weight, num, channels, _, groups, wanted = args[4:10]
     a_channel, a_group = num * channels * _FLOAT_BYTES, num * groups * _FLOAT_BYTES
