@@ -108,17 +108,21 @@ def _rank(plan: Plan) -> tuple[float, ...]:
 
 
 def _lowest(ways: list[_Way]) -> Plan:
-    """The lowest peak of all; of equal ones that of transfers that overlap. Larger windows peak no lower."""
-    ways = [*[way for way in ways if way.travel.overlaps][-1:], *(way for way in ways if not way.travel.overlaps)]
+    """The lowest peak of all; of equal ones that of transfers that overlap."""
     for way in ways:
         way.look_into()
     guesses = [(way.guess(), way) for way in ways]
+    overlapped = min((guess for guess, _ in guesses if _overlaps(guess)), key=_peak, default=None)
     rule, found = "with overlap the lowest peak is higher", list[Plan]()
-    for guess, way in sorted(guesses, key=lambda one: one[0].predicted_peak_bytes):
+    for guess, way in sorted(guesses, key=lambda one: _peak(one[0])):
         # Rehearsals are about as high as the peak model says: what that puts higher is not worth one.
-        if all(not plan.fits or guess.predicted_peak_bytes < plan.predicted_peak_bytes for plan in found):
-            found.append(way.plan() if way is ways[0] else _because(way.plan(), rule, guesses[0][0]))
-    return min(found, key=lambda plan: (not plan.fits, plan.predicted_peak_bytes, not _overlaps(plan)))
+        if all(not plan.fits or _peak(guess) < _peak(plan) for plan in found):
+            found.append(way.plan() if overlapped is None else _because(way.plan(), rule, overlapped))
+    return min(found, key=lambda plan: (not plan.fits, _peak(plan), not _overlaps(plan)))
+
+
+def _peak(plan: Plan) -> int:
+    return plan.predicted_peak_bytes
 
 
 def _overlaps(plan: Plan) -> bool:
