@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memscale._decide import decide_on, may_be_faster, needs_optimizing
+from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, most_in_flight_bytes
@@ -74,16 +74,15 @@ class _Way:
         return self.planner.decide_and_rehearse(self._strategy)
 
     def may_beat(self, plan: Plan, first: _Way) -> bool:
-        """Whether something better than this plan could be found in this way, by what is known from the first."""
+        """Whether a better plan than this could be found if transfers block, by what is known from the first way."""
         model = first.planner.cost_model()
-        spare_bytes = most_in_flight_bytes(model, first.travel) - most_in_flight_bytes(model, self.travel)
+        spare_bytes = most_in_flight_bytes(model, first.travel)
         if not plan.fits:
             return _needed_bytes(plan) - spare_bytes <= plan.budget_bytes
-        return may_be_faster(
+        return may_be_faster_blocking(
             model,
             self.config,
             plan,
-            overlaps=self.travel.overlaps,
             spare_bytes=spare_bytes,
             # What the allocator holds above what is live is taken to be the same for other plans.
             reserve_bytes=_needed_bytes(plan) - plan.predicted_peak_bytes,
