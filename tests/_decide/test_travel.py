@@ -9,7 +9,7 @@ import pytest
 from memscale import AsyncOffloadConfig, Config, Hardware
 from memscale._decide.eligible import resolve
 from memscale._decide.policy.strategies import STRATEGIES
-from memscale._decide.travel import LEAN, Travel, travels
+from memscale._decide.travel import Travel, travels
 
 pytestmark = pytest.mark.unit
 CARD = Hardware.from_name("RTX 3090")
@@ -22,7 +22,7 @@ DEFAULT = AsyncOffloadConfig()
 
 
 def test_left_open_it_is_overlapped_first_on_a_card_and_blocking_elsewhere() -> None:
-    assert travels(Config(), CARD) == (Travel(True, DEFAULT), Travel(True, LEAN), Travel(False, DEFAULT))
+    assert travels(Config(), CARD) == (Travel(True, DEFAULT), Travel(False, DEFAULT))
     for hardware in (CPU, UNIFIED):
         assert travels(Config(), hardware) == (Travel(False, DEFAULT),)
 
@@ -34,16 +34,16 @@ def test_windows_that_the_user_chose_are_the_only_ones() -> None:
 
 
 def test_who_asks_for_one_way_gets_that_one() -> None:
-    assert travels(Config(async_offload=True), CARD) == (Travel(True, DEFAULT), Travel(True, LEAN))
-    assert travels(Config(async_offload=True), CPU) == (Travel(True, DEFAULT),)
+    for hardware in (CARD, CPU):
+        assert travels(Config(async_offload=True), hardware) == (Travel(True, DEFAULT),)
     for hardware in (CARD, CPU):
         assert travels(Config(async_offload=False), hardware) == (Travel(False, DEFAULT),)
 
 
 def test_where_nothing_travels_there_is_nothing_to_choose() -> None:
     assert len(resolve(Config(mode="conservative"), CARD).travels) == 1
-    assert len(resolve(Config(), CARD).travels) == 3
-    assert len(resolve(Config(mode="conservative", enable_kept_offload=True), CARD).travels) == 3
+    assert len(resolve(Config(), CARD).travels) == 2
+    assert len(resolve(Config(mode="conservative", enable_kept_offload=True), CARD).travels) == 2
 
 
 def test_a_config_with_a_way_said_in_it_is_otherwise_the_same() -> None:

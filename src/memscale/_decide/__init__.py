@@ -32,10 +32,6 @@ LOWEST = "the lowest peak that the mode allows"
 DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does not"
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
 
-_WORTHWHILE = 0.95
-"""Smaller windows are looked into where they may take less than this share of the time: they hide less than they seem
-to, since the time model does not count what waits for a full window."""
-
 
 def needs_optimizing(model: CostModel, config: Config, reserve_bytes: int = 0) -> bool:
     """The smart skip: a model that fits as it is is left alone, unless the user insists.
@@ -219,19 +215,18 @@ def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint
     return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)), profile)
 
 
-def may_be_faster(
-    model: CostModel, config: Config, plan: Plan, *, overlaps: bool, spare_bytes: int, reserve_bytes: int
+def may_be_faster_blocking(
+    model: CostModel, config: Config, plan: Plan, *, spare_bytes: int, reserve_bytes: int
 ) -> bool:
-    """Whether a plan whose tensors travel in another way could be faster than this one.
+    """Whether a plan whose transfers block could be faster than this one, whose transfers overlap.
 
-    It is found from the profile of this plan's way: trying the other is dear, and is done only where this says so.
-    `spare_bytes` is how much lower the peak of the same choice may be in the other, which is no more than what waits
-    elsewhere can take on its way there and back. What sends nothing away is the same plan either way.
+    It is found from the profile with overlap: rehearsals without are dear, and are made only where this says so.
+    `spare_bytes` is how much lower the peak of the same choice may be then, which is no more than what waits elsewhere
+    can take on its way there and back. What sends nothing away is the same plan either way.
     """
-    other = model if overlaps == model.pace.overlaps else CostModel(model.profile, model.hardware, overlaps=overlaps)
-    baseline, is_exact = other.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
-    eligible = resolve(config, model.hardware)
-    limit = plan.predicted_slowdown * (_WORTHWHILE if overlaps else 1.0)
+    blocking, eligible = CostModel(model.profile, model.hardware), resolve(config, model.hardware)
+    baseline, is_exact = blocking.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
+    limit = plan.predicted_slowdown
 
     def could(candidate: Candidate) -> bool:
         outcome = candidate.outcome
@@ -240,7 +235,7 @@ def may_be_faster(
         is_other = outcome.waiting_bytes and (candidate.choice.run.is_exact or not is_exact)
         return bool(is_other) and eligible.budget.admits(least) and slowdown(candidate, baseline) < limit
 
-    return any(map(could, find_candidates(other, baseline, eligible)))
+    return any(map(could, find_candidates(blocking, baseline, eligible)))
 
 
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:

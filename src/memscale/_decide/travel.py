@@ -4,8 +4,7 @@
 
 NOTE [two ways]: transfers that overlap with compute are faster, and need device memory for what is on its way. Where
 the user leaves it to us, plans overlap; they block where only that fits the budget, or where it is predicted to be
-faster: what needs less memory may need to send less away. For the same reason there are windows of two sizes, where
-the user does not say which. `_planning/either_way.py` looks into all of them as far as it must.
+faster: what needs less memory may need to send less away. `_planning/either_way.py` looks into both as far as it must.
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide.cost_model import CostModel
 from memscale._hardware import Hardware
 from memscale._plan import Plan
-
-LEAN = AsyncOffloadConfig(prefetch_depth=1, prefetch_bytes=16 * 2**20, window_bytes=16 * 2**20)
-"""As little on its way as still overlaps: one layer ahead, and windows of a few tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,13 +36,10 @@ def travels(config: Config, hardware: Hardware) -> tuple[Travel, ...]:
     A device without streams has nothing to overlap with: there transfers block, unless the user asks for threads.
     """
     transfers = config.async_config or AsyncOffloadConfig()
-    overlaps = hardware.has_streams if config.async_offload is None else config.async_offload
-    found = [Travel(overlaps, transfers)]
-    if overlaps and hardware.has_streams and config.async_config is None:
-        found.append(Travel(True, LEAN))
-    if overlaps and config.async_offload is None:
-        found.append(Travel(False, transfers))
-    return tuple(found)
+    if config.async_offload is not None:
+        return (Travel(config.async_offload, transfers),)
+    blocking = Travel(False, transfers)
+    return (Travel(True, transfers), blocking) if hardware.has_streams else (blocking,)
 
 
 def travel_of(plan: Plan, config: Config, hardware: Hardware) -> Travel:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memscale._decide import decide_on, may_be_faster, needs_optimizing
+from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, most_in_flight_bytes
@@ -74,16 +74,15 @@ class _Way:
         return self.planner.decide_and_rehearse(self._strategy)
 
     def may_beat(self, plan: Plan, first: _Way) -> bool:
-        """Whether something better than this plan could be found in this way, by what is known from the first."""
+        """Whether a better plan than this could be found if transfers block, by what is known from the first way."""
         model = first.planner.cost_model()
-        spare_bytes = most_in_flight_bytes(model, first.travel) - most_in_flight_bytes(model, self.travel)
+        spare_bytes = most_in_flight_bytes(model, first.travel)
         if not plan.fits:
             return _needed_bytes(plan) - spare_bytes <= plan.budget_bytes
-        return may_be_faster(
+        return may_be_faster_blocking(
             model,
             self.config,
             plan,
-            overlaps=self.travel.overlaps,
             spare_bytes=spare_bytes,
             # What the allocator holds above what is live is taken to be the same for other plans.
             reserve_bytes=_needed_bytes(plan) - plan.predicted_peak_bytes,
@@ -108,17 +107,21 @@ def _rank(plan: Plan) -> tuple[float, ...]:
 
 
 def _lowest(ways: list[_Way]) -> Plan:
-    """The lowest peak of all; of equal ones that of transfers that overlap. Larger windows peak no lower."""
-    ways = [*[way for way in ways if way.travel.overlaps][-1:], *(way for way in ways if not way.travel.overlaps)]
+    """The lowest peak of all; of equal ones that of transfers that overlap."""
     for way in ways:
         way.look_into()
     guesses = [(way.guess(), way) for way in ways]
+    overlapped = min((guess for guess, _ in guesses if _overlaps(guess)), key=_peak, default=None)
     rule, found = "with overlap the lowest peak is higher", list[Plan]()
-    for guess, way in sorted(guesses, key=lambda one: one[0].predicted_peak_bytes):
+    for guess, way in sorted(guesses, key=lambda one: _peak(one[0])):
         # Rehearsals are about as high as the peak model says: what that puts higher is not worth one.
-        if all(not plan.fits or guess.predicted_peak_bytes < plan.predicted_peak_bytes for plan in found):
-            found.append(way.plan() if way is ways[0] else _because(way.plan(), rule, guesses[0][0]))
-    return min(found, key=lambda plan: (not plan.fits, plan.predicted_peak_bytes, not _overlaps(plan)))
+        if all(not plan.fits or _peak(guess) < _peak(plan) for plan in found):
+            found.append(way.plan() if overlapped is None else _because(way.plan(), rule, overlapped))
+    return min(found, key=lambda plan: (not plan.fits, _peak(plan), not _overlaps(plan)))
+
+
+def _peak(plan: Plan) -> int:
+    return plan.predicted_peak_bytes
 
 
 def _overlaps(plan: Plan) -> bool:
