@@ -84,8 +84,9 @@ class Pace:
         calls_ms = 0.0
         if self.counts_calls:
             calls_ms = _segment_calls_ms(segment.phase, segment.num_launches, segment.num_random)
-        in_memory_ms: float = self.memory_ms(segment.other_bytes)
-        return max(matmul_ms, self.memory_ms(segment.matmul_bytes)) + in_memory_ms + calls_ms
+        return (
+            float(max(matmul_ms, self.memory_ms(segment.matmul_bytes)) + self.memory_ms(segment.other_bytes)) + calls_ms
+        )
 
     def memory_ms(self, num_bytes: Any) -> Any:
         """To read and write so many bytes of the device's memory."""
