@@ -347,7 +347,8 @@ _TEMPORARIES: dict[Any, Any] = {
     _aten.native_group_norm.default: _of_group_norm,
     _aten.native_group_norm_backward.default: _of_group_norm_backward,
     _aten.sort.default: _of_sort,
-    _aten.sort.stable: lambda input, stable, dim=-1, *_: _of_sort(input, dim),
+    # Its other arguments come by name: what is sorted in a step is sorted along its last dimension.
+    _aten.sort.stable: lambda input, stable=None, dim=-1, *_: _of_sort(input, dim),
     _aten.sum.default: _of_sum,
     _aten.sum.dim_IntList: _of_sum,
 }
