@@ -2,11 +2,11 @@
 
     python -m benchmarks.published_times [--only SECTION ...] [--results FILE] [--page FILE] [--timm FILE] [--most N]
 
-Sections: `timm` (training steps of vision transformers on an RTX 3090; half a minute a model; goes on from what is
-kept) and `torchao` (a ViT of 1.1 billion parameters on an RTX 4070 Ti SUPER with its optimizer offloaded, and our plans
-at the same peaks). Figures are in benchmarks/data/published, with their sources; `--timm` reads the publisher's own CSV
-file instead. Both sections need timm, which is no dependency of ours. What is found is kept in `--results`, so that the
-page can be written without running anything (`--page-only`).
+Sections: `timm` (training steps of vision transformers on an RTX 3090; half a minute a model, and it goes on from what
+is kept) and `torchao` (a ViT of 1.1 billion parameters on an RTX 4070 Ti SUPER with its optimizer offloaded, and our
+plans at the same peaks). Figures are in benchmarks/data/published, with their sources; `--timm` reads the publisher's
+own CSV file instead. Both sections need timm, which is no dependency of ours. What is found is kept in `--results`,
+so that the page can be written without running anything (`--page-only`).
 
 Nothing is trained: models run on fake tensors, and times are those of the model that plans are made by.
 """
