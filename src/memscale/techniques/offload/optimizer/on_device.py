@@ -91,6 +91,6 @@ DEVICE_STEP = Technique(
     place=58,
     words=lambda action: "step streamed parameters on the device",
     outcome=lambda actions: "streamed parameters are stepped on the device",
-    outcome_rank=31,
+    outcome_rank=33,
     reason=_reason,
 )
