@@ -9,9 +9,10 @@ the user's own `Parameter`. `_Visiting.backward` starts the copy to the host; `_
 the thread that called `backward()`, waits for it. The device's thread meanwhile goes on.
 
 Known limits: a parameter that is used outside of its layer, other than by being registered there too, is found on the
-host. Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. The optimizer's update of a
-streamed parameter runs on the host's kernels, with the implementation of the whole (in_parts.py). Gradients of two
-devices: `clip_grad_norm_` sums norms device by device, so the total may differ from a plain model's in the last bit.
+host. Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. Where a plan does not step
+streamed parameters on the device (`StepOnDevice`), their update runs on the host's kernels, with the implementation of
+the whole (in_parts.py). Gradients of two devices: `clip_grad_norm_` sums norms device by device, so the total may
+differ from a plain model's in the last bit.
 """
 
 from __future__ import annotations
