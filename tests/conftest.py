@@ -108,6 +108,7 @@ def _processor_s() -> float:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["MEMSCALE_CACHE"] = "0"  # every test plans for itself
     os.environ["MEMSCALE_MEASURE"] = "0"  # also in processes that tests start: the same figures everywhere
+    os.environ["MEMSCALE_PROGRESS"] = "0"  # what is shown of long work depends on how long it takes
     torch.set_num_threads(1)  # workers share the cores; also: sums in one order
 
 

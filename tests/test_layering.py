@@ -13,11 +13,12 @@ pytestmark = pytest.mark.unit
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "memscale"
 
-WORDS = {"_errors", "_units", "_json"}
+WORDS = {"_errors", "_units", "_json", "_progress"}
 DATA = WORDS | {"_plan", "_config"}
 ALLOWED = {
     "_errors": set(),
     "_units": set(),
+    "_progress": set(),
     "_json": {"_errors"},
     "_plan": WORDS | {"report", "techniques"},  # asked when they are called: `Plan.explain()`, `Plan.from_json()`
     "_config": WORDS,
@@ -34,7 +35,18 @@ ALLOWED = {
 }
 """Whom each room may import, at most. `_api`, `cli` and the package itself stand above all of them."""
 ABOVE_ALL = {"__init__", "__main__", "_api", "cli"}
-NO_TORCH_ON_IMPORT = {"__init__", "_config", "_errors", "_hardware", "_json", "_plan", "_units", "cli", "zoo"}
+NO_TORCH_ON_IMPORT = {
+    "__init__",
+    "_config",
+    "_errors",
+    "_hardware",
+    "_json",
+    "_plan",
+    "_progress",
+    "_units",
+    "cli",
+    "zoo",
+}
 """Rooms that load without torch; what they need of it they import where they need it. `_decide` never does."""
 PUBLIC_BY_CUSTOM = ("torch.utils._pytree", "torch.utils._python_dispatch")
 """Underscored modules that PyTorch's own documentation tells extension authors to use."""

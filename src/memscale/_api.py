@@ -309,7 +309,8 @@ def _attach(
     _detach_earlier(model)
     _refuse_unusable(model, config)
     device = device_of(model, config)
-    hardware = Hardware.detect(device, config.offload_dir)
+    with console.progress(config.enable_logging):
+        hardware = Hardware.detect(device, config.offload_dir)
     executor = Executor(model, _settings(config, device, hardware), optimizer)
     try:
         executor.adopt()

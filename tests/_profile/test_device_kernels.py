@@ -235,10 +235,3 @@ def test_rms_norm_of_two_types_runs_its_operators() -> None:
     plain = norm(x)
     with gpu_kernels():
         assert torch.equal(norm(x), plain)
-
-
-def test_a_stable_sort_is_called_with_its_arguments_by_name() -> None:
-    """As the tiled head does: without a rule for that, no steps could be recorded and nothing reserved be predicted."""
-    rows = torch.empty(2048, dtype=torch.bool, device="meta")
-    stable = torch.ops.aten.sort.stable
-    assert temporary_bytes(stable, (rows,)) == temporary_bytes(torch.ops.aten.sort.default, (rows,))

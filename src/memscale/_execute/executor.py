@@ -20,6 +20,7 @@ from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons
 from memscale._execute.settings import ExecutionSettings, is_fake
 from memscale._plan import Action, AllocatorUse, LayerAction, Plan
+from memscale._progress import stage
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
 from memscale.techniques import TECHNIQUES, technique_of
 from memscale.techniques.offload.parameters import state_placement
@@ -305,8 +306,9 @@ def place(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) ->
         raise PlanError(f"the model lies on several devices ({', '.join(sorted(map(str, homes)))}); move it to one")
     following = state_placement.attach(model, undo)  # undone after the move: state follows its parameters both ways
     undo.callback(_move_back, weakref.ref(model), homes.pop())
-    model.to(device)
-    following.follow_all()
+    with stage(f"moving {type(model).__name__} to {device}"):
+        model.to(device)
+        following.follow_all()
 
 
 def _move_back(model_ref: weakref.ref[nn.Module], device: torch.device) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from memscale._errors import quoted
 from memscale._hardware.user_cache import cache_dir, make_own_dir, open_own, read_json, write_json
+from memscale._progress import stage
 from memscale._units import show_bytes
 
 try:
@@ -95,11 +96,12 @@ def _key(device_name: str) -> str:
 def _recall(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     path = _cache_file()
     if path is None:
-        return measure()
+        with stage("measuring how fast this machine is"):
+            return measure()
     known = _known(path, key)
     if known is not None:
         return known
-    with _alone(path):
+    with stage("measuring how fast this machine is, which is remembered"), _alone(path):
         known = _known(path, key)  # another process may have measured while this one waited
         if known is not None:
             return known

@@ -35,6 +35,7 @@ from memscale._planning.uncalled import UncalledWatch
 from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
+from memscale._progress import stage
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, is_redirected, refuse_compiler
 from memscale._torch.released_gradients import held_gradient
@@ -206,7 +207,8 @@ class Replanner(OwnHook):
         # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
         self._is_planning = True
         try:
-            return make_plan(self._job(model), inputs, on_profile=on_profile)
+            with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__}"):
+                return make_plan(self._job(model), inputs, on_profile=on_profile)
         finally:
             self._is_planning = False
 
@@ -308,10 +310,11 @@ class Replanner(OwnHook):
 
     def _put_in_force(self, plan: Plan, inputs: Inputs | None) -> None:
         """`inputs`: of the forward that has just begun, if one has."""
-        if inputs is None:
-            self.executor.apply(plan)
-        else:
-            self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
+        with console.progress(self.config.enable_logging):
+            if inputs is None:
+                self.executor.apply(plan)
+            else:
+                self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
         trained = [parameter for parameter in self.executor.model.parameters() if parameter.requires_grad]
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
         self._is_tight = not self.holds_gradients and plan.predicted_peak_bytes + gradient_bytes > plan.budget_bytes

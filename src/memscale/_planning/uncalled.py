@@ -28,13 +28,15 @@ class UncalledWatch(StepWatcher):
     def __init__(self, executor: Executor) -> None:
         self._executor = weakref.ref(executor)
         self._is_over = False
-        watching = contextlib.ExitStack()
-        undo_with(executor.model, watch_steps(self), watching)
-        executor.on_detach(watching.close)
+        self._watching = contextlib.ExitStack()
+        undo_with(executor.model, watch_steps(self), self._watching)
+        executor.on_detach(self._watching.close)
 
     def stop(self) -> None:
-        """The model was called."""
-        self._is_over = True
+        """The model was called: nobody looks at its steps any more."""
+        if not self._is_over:
+            self._is_over = True
+            self._watching.close()
 
     def concerns(self, optimizer: Optimizer) -> bool:
         executor = self._executor()

@@ -17,6 +17,7 @@ from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
 from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
+from memscale._progress import stage
 from memscale._torch import private
 
 logger = logging.getLogger("memscale")
@@ -45,7 +46,10 @@ def open_rehearsal(
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise _needs_observation(model, "a rehearsal of a distributed model would communicate")
     try:
-        with _unlogged("torch._subclasses.fake_tensor"):  # its traceback, when what it says is in our error
+        with (
+            stage(f"rehearsing a training step of {type(model).__name__} on fake tensors"),
+            _unlogged("torch._subclasses.fake_tensor"),  # its traceback, when what it says is in our error
+        ):
             rehearsal = FakeRehearsal(model, inputs, device.type)
             rehearsal.holds_gradients = holds_gradients
             plain = rehearsal.run()
@@ -117,7 +121,8 @@ def _with_calls(layer: Layer, num_calls: dict[str, int]) -> Layer:
 def try_variant(rehearsal: Rehearsal, attach: Attach, what: str) -> StepTrace | None:
     """The step with a technique on every block; None where the technique does not run on this model."""
     try:
-        return rehearsal.run(attach)
+        with stage(f"rehearsing a step with {what}"):
+            return rehearsal.run(attach)
     except Exception as error:  # e.g. an in-place operator on a kept output: then the technique is not eligible
         logger.info("a step with %s does not run on this model: %s", what, quoted(error))
         logger.debug("a step with %s failed", what, exc_info=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -42,6 +42,8 @@ class MethodOverride:
     """
 
     method: str
+    may_be_compiled: ClassVar[bool] = False
+    """Does all that it does also where the compiler traces it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -65,7 +67,7 @@ class MethodOverride:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
             return self.inner()(*args, **kwargs)
-        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.may_be_compiled:
             refuse_compiler(type(self.module).__name__)
         return self.call(*args, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -280,7 +281,10 @@ def uncompile_forward(module: torch.nn.Module) -> None:
     original's parameters. It gets its own instead, uncompiled."""
     compiled = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
     if compiled is not None and not is_compiled_module(module):
-        vars(module)["forward"] = types.MethodType(compiled.__func__, module)
+        plain = inspect.unwrap(compiled)  # PyTorch's own forwards are inside one more function
+        if not isinstance(plain, types.MethodType):
+            raise TypeError(f"the compiled forward of this {type(module).__name__} is no method of it")
+        vars(module)["forward"] = types.MethodType(plain.__func__, module)
 
 
 def never_while_compiled() -> Any:

@@ -6,15 +6,18 @@ to stderr: as a rich table on a terminal, as plain text elsewhere. No handler is
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from memscale._config import Config
 from memscale._errors import ConfigError
 from memscale._hardware import Hardware
 from memscale._plan import LayerRow, Plan
+from memscale._progress import DELAY_S, Board
 from memscale._units import show_bytes
 from memscale.report.explain import head_lines, reason_text, techniques_text
 
@@ -78,6 +81,41 @@ def _emit(text: str, plan: Plan | None) -> None:
         _print_table(plan)
     else:
         print(f"memscale: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(is_wanted: bool = True, delay_s: float = DELAY_S) -> Iterator[None]:
+    """Show the stages of what is done inside, if it lasts: on a terminal in one line that changes, else a line each.
+
+    `MEMSCALE_PROGRESS=0` turns it off.
+    """
+    if not is_wanted or os.environ.get("MEMSCALE_PROGRESS") == "0":
+        yield
+        return
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(Board(_StageLine(undo), delay_s))
+        yield
+
+
+class _StageLine:
+    """Where stages are shown."""
+
+    def __init__(self, undo: contextlib.ExitStack) -> None:
+        self._closing = undo.enter_context(contextlib.ExitStack())
+        self._status: Any = None
+
+    def __call__(self, text: str) -> None:
+        logger.info("%s ...", text)
+        if _application_listens() or _application_declines():
+            return
+        if not sys.stderr.isatty():
+            print(f"memscale: {text} ...", file=sys.stderr, flush=True)
+            return
+        if self._status is None:
+            from rich.console import Console
+
+            self._status = self._closing.enter_context(Console(stderr=True).status(""))
+        self._status.update(f"memscale: {text} ...")
 
 
 def _application_listens() -> bool:

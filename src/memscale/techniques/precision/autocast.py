@@ -138,6 +138,8 @@ def _find_problem(model: nn.Module) -> str | None:
 class _Guard(ForwardOverride):
     """Leaves autocast where hooks are not asked: an interrupt is no `Exception`, and may come in a notebook."""
 
+    may_be_compiled = True
+
     def __init__(self, module: nn.Module, precision: Precision) -> None:
         super().__init__(module)
         self.precision = precision
