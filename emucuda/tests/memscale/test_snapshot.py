@@ -24,8 +24,10 @@ def structure(value: Any) -> Any:
     return type(value).__name__
 
 
-def events(snapshot: dict[str, Any], *actions: str) -> list[tuple[str, int]]:
-    return [(event["action"], event["size"]) for event in snapshot["device_traces"][0] if event["action"] in actions]
+def num_matrices(snapshot: dict[str, Any]) -> int:
+    """How often memory for a weight or its gradient is handed out."""
+    sizes = [event["size"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
+    return sizes.count(WIDTH * WIDTH * 4)
 
 
 def test_it_is_the_step_that_pytorch_records():
@@ -53,6 +55,4 @@ def test_it_is_the_step_that_pytorch_records():
     assert {frozenset(event) for event in predicted["device_traces"][0]} == {
         frozenset(event) for event in recorded["device_traces"][0]
     }
-    # Workspaces and parameters come before, and a prediction begins with them.
-    one_step = events(recorded, "alloc", "free_completed")[-20:]
-    assert events(predicted, "alloc", "free_completed")[-20:] == one_step
+    assert num_matrices(predicted) == 2 + num_matrices(recorded), "a prediction begins with the weights"
