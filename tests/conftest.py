@@ -172,6 +172,15 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_settings_of_bitsandbytes() -> Iterator[None]:
+    """It keeps settings by the ids of parameters, and those of the dead, too, whose ids later ones may have."""
+    yield
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    if bitsandbytes is not None:
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     if call.when == "teardown":  # `tools/durations.py` reads it from the JUnit file

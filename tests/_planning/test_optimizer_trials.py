@@ -41,12 +41,6 @@ SMALL, LARGE = 200, 512
 """All parameters in one bucket of 16 MB; a block or two in each."""
 
 
-@pytest.fixture(autouse=True)
-def _nothing_told_of_single_parameters() -> None:
-    """bitsandbytes keeps it for the whole process, by places in param groups: a Trainer's embeddings would be ours."""
-    bnb.optim.GlobalOptimManager.get_instance().initialize()
-
-
 def train(width: int, config: Config) -> tuple[Plan, list[int]]:
     """The plan, and the peak of each step above what other tests left on the device."""
     gc.collect()
