@@ -11,6 +11,7 @@ import textwrap
 import threading
 
 import pytest
+import torch
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
 
 import memscale
@@ -18,6 +19,7 @@ from memscale import zoo
 from memscale._errors import install_command
 from memscale.cli import main
 from memscale.report import doctor
+from tests.models import WIDTH, Chain, TwoLinears
 
 GIB = 1024**3
 HUGE = "1" + "0" * 400
@@ -150,7 +152,7 @@ def test_version(shell: Shell) -> None:
 
 def test_help_lists_the_commands(shell: Shell) -> None:
     for text in (shell("--help"), shell()):
-        assert all(command in text for command in ("estimate", "plan", "doctor", "bench"))
+        assert all(command in text for command in ("estimate", "plan", "fit", "doctor", "cache", "bench"))
 
 
 @pytest.mark.parametrize("factory", ["uncommon", "uncommon_factory"])
@@ -497,3 +499,25 @@ def test_fit_says_what_cannot_be_varied(shell: Shell, model_file: str) -> None:
     assert "batch or seq" in shell.complaint("fit", f"{model_file}:build", "--vary", "width")
     assert "--batch is what is looked for" in shell.complaint("fit", f"{model_file}:build", "--batch", "4")
     assert "have no seq dimension" in shell.complaint("fit", f"{model_file}:build", "--vary", "seq")
+
+
+# ---- cache
+
+
+def test_cache_shows_and_deletes_the_plans_that_are_kept(
+    shell: Shell, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMSCALE_CACHE", "1")
+    monkeypatch.setenv("MEMSCALE_CACHE_DIR", str(tmp_path))
+    assert "No plan is kept in" in shell("cache")
+    model = Chain(TwoLinears())
+    memscale.wrap(model, memscale.Config(enable_logging=False), sample_input=torch.zeros(4, WIDTH))
+    memscale.detach(model)
+    (tmp_path / "plans" / "notes.txt").write_text("not ours")
+    assert f"Plans kept in {tmp_path / 'plans'}: 1" in shell("cache")
+    assert "Chain" in shell("cache")
+    assert json.loads(shell("cache", "--json"))[0]["plan"]["model_class"] == "Chain"
+    next((tmp_path / "plans").glob("*.json")).write_text("garbage")
+    assert "cannot be read" in shell("cache")
+    assert shell("cache", "--clear") == f"Plans deleted from {tmp_path / 'plans'}: 1\n"
+    assert [path.name for path in (tmp_path / "plans").iterdir()] == ["notes.txt"]

@@ -314,7 +314,7 @@ def cache(
     except RuntimeError as error:
         raise ConfigError(f"there is no cache: {error}; MEMSCALE_CACHE_DIR names a directory for one") from error
     if clear:
-        print(f"{plan_cache.clear()} plans were deleted from {directory}")
+        print(f"Plans deleted from {directory}: {plan_cache.clear()}")
         return
     kept = list(plan_cache.kept_plans())
     print(

@@ -59,7 +59,7 @@ def cache_lines(directory: pathlib.Path, kept: Sequence[KeptPlan]) -> list[str]:
         return [f"No plan is kept in {directory}."]
     total_bytes = sum(each.num_bytes for each in kept)
     rows = [("made", "model", "batch", "on", "mode", "peak GB"), *map(_kept_row, kept)]
-    return [f"{len(kept)} plans are kept in {directory} ({total_bytes / 1e6:.1f} MB):", "", *table(rows)]
+    return [f"Plans kept in {directory}: {len(kept)}, {total_bytes / 1e6:.1f} MB", "", *table(rows)]
 
 
 def _kept_row(kept: KeptPlan) -> tuple[str, ...]:
