@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import os
@@ -231,9 +232,9 @@ class Config:
 
     def _changed(self, **changes: Any) -> Config:
         """A copy of every field as it is, but for these; none of them becomes anybody's explicit wish."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        changed = Config(**{**fields, **changes})
-        _set(changed, "_explicit", self._explicit)
+        changed = copy.copy(self)
+        for name, value in changes.items():
+            _set(changed, name, value)
         return changed
 
     def replace(self, **changes: Any) -> Config:
