@@ -327,7 +327,13 @@ PROGRAM = """
     from torch import nn
     import layers
 
+    class Setting:
+        def __init__(self):
+            self.names = {"some", "names", "in a set"}
+            self.own_hash = hash("differs in every process")
+
     model = nn.Sequential(*(layers.Block() for _ in range(3)))
+    model.setting = Setting()
     memscale.wrap(model, memscale.Config(enable_logging=False, force_optimize=True), sample_input=torch.zeros(8, 16))
     print(model._memscale_executor.plan.predicted_peak_bytes)
 """

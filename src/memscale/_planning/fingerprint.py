@@ -74,9 +74,9 @@ def _code_of(model: nn.Module) -> Iterator[Any]:
         file = getattr(module, "__file__", None)
         if file is None:
             raise NoFingerprintError(f"a class of the model was defined in {name}, which has no file")
-        state = os.stat(file)
-        package = sys.modules.get(name.partition(".")[0])
-        yield name, str(getattr(package, "__version__", "")), state.st_size, state.st_mtime_ns
+        if _is_installed(pathlib.Path(file).resolve()):
+            state, package = os.stat(file), sys.modules.get(name.partition(".")[0])
+            yield name, str(getattr(package, "__version__", "")), state.st_size, state.st_mtime_ns
 
 
 def _own_files() -> set[pathlib.Path]:
@@ -247,8 +247,9 @@ def _attributes_of(value: Any) -> Iterator[Any]:
             if not name.startswith("__") and hasattr(value, name):
                 found[name] = getattr(value, name)
     for name, attribute in sorted(found.items()):
-        yield name
-        yield attribute
+        if not name.endswith("hash"):  # Python's own differ from process to process
+            yield name
+            yield attribute
 
 
 def _is_filled(cell: types.CellType) -> bool:

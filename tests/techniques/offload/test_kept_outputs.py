@@ -224,11 +224,12 @@ def test_it_is_planned_only_where_the_user_asks_for_it() -> None:
 
 
 def test_it_is_chosen_where_it_helps_and_its_plan_can_be_saved() -> None:
-    """On a link that is too slow for all activations, with a recompute that is dear."""
+    """On a link that is too slow for all activations, with a recompute that is dear, and transfers that block."""
+    config = ASKED.replace(memory_budget_gb=0.45, async_offload=False)
     profile = profile_with({f"blocks.{i}": Block(time=1000) for i in range(6)})
     chosen = {}
     for link in (2e8, 1e11):
-        plan = decide(profile, hardware_of(link_bytes_per_s=link), ASKED.replace(memory_budget_gb=0.45))
+        plan = decide(profile, hardware_of(link_bytes_per_s=link), config)
         chosen[link] = sum(isinstance(action, OffloadKept) for action in plan.actions)
         assert Plan.from_json(plan.to_json()) == plan
         if chosen[link]:
