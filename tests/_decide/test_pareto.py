@@ -27,7 +27,8 @@ BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes
 
 
 def plan_within(num_bytes: float, profile: Profile = PROFILE, **fields: bool) -> Plan:
-    config = Config(memory_budget_gb=num_bytes / 1e9, **fields)  # type: ignore[arg-type]
+    """With transfers that block: whoever waits for nothing has a front of few points."""
+    config = Config(memory_budget_gb=num_bytes / 1e9, async_offload=False, **fields)  # type: ignore[arg-type]
     return decide(profile, HARDWARE, config, raise_if_unfit=False)
 
 
@@ -58,7 +59,7 @@ def test_the_front_falls_and_no_candidate_is_below_it(found: list[Block], budget
 
 def test_thinned_or_not_nothing_beats_a_point_of_the_front() -> None:
     plan = plan_within(0.7 * BASELINE)
-    model, config = CostModel(PROFILE, HARDWARE), Config()
+    model, config = CostModel(PROFILE, HARDWARE), Config(async_offload=False)
     baseline = model.evaluate(Choice())
     candidates = find_candidates(model, baseline, resolve(config, HARDWARE))
     assert 5 < len(plan.front) <= 24 < len(candidates)

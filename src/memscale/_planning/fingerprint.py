@@ -66,7 +66,7 @@ def fingerprint(job: Job, inputs: Inputs) -> str:
 
 def _code_of(model: nn.Module) -> Iterator[Any]:
     """Files of the user's own code; of packages the version, and the state of the files that the model is from."""
-    yield sys.version_info[:3], torch.__version__
+    yield sys.version_info[:3], torch.version.__version__
     for path in sorted(_own_files()):
         yield str(path), _hash_of_file(path)
     for name in sorted({type(module).__module__ for module in model.modules()}):
