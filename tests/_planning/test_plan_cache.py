@@ -28,7 +28,6 @@ from memscale._profile.inputs import Inputs
 from memscale._torch.overrides import OwnHook
 from tests.models import WIDTH, Chain, TwoLinears, small
 
-pytestmark = pytest.mark.unit
 BATCH = torch.zeros(512, WIDTH)
 
 

@@ -9,10 +9,11 @@ from torch import nn
 from memscale import Config, Hardware
 from memscale._decide.policy import choose_strategy
 from memscale._execute.executor import Executor
-from memscale._plan import Action, Checkpoint, OffloadActivations, TileMlp
+from memscale._plan import Action, Checkpoint, OffloadActivations, Plan, TileMlp
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
+from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import Attach, FakeRehearsal
@@ -110,16 +111,35 @@ def test_a_model_that_treats_its_blocks_differently_is_tried_whole() -> None:
     assert opened(model) is None
 
 
-def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(mode="aggressive", force_optimize=True, use_mixed_precision=False, use_8bit_optimizer=False)
-    plans = []
+def with_and_without(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, Profile]]:
+    """The plan and the profile of a deep model, tried at a fraction of its depth and as a whole."""
+    found = []
     for is_on in (True, False):
         if not is_on:
             monkeypatch.setattr("memscale._planning.stage.open_shallow", lambda *_: None)
         planner = Planner(Job(Deep(10), config, Hardware.from_name("T4")), INPUTS)
-        plans.append(planner.plan(choose_strategy(config)))
-    assert plans[0] == plans[1]
-    assert len(plans[0].actions) >= 10
+        found.append((planner.plan(choose_strategy(config)), planner.profile))
+    return found
+
+
+EXACT = Config(mode="aggressive", force_optimize=True, use_mixed_precision=False, use_8bit_optimizer=False)
+
+
+def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    (shallow, _), (whole, _) = with_and_without(EXACT.replace(async_offload=False), monkeypatch)
+    assert shallow == whole
+    assert len(whole.actions) >= 10
+
+
+def test_with_overlap_it_shows_no_less_and_what_is_promised_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See NOTE [ends of steps that overlap]."""
+    (shallow, shown), (whole, seen) = with_and_without(EXACT.replace(async_offload=True), monkeypatch)
+    assert shallow.predicted_peak_bytes == whole.predicted_peak_bytes
+    for key, trace in seen.variants.items():
+        *rest, last = shown.variants[key].segments
+        assert (*rest,) == trace.segments[:-1]
+        assert last.net_bytes >= trace.segments[-1].net_bytes
+        assert last.peak_bytes == trace.segments[-1].peak_bytes
 
 
 def test_a_plan_shows_the_same_without_most_of_its_equal_blocks() -> None:

@@ -4,6 +4,10 @@ In a run of equal blocks all but the first and last few are left out, on a fake 
 such a step is stretched again: the last block before the gap stands for those that are missing. Whether that is right
 is not assumed: the plain step, stretched, must be the plain step of the whole model, segment by segment. Where that
 holds, whole plans are rehearsed so, too: what is left out are blocks among others that are treated alike.
+
+NOTE [ends of steps that overlap]: where blocks are streamed beside compute, the end of a stretched step may show one
+block more than the whole model's does, never less. Plans that stream so are rehearsed on the whole model, so that what
+they promise is right; among candidates they may look a little higher than they are.
 """
 
 from __future__ import annotations
