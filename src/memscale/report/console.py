@@ -102,7 +102,7 @@ class _StageLine:
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
         self._closing = undo.enter_context(contextlib.ExitStack())
-        self._status: Any = None
+        self._line: Any = None
 
     def __call__(self, text: str) -> None:
         logger.info("%s ...", text)
@@ -111,11 +111,15 @@ class _StageLine:
         if not sys.stderr.isatty():
             print(f"memscale: {text} ...", file=sys.stderr, flush=True)
             return
-        if self._status is None:
-            from rich.console import Console
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
 
-            self._status = self._closing.enter_context(Console(stderr=True).status(""))
-        self._status.update(f"memscale: {text} ...")
+        if self._line is None:
+            # Without a thread that animates it: rich does not wait for its end.
+            live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+            self._line = self._closing.enter_context(live)
+        self._line.update(Text(f"memscale: {text} ..."), refresh=True)
 
 
 def _application_listens() -> bool:
