@@ -53,6 +53,17 @@ def test_what_waits_elsewhere_is_gone_after_a_step(overlaps: bool) -> None:
     assert bytes_after(log, 2) == bytes_after(log, 1)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_first_step_makes_the_state(learns: bool) -> None:
+    """Also where the second may differ, and is recorded for itself."""
+    model = small()
+    log = record_steps(FakeRehearsal(model, Inputs((features(0),), {}), "cuda"), model, "adamw", learns=learns)
+    first, second = ({event.serial for event in step if isinstance(event, Allocated)} for step in log.steps)
+    assert bytes_after(log, 0) < bytes_after(log, 1) == bytes_after(log, 2)
+    assert len(second) < len(first)
+    assert learns == first.isdisjoint(second)
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_the_peak_is_what_the_costs_say(overlaps: bool) -> None:
     """Of the optimizer alone: the model of costs and the recording go through the same buckets."""

@@ -308,10 +308,10 @@ def record_steps(
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules)
-        parts = [_record_parts(rehearsal, recorder, stepping, num_steps - learns)]
-        if learns:
-            parts.insert(0, _record_parts(rehearsal, recorder, stepping, 1))
-        log.steps = [step for part in parts for step in part]
+        recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
+        for num_stepped in (1, num_steps - 1) if learns else (num_steps,):
+            recorded += _record_parts(rehearsal, recorder, stepping, num_stepped)
+        log.steps = recorded
     return log
 
 
