@@ -64,6 +64,19 @@ def test_the_first_step_makes_the_state(learns: bool) -> None:
     assert learns == first.isdisjoint(second)
 
 
+def test_a_step_inside_of_autocast_is_the_same_each_time() -> None:
+    """Weights that were cast for a forward are let go behind it, as a loop does that leaves autocast for backward."""
+    model = small()
+    rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
+    with torch.autocast("cpu", torch.bfloat16):
+        traces = [rehearsal.run() for _ in range(2)]
+        logs = [record_steps(rehearsal, model, "adamw", num_steps=1) for _ in range(2)]
+        assert torch.is_autocast_enabled("cpu")
+    assert traces[0] == traces[1]
+    assert logs[0].steps == logs[1].steps
+    assert bytes_after(logs[0], 1) == bytes_after(record_steps(rehearsal, model, "adamw", num_steps=1), 1)
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_the_peak_is_what_the_costs_say(overlaps: bool) -> None:
     """Of the optimizer alone: the model of costs and the recording go through the same buckets."""

@@ -38,7 +38,7 @@ from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
 from memscale._profile.device_kernels import OPENED
 from memscale._profile.optimizer_twin import optimizer_over
-from memscale._profile.rehearsal import Attach, FakeRehearsal, loss_of
+from memscale._profile.rehearsal import Attach, FakeRehearsal, left_autocast, loss_of
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private
 from memscale._torch.live_bytes import Kind
@@ -353,15 +353,16 @@ def _record_parts(
         loss = loss_of(rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs))
         recorder.move_to("backward", "", -1)
         recorder.thread = "backward"
-        loss.backward()
-        recorder.thread = "forward"
-        stepped = []
-        for _ in range(num_steps):
-            stepped.append(log.begin_step())
-            if optimizer is not None:
-                recorder.is_optimizing = True
-                optimizer.step()
-                recorder.is_optimizing = False
+        with left_autocast(rehearsal.device_type):
+            loss.backward()
+            recorder.thread = "forward"
+            stepped = []
+            for _ in range(num_steps):
+                stepped.append(log.begin_step())
+                if optimizer is not None:
+                    recorder.is_optimizing = True
+                    optimizer.step()
+                    recorder.is_optimizing = False
     ended = log.begin_step()
     del loss
     for parameter in rehearsal.model.parameters():
