@@ -226,7 +226,6 @@ def _train(case: Case, model: Any, batch: Any, optimizer: Any) -> None:
             with torch.autocast("cuda", torch.float16, enabled=uses_scaler):
                 loss = _loss(model, batch)
             scaler.scale(loss).backward()
-            del loss
         if case.loop == "clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)

@@ -31,8 +31,9 @@ from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._errors import ConfigError
-from memscale._execute.reserving import own_settings, watch
+from memscale._execute.reserving import watch
 from memscale._hardware import Hardware
+from memscale._hardware.allocator_environment import own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
