@@ -181,6 +181,15 @@ def test_measured_numbers_stand_beside_the_predicted_ones(report: Report) -> Non
     assert {"1.000 GB", "999.0 MB", "–"} <= set(page.shown)
 
 
+def test_a_plan_shows_itself_in_a_notebook(report: Report) -> None:
+    shown = report.plan._repr_html_()
+    page = Page(shown)
+    assert not page.loaded
+    assert not page.scripts
+    assert all(row.module_fqn in page.shown for row in report.plan.rows if row.techniques)
+    assert show_bytes(report.plan.predicted_reserved_bytes or 0) in page.shown
+
+
 def test_a_wrapped_model_reports_on_itself(tmp_path: pathlib.Path) -> None:
     model = small()
     with memscale.optimize(

@@ -49,8 +49,7 @@ def test_a_report_opens_offline(browser: Any, page_file: pathlib.Path, scheme: s
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(page_file.as_uri())
     for chart in ("memory0", "memory1", "layers", "front"):
-        page.wait_for_selector(f"#{chart} .main-svg")
-        assert page.locator(f"#{chart} .plot path").count() > 0, chart
+        page.wait_for_selector(f"#{chart} .trace path", state="attached")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
@@ -61,10 +60,11 @@ def test_a_report_opens_offline(browser: Any, page_file: pathlib.Path, scheme: s
 def test_hovering_and_the_keyboard_answer(browser: Any, page_file: pathlib.Path) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(page_file.as_uri())
-    page.wait_for_selector("#layers .main-svg")
+    page.wait_for_selector("#layers .trace path", state="attached")
     page.locator("#layers").scroll_into_view_if_needed()
-    box = page.locator("#layers .nsewdrag").bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * 0.95)
+    bars = [bar.bounding_box() for bar in page.locator("#layers .point path").all()]
+    box = max(bars, key=lambda bar: bar["height"])
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector("#layers .hovertext")
     assert "activations" in page.locator("#layers .hovertext").first.inner_html()
     summary = page.locator("summary").first

@@ -42,7 +42,7 @@ class Report:
         sections = [*self._memory(figures), *self._layers(figures), *self._front(figures), *self._measured()]
         specs = ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items())
         return _PAGE.format(
-            title=html.escape(f"{self.plan.model_class} on {self.plan.device_name}"),
+            title=html.escape(self._title),
             style=_STYLE,
             head=self._head(),
             sections="\n".join(sections),
@@ -51,6 +51,20 @@ class Report:
             specs=specs.replace("</", "<\\/"),
             script=_SCRIPT,
         )
+
+    def summary(self) -> str:
+        """The plan's numbers and its choices, as a piece of HTML without charts: what a notebook shows."""
+        rows = [
+            (row.module_fqn or "(model)", techniques_text(row), reason_text(row.reason))
+            for row in self.plan.rows
+            if row.techniques
+        ]
+        table = _table(("layer", "what is done", "why"), rows) if rows else ""
+        return f"<h4>{html.escape(self._title)}</h4>{self._head()}{table}"
+
+    @property
+    def _title(self) -> str:
+        return f"{self.plan.model_class} on {self.plan.device_name}"
 
     def _head(self) -> str:
         plan = self.plan
