@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from memscale._hardware import Hardware
     from memscale._plan import FrontPoint, Plan
+    from memscale._planning.estimate import Estimate
     from memscale._planning.planner import Planner
     from memscale._profile.inputs import Inputs
     from memscale.report.page import Report
@@ -153,19 +154,26 @@ def estimate(
         result = memscale.estimate(
             subject.model, subject.inputs, optimizer=optimizer, config=config, hardware=subject.hardware
         )
-    shown = {name: entry for name, entry in result.by_mode.items() if mode is None or name == config.mode}
-    result = dataclasses.replace(
-        result, by_mode=shown, recommended_mode=next((name for name, entry in shown.items() if entry.fits), None)
-    )
+    result = result if mode is None else _of_mode(result, config.mode)
+    _print_estimate(model, subject, result, as_json=as_json)
+    if snapshot is not None:
+        planned = None if mode is None else result.by_mode[config.mode].plan
+        with _progress(f"writing {snapshot}"), _quiet():
+            _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, planned))
+
+
+def _of_mode(result: Estimate, mode: OptimizationMode) -> Estimate:
+    """The estimate as if there were this mode alone."""
+    entry = result.by_mode[mode]
+    return dataclasses.replace(result, by_mode={mode: entry}, recommended_mode=mode if entry.fits else None)
+
+
+def _print_estimate(model: str, subject: _Subject, result: Estimate, *, as_json: bool) -> None:
     num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
     if as_json:
         print(_json.dumps({"model": model, "num_parameters": num_parameters, "estimate": result}), end="")
     else:
         print("\n".join(terminal.estimate_lines(model, num_parameters, subject.hardware, result)))
-    if snapshot is not None:
-        planned = None if mode is None else result.by_mode[config.mode].plan
-        with _progress(f"writing {snapshot}"), _quiet():
-            _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, planned))
 
 
 def _snapshot_of(subject: _Subject, config: Config, optimizer: str, planned: Plan | None) -> bytes:
