@@ -47,7 +47,8 @@ class Stats:
     total_peak_bytes: int | None
     """That, the context and what others hold of the device; None on a CPU."""
     host_bytes: int
-    """The most host memory that offloading took for what waits there, as the allocator of pinned memory takes it."""
+    """The most host memory that offloading took for what waits there, as the allocator of pinned memory takes it. State
+    that an optimizer keeps by itself beside parameters that it steps on the host is not in it."""
     disk_bytes: int
     """The most that its file on disk held."""
     num_recomputes: int
