@@ -369,6 +369,11 @@ class Streamer:
         """Nobody will use what was fetched ahead."""
         self._ahead = {}
 
+    def let_go(self) -> None:
+        """Between two steps: keep no memory on the device."""
+        self.drop_ahead()
+        self.tails.let_go()
+
     # -------------------------------------------------------------------------------------------------------- home
 
     def _flight(self) -> Flight:
