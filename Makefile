@@ -12,7 +12,7 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 # `===` asks for the build of the ordinary index, and keeps one without CUDA ("2.13.0+cpu") out.
 CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
-.PHONY: help demo check test test-all test-shuffled search-cases durations cuda lint format clean
+.PHONY: help demo check test test-all test-shuffled search-cases durations audit cuda lint format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
@@ -22,6 +22,7 @@ help:
 	@echo "make durations       what the last run of tests cost, by file"
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
+	@echo "make audit   bandit over our code, pip-audit over what is installed (the latter asks a database on the network)"
 	@echo "make cuda    the CUDA build of PyTorch on an emulated card (no GPU needed): its tests, and a table; downloads 5 GB once"
 	@echo "make format  rewrite the code in our format"
 	@echo "make clean   remove the environment and caches"
@@ -62,6 +63,11 @@ test-shuffled: $(STAMP)
 
 search-cases: $(STAMP)
 	$(PYTEST) -q --dist worksteal -m hypothesis --hypothesis-profile search
+
+audit: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[audit]"
+	$(BIN)/bandit --quiet -c pyproject.toml -r src simgpu/src emucuda/src benchmarks tools
+	$(BIN)/pip-audit --skip-editable
 
 $(CUDA_STAMP): pyproject.toml emucuda/pyproject.toml constraints.txt
 	@echo "Creating $(CUDA_VENV) with the CUDA build of PyTorch: about 5 GB on disk, a few minutes the first time ..."

@@ -1,7 +1,8 @@
 """Streamed parameters are stepped on the device (exact): they, their gradients and their state visit it for the step.
 
-The host's kernels compute by the same formula, but round the last bit differently from a GPU's, and a step there reads
-and writes all of this in host memory. On the device the step has the bits of a model that is not streamed.
+The host's kernels compute the same formula, but may round the last bit differently from a GPU's, and a step on the host
+reads and writes all of these tensors in host memory. On the device, the step has the bits of a model that is not
+streamed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _ASKED_FOR = Reason("asked for")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOnDevice(Action):
-    """Parameters that are streamed visit the device with their gradients and state to be stepped, a few at a time."""
+    """Streamed parameters visit the device, with their gradients and state, to be stepped there a few at a time."""
 
     bucket_bytes: int
-    """Bytes of parameters that visit it at once; a larger parameter comes alone."""
+    """The bytes of parameters that visit the device at once; a larger parameter comes alone."""
     reason: Reason = _ASKED_FOR
 
     def __post_init__(self) -> None:
