@@ -38,8 +38,9 @@ class _FromTheNextTier:
         return 0.0 if share is None or not away else (share.state_bytes - cost.offloaded_state_bytes) / away
 
     def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
-        nothing = 0 * streamed_bytes
-        return nothing, model.cost(run).state_bytes * (1 - self._resident_share(model, run)) + nothing
+        """All but the share that stays, which is one of what is not streamed."""
+        stays_bytes = self._resident_share(model, run) * model.unstreamed_bytes(run, streamed_bytes)
+        return 0 * streamed_bytes, model.cost(run).state_bytes - stays_bytes
 
     def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
         """The bytes of the largest bucket's step and of the state that travels beside it."""
