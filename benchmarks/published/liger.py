@@ -25,16 +25,18 @@ import torch
 from benchmarks.published import operators
 from benchmarks.published.card import Card
 from benchmarks.published.operators import Settings, Step
+from memscale import Hardware
 from memscale._units import MIB
 
-ARCHITECTURES = {
-    "NVIDIA A100-SXM4-80GB": 80,
-    "NVIDIA GeForce RTX 3090": 86,
-    "NVIDIA GeForce RTX 4090": 89,
-    "NVIDIA H100 80GB HBM3": 90,
-    "NVIDIA H100 PCIe": 90,
-    "NVIDIA B200": 100,
+CARDS = {
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA GeForce RTX 3090": "RTX 3090",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100",
+    "NVIDIA B200": "B200",
 }
+"""By the names under which `Hardware` knows them, but for the B200."""
 ROUTER_SHARE = 0.001
 """By how much of the figure the rows that a router sends to each expert may change it, up or down."""
 
@@ -199,9 +201,16 @@ def predict(row: Row) -> Outcome:
         return _outcome(row, card, card.peak_of(kernel.program(settings)))
 
 
+def _hardware(row: Row) -> Hardware:
+    name = CARDS[row.card]
+    if name == "B200":
+        return dataclasses.replace(Hardware.from_name("H100"), architecture="sm_100", num_multiprocessors=148)
+    return Hardware.from_name(name)
+
+
 def _card_for(row: Row) -> Card:
     kernel = KERNELS[row.kernel]
-    return Card(ARCHITECTURES[row.card], has_multiplied=kernel.has_multiplied, adds_in_place=kernel.adds_in_place)
+    return Card(_hardware(row), has_multiplied=kernel.has_multiplied, adds_in_place=kernel.adds_in_place)
 
 
 def _predict_by_draw(row: Row) -> Outcome:
@@ -210,7 +219,7 @@ def _predict_by_draw(row: Row) -> Outcome:
     settings["T"], settings["E"] = settings["T"] or row.x, settings["E"] or row.x
     scores = torch.randn(settings["T"], settings["E"], generator=torch.Generator().manual_seed(0))
     rows_of = torch.bincount(scores.topk(settings["K"]).indices.flatten(), minlength=settings["E"]).tolist()
-    card = Card(ARCHITECTURES[row.card], has_multiplied=True, adds_in_place=True)
+    card = Card(_hardware(row), has_multiplied=True, adds_in_place=True)
     num_repetitions = 1 if row.mode == "forward" else 2
     with card.stage():
         step = operators.fused_moe(settings, [number for number in rows_of if number])
