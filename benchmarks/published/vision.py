@@ -111,8 +111,9 @@ class CardAutocast(TorchFunctionMode):
 
 
 def _normalized(x: torch.Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> torch.Tensor:
-    """Norms are wide, and so is what is divided by them."""
-    return x / x.float().norm(p, dim, keepdim=True).clamp_min(eps).expand_as(x)
+    """Norms are wide, and so is what is divided by them; what they are taken of is not turned into fp32 before."""
+    norms = torch.norm(x, p, dim, keepdim=True, dtype=torch.float32)
+    return x / norms.clamp_min(eps).expand_as(x)
 
 
 class Training(nn.Module):
@@ -175,8 +176,11 @@ def _needed_bytes(name: str, pixels: int, batch: int, layout: str) -> int:
 @functools.lru_cache(1)
 def _model(name: str) -> Training:
     timm = old_timm.load()
-    with old_timm.on_meta():
-        return Training(timm.create_model(name, num_classes=NUM_CLASSES))
+    try:
+        with old_timm.on_meta():
+            return Training(timm.create_model(name, num_classes=NUM_CLASSES))
+    except (NotImplementedError, RuntimeError):  # it needs values to be built
+        return Training(timm.create_model(name, num_classes=NUM_CLASSES)).to("meta")
 
 
 _KNOWN: dict[tuple[str, int, int, str], int] = {}
