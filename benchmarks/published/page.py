@@ -72,7 +72,7 @@ SECTIONS = {
     ),
     "models": Section(
         "LitGPT's LoRA runs (allocated) and Hugging Face's BERT-Large (nvidia-smi)",
-        "Lightning-AI/litgpt, `tutorials/resource-tables.md` of 2023-10-20; huggingface/transformers,"
+        "Lightning-AI/litgpt, its resource tables of 2023-10-20; huggingface/transformers,"
         " `perf_train_gpu_one.mdx` at 0016acf7",
         "none of its own; within 3 % is what the others must keep",
         "LitGPT's models are those of 0.4.1, a year younger than the figures, BERT's those of today. nvidia-smi counts"
