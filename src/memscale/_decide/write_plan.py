@@ -71,7 +71,7 @@ def write_plan(
         front=front,
         front_note=front_note,
         conditions=conditions_of(config, model.hardware),
-        least_slowdown=_least_slowdown(model, baseline, _bounded_bytes(config, budget_bytes, outcome)),
+        least_slowdown=_least_slowdown(model, config, baseline, _bounded_bytes(config, budget_bytes, outcome)),
     )
 
 
@@ -80,11 +80,17 @@ def _bounded_bytes(config: Config, budget_bytes: int, outcome: Outcome) -> int:
     return outcome.peak_bytes if config.force_optimize else max(budget_bytes, outcome.peak_bytes)
 
 
-def _least_slowdown(model: CostModel, baseline: Outcome, budget_bytes: int) -> float | None:
+def _least_slowdown(model: CostModel, config: Config, baseline: Outcome, budget_bytes: int) -> float | None:
     """The bound on the slowdown, rounded down: a bound must not be above what it bounds."""
     if not baseline.step_ms:
         return None
-    return max(1.0, math.floor(least_ms(model, budget_bytes) / baseline.step_ms * 1e4) / 1e4)
+    least = least_ms(model, budget_bytes, host_step=may_step_on_host(model, resolve(config, model.hardware)))
+    return max(1.0, math.floor(least / baseline.step_ms * 1e4) / 1e4)
+
+
+def may_step_on_host(model: CostModel, eligible: Eligible) -> bool:
+    """Streamed parameters, also where there is no other way."""
+    return eligible.host_step or model.profile.guests is None
 
 
 def conditions_of(config: Config, hardware: Hardware) -> Conditions:
