@@ -32,8 +32,9 @@ from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, travels
 from memscale._errors import quoted
 from memscale._execute.executor import Executor
-from memscale._execute.reserving import may_switch, points_of
+from memscale._execute.reserving import points_of
 from memscale._execute.settings import ExecutionSettings
+from memscale._hardware.allocator_environment import may_switch
 from memscale._plan import (
     Action,
     FrontPoint,

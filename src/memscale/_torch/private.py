@@ -335,6 +335,11 @@ def graph_task_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that this thread works for leaves its graph for another one (`retain_graph=True`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call this when the current backward pass is complete; if it fails, the callback is dropped uncalled."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
