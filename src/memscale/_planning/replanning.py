@@ -32,7 +32,7 @@ from memscale._planning.job import Job, device_of
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
-from memscale._planning.shapes import bucket_below, largest_that_fits, loosened, placement_of, shape_text
+from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
 from memscale._planning.step_watch import Excess, StepWatch
 from memscale._planning.uncalled import UncalledWatch
 from memscale._profile import Profile, StepTrace
@@ -148,9 +148,9 @@ class Replanner(OwnHook):
             self._plan_for_held(model, inputs)
 
     def _find(self, demand: Demand) -> _Known | None:
-        """Of the plans that hold, the one that slows the step least."""
+        """Of the plans that hold, the one for the least batch: it does the least."""
         holding = (known for known in self._known if known.demand.covers(demand))
-        return min(holding, key=lambda known: known.plan.predicted_slowdown, default=None)
+        return min(holding, key=lambda known: known.demand.num_elements, default=None)
 
     # ---- plans by shape
 
@@ -205,16 +205,15 @@ class Replanner(OwnHook):
             return None
         finally:
             self._is_planning = False
-        if looser is None or looser.predicted_slowdown >= plan.predicted_slowdown:
+        if looser is None:
             return None
         new = _Known(read_demand(model, largest, self._device(model), self._deciding), looser, planner.profile.plain)
         self._remember(new)
         logger.info(
-            "batches up to %s get a plan of their own: %.2fx of the plain step's time, where the plan for larger ones "
-            "takes %.2fx",
+            "batches up to %s get a plan of their own, with %d of the %d actions of the plan for larger ones",
             shape_text(largest),
-            looser.predicted_slowdown,
-            plan.predicted_slowdown,
+            len(looser.actions),
+            len(plan.actions),
         )
         return new
 
@@ -399,12 +398,11 @@ class Replanner(OwnHook):
         self._is_tight = not self.holds_gradients and plan.predicted_peak_bytes + gradient_bytes > plan.budget_bytes
 
     def _remember(self, new: _Known) -> None:
-        """Plans for less stay if they slow a step less and place parameters and state alike."""
-        place = placement_of(new.plan.actions)
+        """Plans for smaller batches stay if they do less. See NOTE [plans by shape]."""
 
         def stays(known: _Known) -> bool:
-            is_faster = known.plan.predicted_slowdown < new.plan.predicted_slowdown and known.demand != new.demand
-            return not new.demand.covers(known.demand) or (is_faster and placement_of(known.plan.actions) == place)
+            is_smaller = known.demand.num_elements < new.demand.num_elements
+            return not new.demand.covers(known.demand) or (is_smaller and does_less(known.plan, new.plan))
 
         others = [known for known in self._known if stays(known)]
         if len(others) < len(self._known):

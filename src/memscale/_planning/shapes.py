@@ -27,7 +27,7 @@ from memscale._errors import MemScaleError
 from memscale._plan import Action, LayerAction, Plan
 from memscale._planning.demand import Demand
 from memscale._planning.planner import Planner
-from memscale._profile import TraceKey
+from memscale._profile import STREAM, TraceKey
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale.techniques import technique_of
 
@@ -78,8 +78,9 @@ def _num_elements(inputs: Inputs) -> int:
 
 
 def shape_text(inputs: Inputs) -> str:
-    """The shapes of a batch: "input_ids 8x512, labels 8x512"."""
-    return ", ".join(f"{spec.name} {'x'.join(map(str, spec.shape))}".strip() for spec in inputs.specs())
+    """The shapes of a batch: "input_ids 8x512, labels 8x512"; positional inputs have no name."""
+    shapes = [(spec.name, "x".join(map(str, spec.shape))) for spec in inputs.specs()]
+    return ", ".join(shape if name.isdigit() else f"{name} {shape}" for name, shape in shapes)
 
 
 def largest_that_fits(samples: Sequence[Inputs], fits: Callable[[Inputs], bool]) -> Inputs | None:
@@ -115,6 +116,12 @@ def _without_data(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def placement_of(actions: Iterable[Action]) -> frozenset[Hashable]:
     """What of a plan cannot change from step to step without moving parameters or state. See NOTE [plans by shape]."""
     return frozenset(_key(action) for action in actions if _places(action))
+
+
+def does_less(one: Plan, other: Plan) -> bool:
+    """Whether a plan does a part of what another does, and places parameters and state alike."""
+    mine, theirs = ({_key(action) for action in plan.actions} for plan in (one, other))
+    return mine < theirs and placement_of(one.actions) == placement_of(other.actions)
 
 
 def _places(action: Action) -> bool:
@@ -175,6 +182,8 @@ def _look_into(planner: Planner, actions: tuple[Action, ...], config: Config) ->
     choice = choice_of(actions, planner.profile)
     treatments = planner.treatments(config)
     used = {treatment for _, treatment in choice.blocks}
+    if any(technique_of(action).places_model for action in actions):
+        used.add(STREAM)  # what streams the rest goes by whether blocks can be streamed
     planner.try_variants({TraceKey(t): treatments[t] for t in used if t in treatments}, config)
     for technique in dict.fromkeys(technique_of(action) for action in actions):
         if technique.rehearse is not None:
