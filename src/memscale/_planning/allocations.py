@@ -227,15 +227,13 @@ class EventRecorder(SegmentRecorder):
         self.is_optimizing = False
         self._has_card_kernels = rehearsal.target_type == CARD_TYPE
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._has_card_kernels and func in OPENED:
             with self:
-                return OPENED[func](*args, **(kwargs or {}))
+                return OPENED[func](*args, **kwargs)
         self._is_dropout = func is _aten.native_dropout.default
         self.events.place = self._place_of(func)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().run(func, args, kwargs)
         if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
             self._see_sum(result, args)
         if func in PRODUCTS:
