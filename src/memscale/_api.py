@@ -30,6 +30,7 @@ from memscale._hardware import Hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.job import Job, device_of
+from memscale._planning.recovery import Recovery
 from memscale._planning.replanning import Replanner
 from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._profile.inputs import Inputs, derive_inputs
@@ -396,6 +397,8 @@ def _attach(
         known, replacement = _roles(optimizer, baseline)
         job = Job(model, config, hardware, known, replacement, holds_gradients)
         replanner = Replanner(executor, job, reporter)
+        if config.recover_from_oom and device.type != "cpu":
+            _recover(model, executor, replanner)
         is_guess = inputs is None and derive
         if is_guess:
             inputs = derive_inputs(model)
@@ -411,6 +414,13 @@ def _attach(
         executor.detach()
         raise
     return executor
+
+
+def _recover(model: nn.Module, executor: Executor, replanner: Replanner) -> None:
+    """From here on, steps that run out of memory are run again."""
+    undo = contextlib.ExitStack()
+    executor.on_detach(undo.close)
+    Recovery(executor, replanner).attach(model, undo)
 
 
 def _plan_now(replanner: Replanner, model: nn.Module, inputs: Inputs, *, is_guess: bool) -> None:
