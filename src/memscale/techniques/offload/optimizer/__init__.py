@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, OffloadOptimizer, Reason
 from memscale._profile import OptimizerCost, Profile
 from memscale.techniques.offload.next_tier import no_next_tier, no_tier_for_plan
-from memscale.techniques.technique import RunOption, StateRule, Technique
+from memscale.techniques.technique import RunOption, StateRule, Technique, Unrehearsed
 
 if TYPE_CHECKING:
     from memscale._decide.choice import RunOptions
@@ -88,6 +88,11 @@ def _step(actions: Sequence[OffloadOptimizer]) -> dict[str, Any]:
     return {"moves": True, "resident_share": max(action.resident_share for action in actions)}
 
 
+def _careful(model: Unrehearsed) -> Iterator[OffloadOptimizer]:
+    if model.can_move_state and model.state_is_large:
+        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES)
+
+
 def _words(action: OffloadOptimizer) -> str:
     return "offload optimizer" + (f": {1 - action.resident_share:.1%} of its state" if action.resident_share else "")
 
@@ -116,6 +121,7 @@ OPTIMIZER = Technique(
     option=RunOption(field="offloads_optimizer", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_FromTheNextTier()),
     step=_step,
+    careful=_careful,
     attach=_attach,
     place=60,
     words=_words,

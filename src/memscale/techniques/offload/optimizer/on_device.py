@@ -16,7 +16,7 @@ from memscale._hardware import Hardware
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, Action, Reason, check_count
 from memscale._profile import Profile
 from memscale.techniques.offload.next_tier import no_next_tier
-from memscale.techniques.technique import RunOption, Technique
+from memscale.techniques.technique import RunOption, Technique, Unrehearsed
 
 if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
@@ -65,6 +65,11 @@ def _value(actions: Sequence[StepOnDevice], profile: Profile) -> bool:
     return True
 
 
+def _careful(model: Unrehearsed) -> Iterator[StepOnDevice]:
+    if model.can_move_state and model.streams and not model.eligible.host_step:
+        yield StepOnDevice(OPTIMIZER_BUCKET_BYTES)
+
+
 def _reason(chosen: Chosen) -> Reason:
     run, optimizer, streamed = chosen.choice.run, chosen.model.optimizer, chosen.streamed_bytes
     on_host = dataclasses.replace(run, steps_on_device=False)
@@ -90,6 +95,7 @@ DEVICE_STEP = Technique(
     hindrance=_hindrance,
     option=RunOption(field="steps_on_device", values=_values, actions=_actions, value=_value),
     step=lambda actions: {"guests": True},
+    careful=_careful,
     attach=_attach,
     place=58,
     words=lambda action: "step streamed parameters on the device",
