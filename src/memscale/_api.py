@@ -21,7 +21,7 @@ from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide.budget import full_budget
 from memscale._decide.eligible import resolve
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError
-from memscale._execute import parking
+from memscale._execute import parking, reserving
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
@@ -398,7 +398,7 @@ def _attach(
         job = Job(model, config, hardware, known, replacement, holds_gradients)
         replanner = Replanner(executor, job, reporter)
         if config.recover_from_oom and device.type != "cpu":
-            _recover(model, executor, replanner)
+            _recover(model, executor, replanner, device)
         is_guess = inputs is None and derive
         if is_guess:
             inputs = derive_inputs(model)
@@ -416,10 +416,11 @@ def _attach(
     return executor
 
 
-def _recover(model: nn.Module, executor: Executor, replanner: Replanner) -> None:
+def _recover(model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device) -> None:
     """From here on, steps that run out of memory are run again."""
     undo = contextlib.ExitStack()
     executor.on_detach(undo.close)
+    reserving.refuse_to_spill(device, undo)
     Recovery(executor, replanner).attach(model, undo)
 
 

@@ -256,7 +256,8 @@ class Recovery:
         """A backward begins: which gradients are there, and as they are."""
         step = self._step
         if step is not None and not self._is_again:
-            parameters = [p for p in self._executor.model.parameters() if p.requires_grad and p.is_leaf]
+            found = step.memory.values[step.memory.layout.parameters]
+            parameters = [p for p in found if p is not None and p.requires_grad and p.is_leaf]
             step.before = {id(p): (p.grad, 0 if p.grad is None else p.grad._version) for p in parameters}
 
     def end(self) -> None:
