@@ -397,7 +397,7 @@ def _attach(
         known, replacement = _roles(optimizer, baseline)
         job = Job(model, config, hardware, known, replacement, holds_gradients)
         replanner = Replanner(executor, job, reporter)
-        if config.recover_from_oom and device.type != "cpu":
+        if config.recover_from_oom and device.type != "cpu" and not hardware.unified_memory:
             _recover(model, executor, replanner, device)
         is_guess = inputs is None and derive
         if is_guess:

@@ -73,6 +73,8 @@ class _Step:
     """Those that have come to its outputs, by the outputs' places."""
     before: dict[int, tuple[torch.Tensor | None, int]] = dataclasses.field(default_factory=dict)
     """By the id of a parameter: its gradient before the backward, and that one's version."""
+    is_reached: bool = False
+    """A gradient has come to an output."""
     problem: str | None = None
     """Why it cannot be repeated."""
 
@@ -249,8 +251,7 @@ class Recovery:
                 places = private.mark_of(leaf.grad_fn, _MARK) or {}
                 private.mark_node(leaf.grad_fn, _MARK, {**places, place: weakref.ref(step)})
                 step.outputs.append(weakref.ref(leaf))
-                if leaf.nbytes <= _LARGEST_GRADIENT_BYTES:
-                    leaf.register_hook(_Arrived(weakref.ref(step), place))
+                leaf.register_hook(_Arrived(weakref.ref(step), place))
 
     def begin(self) -> None:
         """A backward begins: which gradients are there, and as they are."""
@@ -261,7 +262,7 @@ class Recovery:
             step.before = {id(p): (p.grad, 0 if p.grad is None else p.grad._version) for p in parameters}
 
     def end(self) -> None:
-        if self._step is not None and self._step.gradients and not self._is_again:
+        if self._step is not None and self._step.is_reached and not self._is_again:
             self._step = None
 
     def rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
@@ -450,7 +451,7 @@ class _Returned(OwnHook):
 
 
 class _Arrived:
-    """Hangs on an output: its gradient is on its way to the host, in the order of the device's work."""
+    """Hangs on an output: its gradient is sent to the host, in the order of the device's work, unless it is large."""
 
     def __init__(self, step: weakref.ref[_Step], place: int) -> None:
         self._step = step
@@ -458,7 +459,10 @@ class _Arrived:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         step = self._step()
-        if step is not None and gradient.layout is torch.strided:
+        if step is None:
+            return
+        step.is_reached = True
+        if gradient.layout is torch.strided and gradient.nbytes <= _LARGEST_GRADIENT_BYTES:
             copy = torch.empty(
                 gradient.shape, dtype=gradient.dtype, device="cpu", pin_memory=gradient.device.type != "cpu"
             )
