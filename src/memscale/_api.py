@@ -21,7 +21,7 @@ from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide.budget import full_budget
 from memscale._decide.eligible import resolve
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError
-from memscale._execute import parking
+from memscale._execute import parking, reserving
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
@@ -30,6 +30,7 @@ from memscale._hardware import Hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.job import Job, device_of
+from memscale._planning.recovery import Recovery
 from memscale._planning.replanning import Replanner
 from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._planning.shapes import Lengths, samples_of
@@ -406,6 +407,8 @@ def _attach(
         known, replacement = _roles(optimizer, baseline)
         job = Job(model, config, hardware, known, replacement, holds_gradients)
         replanner = Replanner(executor, job, reporter)
+        if config.recover_from_oom and device.type != "cpu" and not hardware.unified_memory:
+            _recover(model, executor, replanner, device)
         is_guess = inputs is None and derive
         if is_guess:
             inputs = derive_inputs(model)
@@ -421,6 +424,14 @@ def _attach(
         executor.detach()
         raise
     return executor
+
+
+def _recover(model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device) -> None:
+    """From here on, steps that run out of memory are run again."""
+    undo = contextlib.ExitStack()
+    executor.on_detach(undo.close)
+    reserving.refuse_to_spill(device, undo)
+    Recovery(executor, replanner).attach(model, undo)
 
 
 def _plan_now(replanner: Replanner, model: nn.Module, samples: Sequence[Inputs], *, is_guess: bool) -> None:

@@ -163,6 +163,8 @@ class Config:
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
     """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
+    recover_from_oom: bool = True
+    """Where a training step runs out of device memory, tighten the plan and run the batch once more (exact)."""
     warmup_steps: int = 2
     """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True
@@ -267,6 +269,7 @@ _BOOLEAN_FIELDS = (
     "force_optimize",
     "use_static_profiling",
     "use_empirical_fallback",
+    "recover_from_oom",
     "enable_logging",
     "verify_correctness",
 )

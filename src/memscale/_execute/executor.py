@@ -159,6 +159,11 @@ class Executor:
         return self.streams or self._offloading.parked is not None
 
     @property
+    def scales_gradients(self) -> bool:
+        """Whether gradients are multiplied with a scale in backward, and divided by it later."""
+        return self._precision is not None and self._precision.scale is not None
+
+    @property
     def offload_users(self) -> dict[str, Any]:
         """By technique: who moves tensors, with its `stats` and `transfers`."""
         return self._offloading.users

@@ -265,6 +265,21 @@ class Replanner(OwnHook):
         self._put_in_force(plan, inputs if inside else None)
         self._announce(plan)
 
+    def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
+        """Plan for this batch, and for all that come, within a smaller budget. If nothing fits, all stays as it is."""
+        earlier = self.config, self._known
+        self.config, self._known = self.config.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False), []
+        try:
+            self.plan(model, inputs, inside=inside)
+        except BaseException:
+            self.config, self._known = earlier
+            raise
+
+    @property
+    def is_observing(self) -> bool:
+        """The plan in force is the careful one, under which steps are observed."""
+        return self._observed is not None
+
     def _job(self, model: nn.Module) -> Job:
         config = self._travelling()
         return Job(model, config, self.hardware, self.optimizer, self.replacement, self.holds_gradients)

@@ -478,6 +478,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def mark_node(node: Any, key: str, value: Any) -> None:
+    """Leave something on a node of a graph, which lives as long as the node does."""
+    node.metadata[key] = value
+
+
+def mark_of(node: Any, key: str) -> Any:
+    """What was left on a node; None: nothing."""
+    return node.metadata.get(key)
+
+
 class _Engine(torch._C._ImperativeEngine):
     """Autograd's engine, with somebody around every backward pass that Python starts."""
 
