@@ -183,6 +183,8 @@ class Config:
     auto_policy: bool | Literal["rule"] = False
     """Let a policy choose the mode and the techniques that are not set here: True, or "rule" for the rule table."""
     _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
+    withheld: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False)
+    """Techniques that the way in which a model is trained rules out, by their names; nobody's wish."""
 
     def __post_init__(self) -> None:
         for name in ("device", "offload_dir", "log_file"):
@@ -230,6 +232,10 @@ class Config:
         """A copy in which tensors travel in just this way, and nothing else is another."""
         return self._changed(async_offload=overlaps, async_config=transfers)
 
+    def without(self, withheld: frozenset[str]) -> Config:
+        """A copy in which these techniques are not eligible, whatever is wished."""
+        return self if withheld == self.withheld else self._changed(withheld=withheld)
+
     def _changed(self, **changes: Any) -> Config:
         """A copy of every field as it is, but for these; none of them becomes anybody's explicit wish."""
         changed = copy.copy(self)
@@ -257,7 +263,7 @@ class Config:
             for field in dataclasses.fields(self)
             if field.init and (field.name not in SWITCHES or field.name in self._explicit)
         }
-        return Config(**{**kept, **changes})
+        return Config(**{**kept, **changes}).without(self.withheld)
 
 
 SWITCHES = tuple(_TECHNIQUES_OF_MODE[OptimizationMode.BALANCED])

@@ -50,7 +50,8 @@ class Estimate:
 
     baseline_peak_bytes: int
     breakdown: dict[str, int]
-    """The baseline's bytes at its peak: params, grads, optimizer, activations, temporaries, other (inputs, buffers)."""
+    """The baseline's bytes at its peak: params, grads, optimizer, activations, temporaries, other (inputs, buffers,
+    and through which ranks exchange gradients)."""
     budget_bytes: int
     baseline_fits: bool
     by_mode: dict[OptimizationMode, ModeEstimate]
@@ -160,7 +161,7 @@ def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:
         "grads": profile.plain.gradients_at_peak,
         "optimizer": profile.optimizer.state_bytes,
         "activations": profile.plain.activations_at_peak,
-        "other": profile.buffer_bytes + profile.input_bytes,
+        "other": profile.buffer_bytes + profile.input_bytes + profile.communication_bytes,
     }
     if peak_bytes > profile.static_bytes + profile.plain.peak_bytes:  # the optimizer step is the peak
         parts |= {"grads": profile.plain.end_bytes, "activations": 0}
