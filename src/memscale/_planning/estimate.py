@@ -17,8 +17,9 @@ from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.advice import find_smaller
-from memscale._planning.job import open_job
+from memscale._planning.job import Job, open_job
 from memscale._planning.planner import Planner
+from memscale._planning.together import withheld_from
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.optimizer_twin import OPTIMIZERS
@@ -104,10 +105,13 @@ def estimate(
     inputs = Inputs.from_sample(sample_input) if sample_input is not None else derive_inputs(model)
     if inputs is None:
         raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
-    return _estimate_of(Planner(open_job(model, config, optimizer, hardware), inputs), config)
+    return estimate_job(open_job(model, config, optimizer, hardware), inputs)
 
 
-def _estimate_of(planner: Planner, config: Config) -> Estimate:
+def estimate_job(job: Job, inputs: Inputs) -> Estimate:
+    """What a step of this job would peak at, on each of the ranks that train it."""
+    job = job.under(withheld_from(job.config, job.ranks))
+    planner, config = Planner(job, inputs), job.config
     by_mode = {mode: _estimate_mode(planner, config.replace(mode=mode, auto_policy=False)) for mode in OptimizationMode}
     profile, hardware = planner.profile, planner.hardware
     baseline = planner.cost_model().peak_of(profile.plain, Choice())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -45,9 +46,11 @@ class Ranks:
         return [BUCKET_BYTES] * whole + [left] * (left > 0)
 
     @classmethod
-    def replicated(cls, model: nn.Module, num_ranks: int, *, views: bool = False) -> Ranks:
-        """As DDP over so many ranks would hold this model; `views`: with `gradient_as_bucket_view`."""
-        trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
+    def replicated(
+        cls, model: nn.Module, num_ranks: int, ignored: Collection[str] = (), *, views: bool = False
+    ) -> Ranks:
+        """As DDP over so many ranks holds this model, but for what it ignores; `views`: `gradient_as_bucket_view`."""
+        trained = {id(p): p.nbytes for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
         return cls(num_ranks, bucket_bytes=0 if views else sum(trained.values()), keeps_gradients=views)
 
 
@@ -72,11 +75,8 @@ def find_group(model: nn.Module, replica: nn.Module | None = None) -> Group | No
     around = replica if replica is not None else private.active_ddp()
     if isinstance(around, DistributedDataParallel) and around.module is model:
         group = around.process_group
-        ignored = around.parameters_to_ignore
-        trained = {id(p): p.nbytes for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
         views = around.gradient_as_bucket_view
-        bucket_bytes = 0 if views else sum(trained.values())
-        return Group(Ranks(_size(group), bucket_bytes=bucket_bytes, keeps_gradients=views), group)
+        return Group(Ranks.replicated(model, _size(group), around.parameters_to_ignore, views=views), group)
     shards_over = next((found for found in map(_shard_group, model.parameters()) if found is not None), None)
     return None if shards_over is None else Group(Ranks(_size(shards_over), shards=True), shards_over)
 
