@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._errors import PlanError
+from memscale._errors import MemScaleError, PlanError
 from memscale._execute import orderly_exit, reserving
 from memscale._execute.attachment import Attachment
 from memscale._execute.malloc import is_short, return_freed_memory
@@ -270,6 +271,30 @@ class Executor:
             loss_scale=scale.value if scale is not None else None,
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
+
+    def report(self, path: str | pathlib.Path) -> None:
+        """Write one HTML page about this run: the plan with its reasons, and what was predicted and measured.
+
+            executor.report("run.html")
+
+        Args:
+            path: The file; what is there is overwritten.
+
+        Raises:
+            MemScaleError: There is no plan yet, or Plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        from memscale.report.page import Report
+
+        if self.plan is None:
+            raise MemScaleError("there is no plan to report on yet: it is made at the first training forward")
+        stats = self.stats()
+        measured = (
+            ("allocated", self.plan.predicted_allocated_bytes, stats.peak_bytes),
+            ("reserved", self.plan.predicted_reserved_bytes, stats.reserved_peak_bytes),
+        )
+        seen = tuple(numbers for numbers in measured if numbers[2] is not None)
+        pathlib.Path(path).write_text(Report(self.plan, measured=seen).html(), encoding="utf-8")
 
 
 def _does_the_same(one: Plan, other: Plan) -> bool:

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from memscale._execute.attachment import HeldState
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._plan import Action, Reason, StreamParameters
+from memscale._plan import Action, Reason
 from memscale._torch.overrides import find_module
+from memscale.techniques import streamed_fqns
 from memscale.techniques.offload.optimizer import adoption
 from memscale.techniques.offload.optimizer.adopted_optimizer import BucketSizes
 from memscale.techniques.offload.parameters import streaming
@@ -153,7 +154,7 @@ class Offloading:
 
     def hand_over(self, actions: Sequence[Action]) -> None:
         """Before a plan is taken off for one with these actions: what both stream stays at home in between."""
-        modules = [find_module(self._model, a.module_fqn) for a in actions if isinstance(a, StreamParameters)]
+        modules = [find_module(self._model, module_fqn) for module_fqn in streamed_fqns(actions)]
         streamer = self.users.get("streaming")
         if modules and streamer is not None and not self._is_fake:
             streamer.homes.hand_over(streaming.streamable(self._model, modules))
