@@ -228,7 +228,7 @@ def test_estimate_of_ranks_counts_buckets_or_shares(shell: Shell, model_file: st
     assert replica == alone | {"other": alone["other"] + trained}
     share = found("--world-size", "8", "--fsdp")
     assert trained / 8 <= share["params"] < trained / 8 * 1.02
-    assert share["optimizer"] < alone["optimizer"] / 8 * 1.02
+    assert alone["optimizer"] / 8 <= share["optimizer"] < alone["optimizer"] / 7  # small tensors are rounded up
 
 
 @pytest.mark.parametrize("options", [("--world-size", "8"), ("--ddp",), ("--world-size", "8", "--ddp", "--fsdp")])

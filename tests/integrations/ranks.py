@@ -26,7 +26,7 @@ import memscale
 from memscale import Config
 
 WIDTH = 16
-LENGTHS = ((8, 8, 12, 8), (8, 12, 8, 8))
+LENGTHS = ((8, 12, 16, 8), (12, 8, 8, 8))
 CONFIG = Config(force_optimize=True, enable_logging=False, mode="conservative")
 
 Build = Callable[[nn.Module], nn.Module]

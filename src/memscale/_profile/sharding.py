@@ -7,7 +7,7 @@ the next unit has copied out of its own; afterwards the unit's parameters are gi
 next unit is gathered while one computes, and whole gradients are copied into a buffer that is reduced and stays until
 the next unit is at that point. The rest stays whole from the first forward to the end of backward.
 
-Only sizes are known here; how they follow each other was read in PyTorch's `_fsdp_param_group.py`.
+How these sizes follow each other was read in PyTorch 2.13; `benchmarks/ranks.py` compares with an emulated card.
 """
 
 from __future__ import annotations
