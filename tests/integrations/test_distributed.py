@@ -28,8 +28,8 @@ CONFIG = Config(force_optimize=True, enable_logging=False, mode="conservative")
 @pytest.mark.parametrize(
     "kinds",
     some(
-        ("ddp ddp-static-graph fsdp2 dcp fsdp1", "ddp-inner ddp-before ddp-no-sync fsdp2-before fsdp2-no-sync"),
-        "ddp ddp-static-graph fsdp2 dcp fsdp1",
+        ("ddp fsdp2 fsdp1", "ddp-inner ddp-before ddp-no-sync ddp-static-graph fsdp2-before fsdp2-no-sync dcp"),
+        "ddp fsdp2 fsdp1",
     ),
 )
 def test_ranks_whose_batches_differ_train_as_plain_ones(kinds: str) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import pathlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,8 @@ class Executor:
         """On a stage: what exists before the step, beside the model and its inputs."""
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
+        self.resume_first: Callable[[], Any] | None = None
+        """While the model is parked: brings it back, which must come before anything is taken off."""
         self.detached = False
 
     @property
@@ -159,6 +161,11 @@ class Executor:
         """By technique: who moves tensors, with its `stats` and `transfers`."""
         return self._offloading.users
 
+    def let_go(self) -> list[torch.Tensor]:
+        """Between two steps: keep nothing on the device that is not needed then. Returns what is needed of ours."""
+        self._offloading.let_go()
+        return [] if self._loss_scale is None else self._loss_scale.tensors()
+
     def suspend(self) -> None:
         """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""
         self._techniques.close()
@@ -232,7 +239,9 @@ class Executor:
         self._undo.callback(callback, *args)
 
     def detach(self) -> None:
-        """Take everything off again. A second call does nothing."""
+        """Take everything off again. A second call does nothing. A parked model is brought back to its device first."""
+        if self.resume_first is not None:
+            self.resume_first()
         if not self.detached:
             self.detached = True
             with contextlib.ExitStack() as last_first:

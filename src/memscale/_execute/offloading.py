@@ -152,6 +152,16 @@ class Offloading:
         if parked is not None:
             parked.undo.close()
 
+    def let_go(self) -> None:
+        """Between two steps: what is on its way arrives, and nothing of ours is kept on the device."""
+        streamer = self.users.get("streaming")
+        if streamer is not None:
+            streamer.let_go()
+        parked = self.parked.transfers if self.parked is not None else None
+        moving = [parked, *(getattr(user, "transfers", None) for user in self.users.values())]
+        for transfers in {id(one): one for one in moving if one is not None}.values():
+            transfers.settle()
+
     def hand_over(self, actions: Sequence[Action]) -> None:
         """Before a plan is taken off for one with these actions: what both stream stays at home in between."""
         modules = [find_module(self._model, module_fqn) for module_fqn in streamed_fqns(actions)]

@@ -275,17 +275,24 @@ def unviewed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _relocate(group: list[torch.Tensor], device: torch.device, *, anew: bool = False) -> None:
-    """Move tensors that share memory together, so that they still share it afterwards."""
+    """Move tensors that share memory, and their gradients."""
     if not anew and all(tensor.device == device for tensor in group):
         return
-    if len(group) == 1 and not is_expanded(group[0]):
+    relocate(group, device)
+    for tensor in group:
+        _move_gradient(tensor, device)
+
+
+def relocate(group: list[torch.Tensor], device: torch.device) -> None:
+    """Move tensors that share memory together, so that the same objects still share it afterwards."""
+    if group[0].layout is not torch.strided:
+        _put(group[0], group[0].detach().to(device))
+    elif len(group) == 1 and not is_expanded(group[0]):
         tensor = group[0]
         fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         _put(tensor, fresh.copy_(tensor.detach()))
     else:
         _relocate_shared(group, device)
-    for tensor in group:
-        _move_gradient(tensor, device)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

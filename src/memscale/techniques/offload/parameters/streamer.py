@@ -370,6 +370,11 @@ class Streamer:
         """Drop the visits that were fetched ahead."""
         self._ahead = {}
 
+    def let_go(self) -> None:
+        """Between two steps: keep no memory on the device."""
+        self.drop_ahead()
+        self.tails.let_go()
+
     # -------------------------------------------------------------------------------------------------------- home
 
     def _flight(self) -> Flight:

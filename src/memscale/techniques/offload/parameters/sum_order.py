@@ -68,6 +68,10 @@ class Tails:
     def __len__(self) -> int:
         return len(self._holders)
 
+    def let_go(self) -> None:
+        """Keep no memory on the device; tails that are still followed keep theirs."""
+        self._memory = None
+
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the tail that a new copy of this parameter follows; None if its gradient goes home on its own."""
         holder = self._holders.get(id(parameter))  # a tail keeps its parameter alive, and with it the id
