@@ -113,6 +113,12 @@ class Executor:
         self._undo.callback(_forget, self._model, weakref.ref(self))
         keep_copies_clean(model, self._undo)
 
+    def show_on(self, module: nn.Module) -> None:
+        """Be found on a module around the model, too."""
+        vars(module)[EXECUTOR_ATTRIBUTE] = self
+        self._undo.callback(_forget, weakref.ref(module), weakref.ref(self))
+        keep_copies_clean(module, self._undo)
+
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
         settings = self.settings.under(plan.conditions)
