@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := hf,lightning,quantization,observability,dev
+EXTRAS := hf,lightning,quantization,observability,report,dev
 STAMP := $(VENV)/.installed
 PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 DURATIONS := build/test-durations.xml
@@ -12,7 +12,7 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 # `===` asks for the build of the ordinary index, and keeps one without CUDA ("2.13.0+cpu") out.
 CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
-.PHONY: help demo check test test-all test-shuffled search-cases fuzz zoo durations cuda lint format clean
+.PHONY: help demo check test test-all test-shuffled test-pages search-cases fuzz zoo durations audit cuda lint format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
@@ -21,9 +21,11 @@ help:
 	@echo "make test-all  every combination, long curves, the simulator's own suite: before a release"
 	@echo "make durations       what the last run of tests cost, by file"
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
+	@echo "make test-pages      reports in a real browser; needs Chromium (Debian: apt-get install chromium)"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
 	@echo "make fuzz            random models under random plans against plain ones: EXAMPLES=2000 for so many"
 	@echo "make zoo             every architecture at hand against a plain copy; goes on where it was stopped"
+	@echo "make audit   bandit over our code, pip-audit over what is installed (the latter asks a database on the network)"
 	@echo "make cuda    the CUDA build of PyTorch on an emulated card (no GPU needed): its tests, and a table; downloads 5 GB once"
 	@echo "make format  rewrite the code in our format"
 	@echo "make clean   remove the environment and caches"
@@ -52,8 +54,13 @@ test: lint
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-all: lint
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages]"
 	$(PYTEST) --dist loadfile --junitxml=$(DURATIONS) -m ""
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
+
+test-pages: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages]"
+	$(PYTEST) -n 0 -m full tests/report/test_page_in_browser.py
 
 durations: $(STAMP)
 	$(BIN)/python tools/durations.py $(DURATIONS)
@@ -72,6 +79,11 @@ fuzz: $(STAMP)
 zoo: $(STAMP)
 	mkdir -p build
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.zoo --log build/zoo.jsonl --out build/zoo.txt
+
+audit: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[audit]"
+	$(BIN)/bandit --quiet -c pyproject.toml -r src simgpu/src emucuda/src benchmarks tools
+	$(BIN)/pip-audit --skip-editable
 
 $(CUDA_STAMP): pyproject.toml emucuda/pyproject.toml constraints.txt
 	@echo "Creating $(CUDA_VENV) with the CUDA build of PyTorch: about 5 GB on disk, a few minutes the first time ..."

@@ -271,7 +271,11 @@ def test_what_has_no_weights_and_what_takes_no_hooks_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "name", ["wrap", "optimize", "execute", "detach", "apply_all_optimizations", "estimate", "measure"]
+    "name",
+    [
+        *("wrap", "optimize", "execute", "detach", "apply_all_optimizations", "estimate", "measure"),
+        *("park", "resume", "parked"),
+    ],
 )
 def test_public_docstrings_teach(name: str) -> None:
     """An example, every argument, what is returned and what is raised."""

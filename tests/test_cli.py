@@ -19,6 +19,7 @@ from memscale import zoo
 from memscale._errors import install_command
 from memscale.cli import main
 from memscale.report import doctor
+from memscale.report.page import Report
 from tests.models import WIDTH, Chain, TwoLinears
 
 GIB = 1024**3
@@ -300,17 +301,35 @@ def test_plan_groups_layers_and_explains_each(shell: Shell, model_file: str) -> 
 
 
 def test_peak_against_time_is_drawn(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
-    drawing, output = tmp_path / "front.svg", tmp_path / "plan.json"
+    drawing, output = tmp_path / "front.html", tmp_path / "plan.json"
     arguments = ("plan", f"{model_file}:build", "--gpu", "RTX 3090", "--explain")
     assert "nothing else was looked into" in shell(*arguments)
     explained = shell(*arguments, "--pareto", str(drawing), "--output", str(output))
     plan = memscale.Plan.load(output)
-    assert drawing.read_text().count("<circle") == len(plan.front) > 1
+    assert drawing.read_text() == Report(plan).html()
+    assert len(plan.front) > 1
     assert "next smaller: none" not in explained
     assert plan.explain() in explained
     sentence = shell.complaint("plan", f"{model_file}:build", "--pareto", str(tmp_path))
     assert "--pareto" in sentence
     assert "directory" in sentence
+
+
+def test_a_report_is_made_of_a_saved_plan_or_a_model(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
+    saved, page = tmp_path / "plan.json", tmp_path / "page.html"
+    shell("plan", f"{model_file}:short", "--gpu", "RTX 3090", "--output", str(saved))
+    shell("report", str(saved), "--output", str(page))
+    assert page.read_text() == Report(memscale.Plan.load(saved)).html()
+    shell("report", f"{model_file}:short", "--gpu", "RTX 3090", "-o", str(page))
+    assert "Memory over one step, with this plan" in page.read_text()
+
+
+def test_what_no_report_can_be_made_of_is_a_sentence(shell: Shell, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    assert "not a plan" in shell.complaint("report", str(tmp_path / "broken.json"))
+    assert "cannot be read" in shell.complaint("report", str(tmp_path / "missing.json"))
+    assert "directory" in shell.complaint("report", "gpt2", "--output", str(tmp_path))
+    assert not (tmp_path / "memscale-report.html").exists()
 
 
 def test_a_plan_that_does_not_fit_exits_with_1(shell: Shell, model_file: str) -> None:

@@ -28,7 +28,7 @@ ALLOWED = {
     "_decide": DATA | {"_hardware", "_profile", "report", "techniques"},
     "report": DATA | {"_hardware", "__init__", "techniques"},
     "techniques": DATA | {"_hardware", "_profile", "_torch"},
-    "_execute": DATA | {"_hardware", "_torch", "techniques"},
+    "_execute": DATA | {"_hardware", "_torch", "report", "techniques"},  # `Executor.report()`
     "_planning": DATA | {"_decide", "_execute", "_hardware", "_profile", "_torch", "report", "techniques"},
     "zoo": WORDS,
     "integrations": DATA | {"_api", "_torch", "techniques"},  # what a user makes (a callback) calls the verbs

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="show only so many, the dearest")
     parser.add_argument("--tests", action="store_true", help="by test function instead of by file")
     arguments = parser.parse_args()
-    report = ElementTree.parse(arguments.report).getroot()
+    report = ElementTree.parse(arguments.report).getroot()  # nosec B314
     print(table(costs(report, by_test=arguments.tests), arguments.most))
 
 

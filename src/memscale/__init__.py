@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from memscale._api import detach as detach
     from memscale._api import execute as execute
     from memscale._api import optimize as optimize
+    from memscale._api import park as park
+    from memscale._api import parked as parked
+    from memscale._api import resume as resume
     from memscale._api import wrap as wrap
     from memscale._config import AsyncOffloadConfig as AsyncOffloadConfig
     from memscale._config import Config as Config
@@ -57,6 +60,9 @@ _HOME_OF = {
     "detach": "_api",
     "execute": "_api",
     "apply_all_optimizations": "_api",
+    "park": "_api",
+    "resume": "_api",
+    "parked": "_api",
     "estimate": "_planning.estimate",
     "Estimate": "_planning.estimate",
     "measure": "_measurement",

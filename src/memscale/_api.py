@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide.budget import full_budget
 from memscale._decide.eligible import resolve
-from memscale._errors import ConfigError, DoesNotFitError, MemScaleError
+from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError
+from memscale._execute import parking
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
@@ -153,6 +154,7 @@ def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimize
         raise TypeError(f"execute takes a memscale.Plan (Plan.load reads a file), not {type(plan).__name__}")
     known = _checked_optimizer(optimizer)
     config = _checked_config(config)
+    _refuse_parked(_model_of(model))
     device = device_for(plan, _model_of(model), config)
     hardware = Hardware.detect(device, config.offload_dir)
     refuse_plan(plan, hardware, config)
@@ -184,6 +186,80 @@ def detach(model: nn.Module) -> None:
         warnings.warn(f"this {type(model).__name__} is not wrapped; nothing to detach", stacklevel=2)
         return
     executor.detach()
+
+
+def park(model: nn.Module, optimizer: Optimizer | None = None) -> int:
+    """Hand all of a model's device memory back, between two training steps; `memscale.resume` takes it again.
+
+        memscale.park(model)            # another process, or a generation engine, has the card
+        evaluate_elsewhere()
+        memscale.resume(model)
+
+    Parameters, gradients, buffers, and the state of every optimizer that steps the model go to host memory, what
+    MemScale keeps on the device is let go, and the allocator's cache is emptied. `Parameter` objects stay the same. A
+    parked model can be saved, copied and loaded; a forward of it, or a step of its optimizer, raises `MemScaleError`.
+
+    Args:
+        model: A model, wrapped or not, or a `transformers.Trainer` that has one.
+        optimizer: One that could not be found otherwise; those of this process that step the model's parameters are.
+
+    Returns:
+        The bytes that were on devices. 0 if the model was parked before, or computes on the CPU.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        MemScaleError: The host has no room for it, or a tensor cannot be moved. Then nothing was moved.
+
+    Memory that something else shares with the model (a `state_dict` that is kept) stays on the device, with a warning
+    in the log.
+    """
+    module = _model_of(model)
+    return parking.park(module, executor_of(module), _checked_optimizer(optimizer))
+
+
+def resume(model: nn.Module) -> int:
+    """Bring a parked model back to its devices, bit for bit; training goes on as if nothing had been.
+
+        memscale.resume(model)
+
+    Args:
+        model: A model that `memscale.park` was called with. One that is not parked is left alone.
+
+    Returns:
+        The bytes that are on devices again.
+
+    Raises:
+        TypeError: `model` is neither a model nor a Trainer.
+        MemScaleError: The device has no room for it now. The model stays parked, and may be resumed later.
+    """
+    return parking.resume(_model_of(model))
+
+
+@contextlib.contextmanager
+def parked(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[int]:
+    """`park` for the length of a `with` block, which may raise; one that was parked before stays so.
+
+        with memscale.parked(model):
+            generate_with_another_engine()
+
+    Args:
+        model: A model, wrapped or not, or a `transformers.Trainer` that has one.
+        optimizer: One that could not be found otherwise, as for `park`.
+
+    Returns:
+        A context manager that gives the bytes that were on devices, and resumes in the end.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        MemScaleError: As `park`, and as `resume` in the end.
+    """
+    was_parked = parking.is_parked(_model_of(model))
+    num_bytes = park(model, optimizer)
+    try:
+        yield num_bytes
+    finally:
+        if not was_parked:
+            resume(model)
 
 
 def apply_all_optimizations(
@@ -306,6 +382,7 @@ def _attach(
     `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
     says that the loop adds up gradients over several batches; `begun` are the inputs of a forward that is under way.
     """
+    _refuse_parked(model)
     _detach_earlier(model)
     _refuse_unusable(model, config)
     device = device_of(model, config)
@@ -416,6 +493,11 @@ def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
         warnings.warn(f"enable_offloading=True is not followed: {text}", stacklevel=5)
     else:
         logger.info(text)
+
+
+def _refuse_parked(model: nn.Module) -> None:
+    if parking.is_parked(model):
+        raise ParkedError(f"this {type(model).__name__} is parked: call memscale.resume(model) before it is wrapped")
 
 
 def _refuse_unusable(model: nn.Module, config: Config) -> None:

@@ -99,5 +99,9 @@ class PartialStepError(OffloadError):
     """An optimizer step failed half-way: some parameters are updated, others are not."""
 
 
+class ParkedError(MemScaleError):
+    """A model whose memory was handed back is used before `memscale.resume`."""
+
+
 class StepInBackwardError(MemScaleError):
     """The training loop, or its optimizer, does what `step_in_backward=True` does not allow."""

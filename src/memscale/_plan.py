@@ -365,6 +365,12 @@ class Plan:
 
         return explain(self)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from memscale.report.page import Report
+
+        return Report(self).summary()
+
     @property
     def chosen(self) -> FrontPoint | None:
         """The point of the front that this plan is; None where there is no front."""

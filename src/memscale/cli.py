@@ -1,7 +1,7 @@
-"""The command line: `memscale estimate`, `plan`, `fit`, `doctor`, `cache`, `bench`.
+"""The command line: `memscale estimate`, `plan`, `report`, `fit`, `doctor`, `cache`, `bench`.
 
-Exit codes: 0 done; 1 no plan fits (`plan` only); 2 bad input, with one sentence on stderr. Results go to stdout,
-progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
+Exit codes: 0 done; 1 no plan fits (`plan` and `report`); 2 bad input, with one sentence on stderr. Results go to
+stdout, progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
     from memscale._hardware import Hardware
     from memscale._plan import FrontPoint, Plan
+    from memscale._planning.estimate import Estimate
+    from memscale._planning.planner import Planner
     from memscale._profile.inputs import Inputs
+    from memscale.report.page import Report
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
@@ -151,30 +154,43 @@ def estimate(
         result = memscale.estimate(
             subject.model, subject.inputs, optimizer=optimizer, config=config, hardware=subject.hardware
         )
-    shown = {name: entry for name, entry in result.by_mode.items() if mode is None or name == config.mode}
-    result = dataclasses.replace(
-        result, by_mode=shown, recommended_mode=next((name for name, entry in shown.items() if entry.fits), None)
-    )
-    num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
-    if as_json:
-        print(_json.dumps({"model": model, "num_parameters": num_parameters, "estimate": result}), end="")
-    else:
-        print("\n".join(terminal.estimate_lines(model, num_parameters, subject.hardware, result)))
+    result = result if mode is None else _of_mode(result, config.mode)
+    _print_estimate(model, subject, result, as_json=as_json)
     if snapshot is not None:
         planned = None if mode is None else result.by_mode[config.mode].plan
         with _progress(f"writing {snapshot}"), _quiet():
             _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, planned))
 
 
+def _of_mode(result: Estimate, mode: OptimizationMode) -> Estimate:
+    """The estimate as if there were this mode alone."""
+    entry = result.by_mode[mode]
+    return dataclasses.replace(result, by_mode={mode: entry}, recommended_mode=mode if entry.fits else None)
+
+
+def _print_estimate(model: str, subject: _Subject, result: Estimate, *, as_json: bool) -> None:
+    num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
+    if as_json:
+        print(_json.dumps({"model": model, "num_parameters": num_parameters, "estimate": result}), end="")
+    else:
+        print("\n".join(terminal.estimate_lines(model, num_parameters, subject.hardware, result)))
+
+
 def _snapshot_of(subject: _Subject, config: Config, optimizer: str, planned: Plan | None) -> bytes:
+    from memscale._planning.snapshot import step_snapshot
+
+    planner, config = _planner_of(subject, config, optimizer, planned)
+    return step_snapshot(planner, () if planned is None else planned.actions, config)
+
+
+def _planner_of(subject: _Subject, config: Config, optimizer: str, planned: Plan | None) -> tuple[Planner, Config]:
+    """What rehearses steps under this plan, and the config that has tensors travel as the plan says."""
     from memscale._decide.travel import travel_of
     from memscale._planning.job import Job
     from memscale._planning.planner import Planner
-    from memscale._planning.snapshot import step_snapshot
 
     config = config if planned is None else travel_of(planned, config, subject.hardware).said_in(config)
-    planner = Planner(Job(subject.model, config, subject.hardware, optimizer), subject.inputs)
-    return step_snapshot(planner, () if planned is None else planned.actions, config)
+    return Planner(Job(subject.model, config, subject.hardware, optimizer), subject.inputs), config
 
 
 @app.command()
@@ -195,7 +211,7 @@ def plan(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every choice, with its rule and numbers.")] = False,
     pareto: Annotated[
-        pathlib.Path | None, typer.Option("--pareto", help="Draw peak against time there (SVG): all the mode allows.")
+        pathlib.Path | None, typer.Option("--pareto", help="Draw peak against time there (HTML): all the mode allows.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -209,6 +225,10 @@ def plan(
     )
     _check_writable("--output", output)
     _check_writable("--pareto", pareto)
+    if pareto is not None:
+        from memscale.report.charts import plotly
+
+        plotly()  # before anything that takes long
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
     with _progress(f"planning {model} on fake tensors"), _quiet():
         made = _make_plan(subject, config, optimizer, with_front=pareto is not None)
@@ -232,9 +252,9 @@ def _make_plan(subject: _Subject, config: Config, optimizer: str, *, with_front:
 
 def _write_plan(made: Plan, output: pathlib.Path | None, pareto: pathlib.Path | None) -> None:
     if pareto is not None:
-        from memscale.report.pareto_svg import draw
+        from memscale.report.page import Report
 
-        _write("--pareto", pareto, draw(made, made.front))
+        _write("--pareto", pareto, Report(made).html())
     if output is not None:
         _write("--output", output, made.to_json())
 
@@ -246,6 +266,68 @@ def _print_plan(made: Plan, *, as_json: bool, explain: bool) -> None:
         print(made.explain())
     else:
         print("\n".join(terminal.plan_lines(made)))
+
+
+@app.command()
+def report(
+    subject: Annotated[
+        str, typer.Argument(metavar="MODEL|PLAN.json", help="A model, as for `plan`; or a plan that was saved.")
+    ],
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="The HTML file to write.")] = pathlib.Path(
+        "memscale-report.html"
+    ),
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    gpu: GpuOption = None,
+    optimizer: OptimizerOption = "adamw",
+    budget: BudgetOption = None,
+    utilization: UtilizationOption = 0.85,
+    mode: Annotated[str, typer.Option("--mode", help="conservative, balanced or aggressive.")] = "balanced",
+    force: ForceOption = False,
+    overlaps: AsyncOption = None,
+    with_weights: WeightsOption = False,
+) -> None:
+    """Write one HTML page: memory over a step with and without MemScale, the plan, what there would be instead."""
+    from memscale.report.charts import plotly
+    from memscale.report.page import Report
+
+    _check_writable("--output", output)
+    plotly()
+    if subject.endswith(".json"):
+        made = Report(_read_plan(pathlib.Path(subject)))
+    else:
+        config = Config(
+            mode=_mode(mode),
+            memory_budget_gb=budget,
+            target_gpu_utilization=utilization,
+            force_optimize=force,
+            async_offload=overlaps,
+        )
+        made = _report_of(_open_subject(subject, batch, seq, gpu, optimizer, with_weights), config, optimizer)
+    _write("--output", output, made.html())
+    print(f"written to {output}", file=sys.stderr)
+
+
+def _read_plan(path: pathlib.Path) -> Plan:
+    from memscale._plan import Plan
+
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise PlanError(f"{shown(str(path))} cannot be read: {error.strerror or error}") from error
+
+
+def _report_of(subject: _Subject, config: Config, optimizer: str) -> Report:
+    from memscale._planning.step_memory import step_memory
+    from memscale.report.page import Report
+
+    with _progress(f"planning {subject.name} on fake tensors"), _quiet():
+        made = _make_plan(subject, config, optimizer, with_front=True)
+    with _progress("rehearsing a step with the plan and one without"), _quiet():
+        planner, travelling = _planner_of(subject, config, optimizer, made)
+        return Report(
+            made, step_memory(planner, (), travelling), step_memory(planner, made.actions, travelling, made.allocator)
+        )
 
 
 @app.command()

@@ -51,6 +51,24 @@ def test_the_cache_directory_can_be_chosen(monkeypatch, tmp_path):
     assert _build._cache_root() == Path.home() / ".cache" / "simgpu"
 
 
+@pytest.mark.parametrize("where", ["", "84d488e0602cfc0d5e7c9b82"])
+def test_a_library_that_others_could_replace_is_never_loaded(monkeypatch, tmp_path, where):
+    shared = tmp_path / where
+    shared.mkdir(exist_ok=True)
+    shared.chmod(0o777)
+    monkeypatch.setenv("SIMGPU_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_build, "_key", lambda: "84d488e0602cfc0d5e7c9b82")
+    with pytest.raises(_build.BuildError, match=f"others than you can write. Run `chmod 700 {shared}`"):
+        _build.load_native()
+
+
+def test_directories_that_are_made_are_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("SIMGPU_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(_build, "_build", lambda directory, library: directory)
+    made = _build.load_native()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (made, made.parent)] == [0o700, 0o700]
+
+
 def test_a_missing_compiler_is_named(tmp_path):
     answer = import_simgpu(SIMGPU_CACHE_DIR=str(tmp_path), CXX="no-such-compiler")
     assert answer.returncode != 0

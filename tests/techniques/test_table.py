@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import dataclasses
 import itertools
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
-from memscale import Config, OptimizationMode
+import memscale
+from memscale import Config, Hardware, OptimizationMode
 from memscale._config import SWITCHES
 from memscale._decide.choice import OPTIONS, RunOptions
+from memscale._decide.eligible import resolve
 from memscale._plan import (
     Action,
     Checkpoint,
     MixedPrecision,
+    OffloadActivations,
     OffloadOptimizer,
     QuantizeOptimizer,
     StepInBuckets,
@@ -24,10 +29,21 @@ from memscale._plan import (
     TileHead,
 )
 from memscale._profile import KEEP, Treatment
-from memscale.techniques import TECHNIQUES, TREATED, TREATMENTS, planned_step, settling_steps, technique_of
-from memscale.techniques.technique import PlannedStep
+from memscale.techniques import (
+    TECHNIQUES,
+    TREATED,
+    TREATMENTS,
+    careful_actions,
+    planned_step,
+    settling_steps,
+    streamed_fqns,
+    technique_of,
+)
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+from memscale.techniques.technique import PlannedStep, Unrehearsed
 
 pytestmark = pytest.mark.unit
+SOURCE = pathlib.Path(memscale.__file__).parent
 
 
 def action_types(kind: type = Action) -> set[type]:
@@ -118,3 +134,48 @@ def test_the_table_loads_without_torch() -> None:
     code = "import sys, memscale._decide, memscale.report.explain; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert out.strip() == "False"
+
+
+def test_no_stage_asks_an_action_for_its_type() -> None:
+    """The record of an action's technique answers instead (`technique_of`); a type may be made where it is planned."""
+    names = {kind.__name__ for kind in Action.kinds()}
+    stages = [path for path in SOURCE.rglob("*.py") if "techniques" not in path.parts]
+    asked = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in stages
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _asks_for_type(node) and names & {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    ]
+    assert len(stages) > 50
+    assert asked == []
+
+
+def _asks_for_type(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass")
+    return isinstance(node, ast.Compare | ast.MatchClass)
+
+
+def test_what_is_streamed_is_known_by_its_traits() -> None:
+    actions = [Checkpoint("a"), StreamParameters("b"), OffloadOptimizer(1), OffloadActivations("b"), TileHead("c", 8)]
+    assert streamed_fqns(actions) == ("b",)
+
+
+CAN_MOVE = {"can_move_state": True, "state_is_large": True, "streams": True}
+
+
+@pytest.mark.parametrize(
+    ("known", "kinds"),
+    [
+        (CAN_MOVE, [OffloadOptimizer, StepOnDevice]),
+        (CAN_MOVE | {"streams": False}, [OffloadOptimizer]),
+        (CAN_MOVE | {"state_is_large": False}, [StepOnDevice]),
+        (CAN_MOVE | {"can_move_state": False}, []),
+    ],
+)
+def test_a_careful_plan_does_what_the_table_says(known: dict[str, bool], kinds: list[type]) -> None:
+    card = Hardware.from_name("RTX 3090")
+    asked = resolve(Config(use_mixed_precision=True), card)
+    assert [type(action) for action in careful_actions(Unrehearsed(asked, **known))] == [*kinds, MixedPrecision]
+    aggressive = resolve(Config(mode="aggressive"), card)
+    assert [type(action) for action in careful_actions(Unrehearsed(aggressive, **known))] == kinds  # the mode's wish

@@ -30,7 +30,7 @@ from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
 from tests.training.random_models import DESCRIPTIONS, Description, build
 
-EXAMPLES = int(os.environ.get("MEMSCALE_FUZZ_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("MEMSCALE_FUZZ_EXAMPLES", "30"))
 STEPS = 3
 SELECTIVE = ("matmul", "attention")
 BUCKET_BYTES = 600

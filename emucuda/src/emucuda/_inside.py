@@ -19,7 +19,7 @@ def main() -> None:
     sys.path.insert(0, "" if kind in ("-c", "-m") else os.path.dirname(os.path.abspath(kind)))
     if kind == "-c":
         sys.argv = ["-c", *arguments[2:]]
-        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})  # nosec B102
     elif kind == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

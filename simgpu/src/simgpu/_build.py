@@ -1,7 +1,8 @@
 """Builds the C++ runtime on first import, and loads it from a cache ever after.
 
 The cache key holds the sources, the torch version and the compiler, so a change of any of them builds anew. The
-directory is `SIMGPU_CACHE_DIR`, else `TORCH_EXTENSIONS_DIR`/simgpu, else `~/.cache/simgpu`.
+directory is `SIMGPU_CACHE_DIR`, else `TORCH_EXTENSIONS_DIR`/simgpu, else `~/.cache/simgpu`; one that other users can
+write is refused.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -33,10 +35,9 @@ class BuildError(ImportError):
 
 def load_native() -> ModuleType:
     """The compiled runtime; builds it if this machine has not done so yet."""
-    directory = _cache_root() / _key()
+    directory = _private(_private(_cache_root()) / _key())
     library = directory / f"{_NAME}.so"
     if not library.exists():
-        directory.mkdir(parents=True, exist_ok=True)
         with _exclusive(directory / "build.lock"):
             if not library.exists():
                 return _build(directory, library)
@@ -49,6 +50,18 @@ def _cache_root() -> Path:
     if extensions := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(extensions) / "simgpu"
     return Path.home() / ".cache" / "simgpu"
+
+
+def _private(directory: Path) -> Path:
+    """The directory, made if need be. A library that others could replace is never loaded."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(
+            f"simgpu loads its C++ runtime from {directory}, which others than you can write. "
+            f"Run `chmod 700 {directory}`, or name another directory in SIMGPU_CACHE_DIR."
+        )
+    return directory
 
 
 def _key() -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._errors import PlanError
+from memscale._errors import MemScaleError, PlanError
 from memscale._execute import orderly_exit, reserving
 from memscale._execute.attachment import Attachment
 from memscale._execute.malloc import is_short, return_freed_memory
@@ -84,6 +85,8 @@ class Executor:
         """On a stage: what exists before the step, beside the model and its inputs."""
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
+        self.resume_first: Callable[[], Any] | None = None
+        """While the model is parked: brings it back, which must come before anything is taken off."""
         self.detached = False
 
     @property
@@ -151,6 +154,11 @@ class Executor:
     def offload_users(self) -> dict[str, Any]:
         """By technique: who moves tensors, with its `stats` and `transfers`."""
         return self._offloading.users
+
+    def let_go(self) -> list[torch.Tensor]:
+        """Between two steps: keep nothing on the device that is not needed then. Returns what is needed of ours."""
+        self._offloading.let_go()
+        return [] if self._loss_scale is None else self._loss_scale.tensors()
 
     def suspend(self) -> None:
         """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""
@@ -225,7 +233,9 @@ class Executor:
         self._undo.callback(callback, *args)
 
     def detach(self) -> None:
-        """Take everything off again. A second call does nothing."""
+        """Take everything off again. A second call does nothing. A parked model is brought back to its device first."""
+        if self.resume_first is not None:
+            self.resume_first()
         if not self.detached:
             self.detached = True
             with contextlib.ExitStack() as last_first:
@@ -264,6 +274,30 @@ class Executor:
             loss_scale=scale.value if scale is not None else None,
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
+
+    def report(self, path: str | pathlib.Path) -> None:
+        """Write one HTML page about this run: the plan with its reasons, and what was predicted and measured.
+
+            executor.report("run.html")
+
+        Args:
+            path: The file; what is there is overwritten.
+
+        Raises:
+            MemScaleError: There is no plan yet, or Plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        from memscale.report.page import Report
+
+        if self.plan is None:
+            raise MemScaleError("there is no plan to report on yet: it is made at the first training forward")
+        stats = self.stats()
+        measured = (
+            ("allocated", self.plan.predicted_allocated_bytes, stats.peak_bytes),
+            ("reserved", self.plan.predicted_reserved_bytes, stats.reserved_peak_bytes),
+        )
+        seen = tuple(numbers for numbers in measured if numbers[2] is not None)
+        pathlib.Path(path).write_text(Report(self.plan, measured=seen).html(), encoding="utf-8")
 
 
 def _does_the_same(one: Plan, other: Plan) -> bool:

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from memscale._execute.attachment import HeldState
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._plan import Action, Reason, StreamParameters
+from memscale._plan import Action, Reason
 from memscale._torch.overrides import find_module
+from memscale.techniques import streamed_fqns
 from memscale.techniques.offload.optimizer import adoption
 from memscale.techniques.offload.optimizer.adopted_optimizer import BucketSizes
 from memscale.techniques.offload.parameters import streaming
@@ -151,9 +152,19 @@ class Offloading:
         if parked is not None:
             parked.undo.close()
 
+    def let_go(self) -> None:
+        """Between two steps: what is on its way arrives, and nothing of ours is kept on the device."""
+        streamer = self.users.get("streaming")
+        if streamer is not None:
+            streamer.let_go()
+        parked = self.parked.transfers if self.parked is not None else None
+        moving = [parked, *(getattr(user, "transfers", None) for user in self.users.values())]
+        for transfers in {id(one): one for one in moving if one is not None}.values():
+            transfers.settle()
+
     def hand_over(self, actions: Sequence[Action]) -> None:
         """Before a plan is taken off for one with these actions: what both stream stays at home in between."""
-        modules = [find_module(self._model, a.module_fqn) for a in actions if isinstance(a, StreamParameters)]
+        modules = [find_module(self._model, module_fqn) for module_fqn in streamed_fqns(actions)]
         streamer = self.users.get("streaming")
         if modules and streamer is not None and not self._is_fake:
             streamer.homes.hand_over(streaming.streamable(self._model, modules))

@@ -304,6 +304,7 @@ def record_steps(
         if attach is not None:
             attached = attach(rehearsal.model)
             undo.callback(attached.detach)
+            log.place = Place("optimizer")
             recorder.see_all(getattr(attached, "held", []), "optimizer state")
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins)

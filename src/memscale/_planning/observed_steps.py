@@ -30,15 +30,7 @@ from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.travel import travels
 from memscale._decide.write_plan import conditions_of
 from memscale._hardware import Hardware
-from memscale._plan import (
-    OPTIMIZER_BUCKET_BYTES,
-    Action,
-    MixedPrecision,
-    OffloadOptimizer,
-    Plan,
-    Reason,
-    StreamParameters,
-)
+from memscale._plan import Action, Plan, Reason
 from memscale._planning import keep_plan, plan_from
 from memscale._planning.demand import Demand
 from memscale._planning.optimizer_trials import OptimizerCosts
@@ -51,10 +43,10 @@ from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
 from memscale._torch.overrides import OwnHook, undo_with
 from memscale._units import show_bytes
+from memscale.techniques import careful_actions, streamed_fqns, technique_of
 from memscale.techniques.offload.optimizer import OPTIMIZER
-from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters import streaming
-from memscale.techniques.precision import PRECISION
+from memscale.techniques.technique import Unrehearsed
 
 logger = logging.getLogger("memscale")
 
@@ -79,15 +71,14 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
     state, treatment = costs.cost(), _careful_treatment(eligible, weights > budget_bytes * ROOM_SHARE)
     reason = Reason("careful, until a step has been seen")
     blocks = (action for fqn in find_blocks(model) for action in block_actions(fqn, treatment))
-    actions: list[Action] = [dataclasses.replace(action, reason=reason) for action in blocks]
-    can_move = eligible.has(OPTIMIZER) and state.offloaded_step_bytes is not None
-    if can_move and weights + state.state_bytes > budget_bytes * ROOM_SHARE:
-        actions.append(OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, reason=reason))
-    if can_move and treatment.streams and not eligible.host_step:
-        actions.append(StepOnDevice(OPTIMIZER_BUCKET_BYTES, reason=reason))
-    if eligible.half_type is not None and eligible.must_use(PRECISION):
-        actions.append(MixedPrecision(eligible.half_type, reason))
-    return _provisional(model, config, hardware, tuple(actions), state.name, budget_bytes), treatment
+    known = Unrehearsed(
+        eligible,
+        can_move_state=eligible.has(OPTIMIZER) and state.offloaded_step_bytes is not None,
+        state_is_large=weights + state.state_bytes > budget_bytes * ROOM_SHARE,
+        streams=treatment.streams,
+    )
+    actions = tuple(dataclasses.replace(action, reason=reason) for action in (*blocks, *careful_actions(known)))
+    return _provisional(model, config, hardware, actions, state.name, budget_bytes), treatment
 
 
 def _careful_treatment(eligible: Eligible, weights_are_large: bool) -> Treatment:
@@ -234,8 +225,9 @@ class ObservedSteps(StepWatcher):
 
     def _decide(self) -> Plan:
         plan = self._chosen_plan()
-        kinds = {type(action) for action in plan.actions}
-        asked = [a for a in self.careful.actions if isinstance(a, MixedPrecision) and MixedPrecision not in kinds]
+        eligible, used = resolve(self.config, self.hardware), {technique_of(action) for action in plan.actions}
+        kept = ((action, technique_of(action)) for action in self.careful.actions)
+        asked = [action for action, technique in kept if eligible.must_use(technique) and technique not in used]
         self.plan = self._saying_why(dataclasses.replace(plan, actions=(*plan.actions, *asked)))
         self._seen, self._num_plans = [], self._num_plans + 1
         return self.plan
@@ -288,7 +280,7 @@ class ObservedSteps(StepWatcher):
 
     def _peak_of(self, model: nn.Module, profile: Profile, trace: StepTrace, plan: Plan, costs: OptimizerCosts) -> int:
         choice = choice_of(plan.actions, profile)
-        streamed = _streamed(model, tuple(a.module_fqn for a in plan.actions if isinstance(a, StreamParameters)))
+        streamed = _streamed(model, streamed_fqns(plan.actions))
         in_8_bits = choice.run.quantizes_optimizer and profile.eight_bit_optimizer is not None
         optimizer = costs.cost(eight_bit=in_8_bits, without=streamed, guests=choice.run.steps_on_device)
         return CostModel(profile, self.hardware).peak_of(trace, choice, optimizer)

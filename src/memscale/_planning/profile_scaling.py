@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypeVar
 
-from memscale._plan import TileAttention, TileMlp
+from memscale._plan import Action
 from memscale._profile import Profile, Segment, StepTrace, TensorSpec, TraceKey
+from memscale.techniques import technique_of
+
+AnyAction = TypeVar("AnyAction", bound=Action)
 
 
 def at_size(small: Profile, large: Profile, sizes: tuple[int, int], size: int) -> Profile:
@@ -27,7 +31,7 @@ def at_size(small: Profile, large: Profile, sizes: tuple[int, int], size: int) -
         input_bytes=_line(small.input_bytes, large.input_bytes, position),
         plain=plain,
         variants={key: trace for key, trace in variants.items() if trace is not None},
-        inside=tuple(_inside(a, b, position) for a, b in zip(small.inside, large.inside, strict=False)),
+        inside=tuple(_action(a, b, position) for a, b in zip(small.inside, large.inside, strict=False)),
     )
 
 
@@ -82,7 +86,9 @@ def _spec(small: TensorSpec, large: TensorSpec, small_size: int, size: int) -> T
     return TensorSpec(large.name, shape, large.dtype)
 
 
-def _inside(small: TileAttention | TileMlp, large: TileAttention | TileMlp, position: float) -> TileAttention | TileMlp:
-    if isinstance(small, TileAttention) and isinstance(large, TileAttention):
-        return dataclasses.replace(large, rows=max(1, _line(small.rows, large.rows, position)))
-    return large
+def _action(small: AnyAction, large: AnyAction, position: float) -> AnyAction:
+    between = technique_of(large).between
+    if between is None:
+        return large
+    scaled: AnyAction = between(small, large, lambda low, high: _line(low, high, position))
+    return scaled

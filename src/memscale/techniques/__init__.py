@@ -6,10 +6,10 @@ instead of knowing them one by one (`technique.py`). This package loads without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from memscale._plan import Action
+from memscale._plan import Action, LayerAction
 from memscale._profile import KEEP, Treatment
 from memscale.techniques.checkpointing import CHECKPOINTING
 from memscale.techniques.offload.activations import ACTIVATIONS
@@ -21,7 +21,7 @@ from memscale.techniques.offload.optimizer.on_device import DEVICE_STEP
 from memscale.techniques.offload.parameters import PARAMETERS
 from memscale.techniques.optimizer8bit import EIGHT_BIT
 from memscale.techniques.precision import PRECISION
-from memscale.techniques.technique import PlannedStep, Technique, Treated
+from memscale.techniques.technique import PlannedStep, Technique, Treated, Unrehearsed
 from memscale.techniques.tiling import HEAD, INSIDE
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -80,6 +80,23 @@ def planned_step(actions: Iterable[Action]) -> PlannedStep:
         step = technique_of(mine[0]).step
         fields |= {} if step is None else step(mine)
     return PlannedStep(**fields)
+
+
+def streamed_fqns(actions: Iterable[Action]) -> tuple[str, ...]:
+    """The layers whose parameters are streamed under a plan with these actions."""
+    return tuple(action.module_fqn for action in actions if isinstance(action, LayerAction) and _streams(action))
+
+
+def _streams(action: LayerAction) -> bool:
+    traits = technique_of(action).traits
+    return traits is not None and bool(traits(action).get("streams"))
+
+
+def careful_actions(model: Unrehearsed) -> Iterator[Action]:
+    """What a careful plan does beside the treatment of blocks, in the order in which outcomes are told."""
+    for technique in sorted(TECHNIQUES, key=lambda technique: technique.outcome_rank):
+        if technique.careful is not None:
+            yield from technique.careful(model)
 
 
 def settling_steps(actions: Iterable[Action]) -> int:

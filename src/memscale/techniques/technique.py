@@ -3,6 +3,7 @@
 A stage does not ask which technique it has before it, it asks the record:
 
     planning     `hindrance`, `treatments`, `rehearse`    may it be used here, and what is rehearsed for it?
+    observing    `careful`                                what is done until a step of the model has been seen?
     deciding     `treatments`, `option`, `state`          what can be chosen, and what does that do to bytes and time?
     confirming   `step`, `settling_steps`                 how does the optimizer step, and when is a step settled?
     executing    `attach`, `place`                        how is it attached, and after what?
@@ -106,6 +107,19 @@ class PlannedStep:
     """Those visit the device to be stepped."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unrehearsed:
+    """What is known of a model that cannot be rehearsed, when its careful plan is made."""
+
+    eligible: Eligible
+    can_move_state: bool
+    """Optimizer state may wait on the next tier."""
+    state_is_large: bool
+    """Parameters, gradients and optimizer state leave little of the budget."""
+    streams: bool
+    """The parameters of its blocks are streamed."""
+
+
 def nothing_hinders(config: Config, hardware: Hardware) -> str:
     return ""
 
@@ -148,6 +162,12 @@ class Technique:
     state: StateRule | None = None
     step: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
     """The fields of `PlannedStep` that its actions set; None: they do not concern the optimizer's step."""
+
+    careful: Callable[[Unrehearsed], Iterable[Action]] | None = None
+    """What it does in a careful plan beside its treatment of blocks; None: nothing."""
+    between: Callable[[Any, Any, Callable[[int, int], int]], Any] | None = None
+    """An action for a batch between two sizes, from those for both and the line through two numbers; None: the action
+    does not depend on the size."""
 
     rehearse: Callable[[Planner, Config], None] | None = None
     """What is tried for it beside its treatments of blocks, which are always tried; None: nothing."""

@@ -1,6 +1,6 @@
 """Offloading: tensors wait on the next tier (host, disk) and are back before they are needed.
 
-`stores` take a tensor and give it back, `transfers` moves it beside compute (with `waits` between streams, sources
-`in_flight`, and `io_threads` for disks), and three users stand on them: activations, optimizer state (`optimizer`) and
-parameters (`streaming`).
+`store` holds tensors and gives them back. `transfer` moves them beside compute: `transfers` does the copying,
+`stream_order` makes one stream wait for another, `in_flight` keeps sources alive, `io_threads` serve disks. Three users
+build on these two folders: `activations`, `optimizer` (its state) and `parameters` (streaming).
 """

@@ -1,13 +1,13 @@
 """Offload of kept outputs (exact): what a selective checkpoint keeps of a block waits on the next tier.
 
 A selective checkpoint keeps the outputs of matrix products and attention, and PyTorch keeps them where no saved-tensor
-hook sees them, so offloading a block's activations moves its input alone. Here the kept outputs travel, too: fewer
-bytes than all activations, and nothing that is dear is computed again. This is for links that are too slow for
-`OffloadActivations` and products that are too dear to be computed again.
+hook sees them, so offloading a block's activations moves its input alone. This technique moves the kept outputs too:
+they are fewer bytes than all activations, and nothing expensive is computed again. It is for links that are too slow
+for `OffloadActivations` and products that are too expensive to be computed again.
 
-Two contexts take the place of PyTorch's, under the same policy (its notes are in checkpointing): in forward every kept
-output is given to the offloader, and the recompute takes them back in the same order. What was written to in between is
-refused by its version, as autograd does.
+Two contexts take the place of PyTorch's, under the same policy (its notes are in checkpointing). In forward, every kept
+output is given to the offloader; the recompute takes the outputs back in the same order. An output that was written to
+in between is refused by its version, as autograd does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OffloadKept(LayerAction):
 
 
 def _attach(actions: Sequence[OffloadKept], to: Attachment) -> None:
-    """Checkpoints are attached by now, and so is the offload of activations, whose tier and statistics are shared."""
+    """Attach after checkpoints and after the offload of activations, whose tier and statistics are shared."""
     from memscale.techniques.offload.activations import offloader
 
     if "activations" not in to.users:
@@ -55,7 +55,7 @@ def _attach(actions: Sequence[OffloadKept], to: Attachment) -> None:
 
 
 def _make_contexts(offloader: Offloader, policy: Any) -> tuple[Any, Any]:
-    """For one call of a block: what keeps its outputs, and what reads them again."""
+    """Return the two contexts of one call of a block: one keeps its outputs, the other reads them again."""
     from memscale._torch.each_operator import EachOperator
 
     outputs = _KeptOutputs(offloader, policy)
@@ -63,7 +63,7 @@ def _make_contexts(offloader: Offloader, policy: Any) -> tuple[Any, Any]:
 
 
 class _KeptOutputs:
-    """The kept outputs of one call of a block, by operator and how often that was called before. Each is read once."""
+    """The kept outputs of one call of a block, by operator and the number of its earlier calls. Each is read once."""
 
     def __init__(self, offloader: Offloader, policy: Any) -> None:
         from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -72,7 +72,7 @@ class _KeptOutputs:
         self.policy = policy
         self._ignored = SAC_IGNORED_OPS
         self._packed: dict[tuple[Any, int], Any] = {}
-        """What waits; None for an output that is computed again."""
+        """What waits, by operator and call; None for an output that is computed again."""
         self._num_kept: collections.Counter[Any] = collections.Counter()
         self._num_read: collections.Counter[Any] = collections.Counter()
 

@@ -9,7 +9,7 @@ from memscale._config import Config
 from memscale._hardware import Hardware
 from memscale._plan import MixedPrecision, Reason
 from memscale._profile import Precision, Profile
-from memscale.techniques.technique import RunOption, Technique
+from memscale.techniques.technique import RunOption, Technique, Unrehearsed
 
 if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
@@ -78,6 +78,12 @@ def _asked_for(profile: Profile, eligible: Eligible) -> Iterator[MixedPrecision]
         yield MixedPrecision(eligible.half_type)
 
 
+def _careful(model: Unrehearsed) -> Iterator[MixedPrecision]:
+    dtype = model.eligible.half_type
+    if dtype is not None and model.eligible.must_use(PRECISION):
+        yield MixedPrecision(dtype)
+
+
 def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_mixed_precision", chosen.part(precision=""))
 
@@ -102,6 +108,7 @@ PRECISION = Technique(
         value=_value,
         asked_for=_asked_for,
     ),
+    careful=_careful,
     rehearse=_rehearse,
     attach=_attach,
     place=40,

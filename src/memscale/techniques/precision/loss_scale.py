@@ -73,6 +73,10 @@ class LossScale(StepWatcher):
         undo_with(model, intercept(torch.amp.GradScaler, "step", _note_scaler_step), undo)
         undo.callback(self._forget)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What it keeps on devices between a backward and the step."""
+        return list(self._marks.values())
+
     def _forget(self) -> None:
         self._marks.clear()
         self._told.clear()

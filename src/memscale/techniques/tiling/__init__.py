@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from memscale._config import Config
@@ -184,6 +184,13 @@ def _inside_in_row(layer: Layer, profile: Profile) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) if layer.module_fqn else ()
 
 
+def _inside_between(small: Inside, large: Inside, line: Callable[[int, int], int]) -> Inside:
+    """Attention is tiled by queries, of which a longer sequence has more; an MLP is cut into a number of tiles."""
+    if isinstance(small, TileAttention) and isinstance(large, TileAttention):
+        return dataclasses.replace(large, rows=max(1, line(small.rows, large.rows)))
+    return large
+
+
 def _inside_reason(chosen: Chosen) -> Reason:
     part, num_tiles = chosen.part(num_tiles=0), chosen.choice.run.num_tiles
     return Reason("tile attention and MLPs inside the layers", {**part, "tiles": num_tiles})
@@ -240,6 +247,7 @@ INSIDE = Technique(
         slowed_ms=_inside_ms,
         in_row=_inside_in_row,
     ),
+    between=_inside_between,
     rehearse=_rehearse_inside,
     is_dear=True,
     attach=_attach_inside,

@@ -1,6 +1,6 @@
 """Activation offload (exact): what a block keeps for backward waits on the next tier until it is needed.
 
-Of a block that is computed again in full, that is its input.
+A block that is recomputed in full keeps its input alone, so only the input waits there.
 """
 
 from __future__ import annotations

@@ -4,22 +4,23 @@ Saved tensors travel as stretches of their storage, not one by one: views of one
 product), and tensors that several operators save, travel once and share memory again when they are back, with the
 strides and offsets that they had.
 
-NOTE [when a copy stands for a tensor]: a storage is known by its identity, and only while it lives: a new one may get
-the same address. Its stretch and its version belong to the key, so what was changed in place travels anew. A version
-says something only beside others of the same counter: the gates of an LSTM cell are chunks of one storage, each with a
-counter of its own, and each is changed in place after the one before was saved. While the storage lives, for whatever
-reason, backward takes the tensor from there and nothing moves.
+NOTE [when a copy stands for a tensor]: a storage is known by its identity, and only while it lives, because a new one
+may get the same address. The stretch and the version belong to the key, so a tensor that was changed in place travels
+again. Versions can be compared only if they come from the same counter: the gates of an LSTM cell are chunks of one
+storage, each has a counter of its own, and each is changed in place after the one before was saved. While the storage
+lives, for whatever reason, backward takes the tensor from there and nothing moves.
 
 NOTE [changed in place]: with hooks, autograd no longer notices that a saved tensor was changed before backward needed
-it. Each saved tensor leaves a witness here, which shares its version counter and no memory, and backward refuses as
-plain PyTorch does; so it does for tensors that stay where they are, parameters among them.
+it. Each saved tensor therefore leaves a witness here, which shares its version counter and no memory, and backward
+raises as plain PyTorch does. The same holds for tensors that stay where they are, parameters among them.
 
-NOTE [backward passes]: what is fetched ahead belongs to the backward pass that fetched it, and dies with it, however it
-ends. What was saved belongs to the graph. Nothing else holds either.
+NOTE [backward passes]: a tensor that is fetched ahead belongs to the backward pass that fetched it, and is freed with
+that pass, however it ends. A saved tensor belongs to the graph. Nothing else holds either of them.
 
-Left where they are: parameters and buffers (by storage), small tensors, expanded ones, subclasses, other devices'.
+These tensors stay where they are: parameters and buffers (recognised by storage), small tensors, expanded tensors,
+subclasses, and tensors of other devices.
 
-Known limit: writes that go past the version counter (`.data`, foreign kernels) between two savings of one tensor are
+Known limit: a write that goes past the version counter (`.data`, foreign kernels) between two savings of one tensor is
 not seen; the second saving then gets the value of the first.
 """
 
@@ -46,14 +47,14 @@ from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
 MIN_TENSOR_BYTES = 1024 * 1024
 PREFETCH_BYTES = 64 * 1024 * 1024
 WHOLE_STORAGE_RATIO = 4
-"""A storage of up to so many times the tensor travels whole: its other parts are likely to be saved, too."""
+"""A storage up to this many times as large as the tensor travels whole: its other parts are likely to be saved too."""
 
 Key: TypeAlias = tuple[int, int, int, int]
 """Storage, version, first byte, last byte."""
 
 
 class Stretch:
-    """Bytes of one storage that wait in the store. Lives as long as a graph holds a tensor of it."""
+    """Bytes of one storage that wait in the store. It lives as long as a graph holds a tensor of it."""
 
     __slots__ = ("__weakref__", "handles", "number", "start", "storage", "ticket", "witness")
 
@@ -66,12 +67,12 @@ class Stretch:
         self.start = start
         self.ticket = ticket
         self.witness = witness
-        """A witness of the tensor that it was sent for. See NOTE [changed in place]."""
+        """The witness of the tensor for which the stretch was sent. See NOTE [changed in place]."""
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class Handle:
-    """What autograd keeps in the place of one saved tensor."""
+    """What autograd keeps in place of one saved tensor."""
 
     __slots__ = ("__weakref__", "device", "dtype", "offset", "shape", "stretch", "stride", "version")
 
@@ -85,12 +86,12 @@ class Handle:
         stretch.handles.add(self)
 
     def over(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
-        """The tensor, over a storage that begins at that byte of the original one."""
+        """Return the tensor over a storage whose first byte is byte `start` of the original storage."""
         offset = self.offset - start // self.dtype.itemsize
         return private.tensor_over(storage, self.dtype, self.device, offset, self.shape, self.stride)
 
     def refuse_changed(self) -> None:
-        """See NOTE [changed in place]."""
+        """Raise if the tensor was changed since it was saved. See NOTE [changed in place]."""
         _refuse_changed(self.stretch.witness, self.version, self.dtype, self.shape)
 
 
@@ -100,7 +101,7 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = private.detach_with_version(tensor)  # an output holds the node that would hold us
+        self.tensor = private.detach_with_version(tensor)  # a saved output holds the node, which holds this object
         self.version = tensor._version
 
     def unpack(self) -> torch.Tensor:
@@ -125,10 +126,10 @@ class Pass:
         self._ahead: dict[Stretch, Arrival] = {}
         self._held: dict[Stretch, tuple[torch.Tensor, weakref.WeakSet[Handle]]] = {}
         self._lowest: int | None = None
-        """The number of the stretch that was looked at last, going backwards."""
+        """The lowest number of a stretch that this pass has considered; a pass goes backwards."""
 
     def bring(self, handle: Handle) -> torch.UntypedStorage:
-        """The stretch's bytes on the device, shared while others of its tensors are still to come in this pass."""
+        """Return the stretch's bytes on the device. Its tensors share them until this pass has used the last one."""
         stretch = handle.stretch
         held = self._held.pop(stretch, None)
         if held is None:
@@ -141,7 +142,7 @@ class Pass:
         return line.untyped_storage()
 
     def look_ahead(self, stretch: Stretch) -> None:
-        """Start bringing what was sent before this, the latest first, up to a bound on the device memory it takes."""
+        """Start fetching the stretches sent before this one, the latest first, within a bound of device memory."""
         self._held = {one: held for one, held in self._held.items() if held[1]}
         if self._lowest is None or stretch.number < self._lowest:
             self._lowest = stretch.number
@@ -164,17 +165,17 @@ class Pass:
 
 @dataclasses.dataclass(slots=True)
 class ActivationStats:
-    """What was offloaded so far."""
+    """Counts of what has been offloaded so far."""
 
     transfers: TransferStats
     num_saved: int = 0
-    """Tensors that the planned layers saved and that wait in the store."""
+    """The number of tensors that the planned layers saved and that went to the store."""
     num_sent: int = 0
-    """Stretches of memory that went there: fewer, because tensors share them."""
+    """The number of stretches that went there. It is smaller, because tensors share stretches."""
     sent_bytes: int = 0
     fetched_bytes: int = 0
     num_in_place: int = 0
-    """Tensors that were still there when backward needed them."""
+    """The number of tensors that were still on the device when backward needed them."""
 
 
 class Offloader:
@@ -198,7 +199,7 @@ class Offloader:
     # ------------------------------------------------------------------------------------------------------ forward
 
     def pack(self, tensor: torch.Tensor, resident: frozenset[int]) -> Any:
-        """What autograd is to keep: a handle, or the tensor itself if it stays."""
+        """Return what autograd is to keep: a handle, or a `Kept` tensor if it stays where it is."""
         if not self._may_travel(tensor):
             return tensor.detach() if tensor.is_inference() else Kept(tensor)
         storage = tensor.untyped_storage()
@@ -218,7 +219,7 @@ class Offloader:
         return is_here and is_plain and not is_expanded and tensor.nbytes >= max(self.min_tensor_bytes, 1)
 
     def _stretch_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Stretch:
-        """See NOTE [when a copy stands for a tensor]."""
+        """Return the stretch that stands for a tensor, new or known. See NOTE [when a copy stands for a tensor]."""
         start, end = _stretch(tensor, storage)
         key = (private.storage_key(storage), tensor._version, start, end)
         known = self._known.get(key)
@@ -249,8 +250,8 @@ class Offloader:
         packed.refuse_changed()
         if self.closed:
             raise RuntimeError(
-                "MemScale was detached, or planned anew, between this forward and its backward: what the forward saved "
-                "is gone. Call backward() first."
+                "MemScale was detached, or planned again, between this forward and its backward: the tensors that the "
+                "forward saved are gone. Call backward() first."
             )
         with self._lock, torch.no_grad():
             current = self._pass()
@@ -279,7 +280,7 @@ class Offloader:
         return found
 
     def sent_before(self, number: int) -> Stretch | None:
-        """The latest stretch below this number that a graph still holds."""
+        """Return the latest stretch below this number that a graph still holds."""
         position = bisect.bisect_left(self._sent, number, key=lambda entry: entry[0])
         while position:
             position -= 1
@@ -289,7 +290,7 @@ class Offloader:
         return None
 
     def sweep(self) -> None:
-        """Forget what is gone, and let go of what was sent last: the next forward is far away."""
+        """Forget stretches that no graph holds, and release the last sources: the next forward is far away."""
         with self._lock:
             self._sent = [entry for entry in self._sent if entry[1]() is not None]
             self._known = {key: known for key, known in self._known.items() if known() is not None}
@@ -301,7 +302,7 @@ class Offloader:
 
 
 def _stretch(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
-    """The bytes that travel for a tensor: its whole storage, or its own part if that is much smaller."""
+    """Return the bytes that travel for a tensor: its whole storage, or its own part if that is much smaller."""
     layout = Layout.of(tensor)
     num_bytes = layout.span * tensor.dtype.itemsize
     if storage.nbytes() <= WHOLE_STORAGE_RATIO * tensor.nbytes:
@@ -311,9 +312,9 @@ def _stretch(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, 
 
 
 class OffloadedForward(ForwardOverride):
-    """The forward of a layer whose saved tensors wait elsewhere.
+    """The forward of a layer whose saved tensors wait on the next tier.
 
-    Around a recomputed layer it sees only what that one keeps: its inputs.
+    Around a recomputed layer, it sees only what that layer keeps: its inputs.
     """
 
     def __init__(self, module: nn.Module, module_fqn: str, offloader: Offloader, elsewhere: _Residents) -> None:
@@ -336,7 +337,7 @@ class OffloadedForward(ForwardOverride):
 
 
 class _Packing:
-    """One call's pack hook."""
+    """The pack hook of one call."""
 
     def __init__(self, offloader: Offloader, resident: frozenset[int]) -> None:
         self._offloader = offloader
@@ -347,7 +348,7 @@ class _Packing:
 
 
 class _Residents:
-    """The storages of a module's parameters and buffers: they are there anyway."""
+    """The storages of a module's parameters and buffers, which are on the device anyway."""
 
     def __init__(self, module: nn.Module) -> None:
         tensors = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
@@ -368,7 +369,7 @@ def attach(
     min_tensor_bytes: int = MIN_TENSOR_BYTES,
     prefetch_bytes: int = PREFETCH_BYTES,
 ) -> Offloader:
-    """Offload the saved tensors of these layers until undone. Attach after checkpointing and streaming: outermost."""
+    """Offload the saved tensors of these layers until undone. Attach it last, around checkpointing and streaming."""
     offloader = Offloader(device, transfers, min_tensor_bytes=min_tensor_bytes, prefetch_bytes=prefetch_bytes)
     undo.callback(offloader.close)
     elsewhere = _Residents(model)

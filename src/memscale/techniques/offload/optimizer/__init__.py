@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, OffloadOptimizer, Reason
 from memscale._profile import OptimizerCost, Profile
 from memscale.techniques.offload.next_tier import no_next_tier, no_tier_for_plan
-from memscale.techniques.technique import RunOption, StateRule, Technique
+from memscale.techniques.technique import RunOption, StateRule, Technique, Unrehearsed
 
 if TYPE_CHECKING:
     from memscale._decide.choice import RunOptions
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _FromTheNextTier:
-    """State waits elsewhere; a bucket of it is on the device at a time."""
+    """What the step costs if state waits on the next tier and one bucket of it is on the device at a time."""
 
     def can_step(self, cost: OptimizerCost) -> bool:
         return cost.offloaded_step_bytes is not None
@@ -32,7 +32,7 @@ class _FromTheNextTier:
         return least if not share else least + share * (model.unstreamed_bytes(run, streamed_bytes) - least)
 
     def _resident_share(self, model: OptimizerModel, run: RunOptions) -> float:
-        """Of the state that could wait elsewhere, what stays here: whole buckets, so not just what was asked for."""
+        """The share of the movable state that stays: whole buckets stay, so it differs from what was asked for."""
         cost = model.cost(run)
         share, away = cost.share(resident_share(run)), cost.state_bytes - cost.offloaded_state_bytes
         return 0.0 if share is None or not away else (share.state_bytes - cost.offloaded_state_bytes) / away
@@ -42,7 +42,7 @@ class _FromTheNextTier:
         return nothing, model.cost(run).state_bytes * (1 - self._resident_share(model, run)) + nothing
 
     def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        """The largest bucket's, and what travels beside it."""
+        """The bytes of the largest bucket's step and of the state that travels beside it."""
         cost, rest = model.cost(run), model.profile.rest_optimizer
         share = cost.share(resident_share(run))
         if share is not None:
@@ -73,7 +73,7 @@ def _attach(actions: Sequence[OffloadOptimizer], to: Attachment) -> None:
 
 
 def _values(model: CostModel, eligible: Eligible) -> tuple[float, ...]:
-    return (1.0,)  # what sends a share of it away is found from plans that send all of it
+    return (1.0,)  # plans that send a share away are derived from plans that send all of it
 
 
 def _actions(share_away: float, profile: Profile) -> Iterator[OffloadOptimizer]:
@@ -86,6 +86,11 @@ def _value(actions: Sequence[OffloadOptimizer], profile: Profile) -> float:
 
 def _step(actions: Sequence[OffloadOptimizer]) -> dict[str, Any]:
     return {"moves": True, "resident_share": max(action.resident_share for action in actions)}
+
+
+def _careful(model: Unrehearsed) -> Iterator[OffloadOptimizer]:
+    if model.can_move_state and model.state_is_large:
+        yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES)
 
 
 def _words(action: OffloadOptimizer) -> str:
@@ -116,6 +121,7 @@ OPTIMIZER = Technique(
     option=RunOption(field="offloads_optimizer", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_FromTheNextTier()),
     step=_step,
+    careful=_careful,
     attach=_attach,
     place=60,
     words=_words,

@@ -1,16 +1,16 @@
-"""One adopted optimizer: its state waits in buckets, its step runs bucket by bucket, its checkpoints are as ever.
+"""One adopted optimizer: its state waits in buckets, its step runs bucket by bucket, its checkpoints are unchanged.
 
     adopted = AdoptedOptimizer(visits, BucketSizes(resident_bytes=1 << 24))
-    adopted.attach(optimizer)       # hooks on its step, on saving and on loading; state that it has moves now
+    adopted.attach(optimizer)       # hooks on its step, on saving and on loading; existing state moves now
     adopted.detach()                # the whole state is back on its device, the hooks are gone
 
 Which optimizers are adopted, and when, is decided in adoption.py. `Visits` (bucket_transfers.py) moves the buckets.
 
-NOTE [a step that fails]: what went wrong before the first bucket was stepped changed nothing; the error is raised as it
-is, and the step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets
-are updated, later ones are not (of a parameter that comes in stretches: earlier stretches), and no step is taken any
-more until `load_state_dict` has put a whole state in place. A failed *write* loses nothing: the state stays in memory,
-the step is completed, and then the error is raised.
+NOTE [a step that fails]: an error before the first bucket is stepped changes nothing; it is raised as it is, and the
+step may be tried again. A failed read (or any error) after that raises `PartialStepError`: earlier buckets are updated,
+later ones are not (the same holds for the stretches of a parameter), and every further step is refused until
+`load_state_dict` has put a whole state in place. A failed *write* loses nothing: the state stays in memory, the step is
+completed, and then the error is raised.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from memscale.techniques.offload.store.stores import Layout, Stretch
 
 
 class AdoptedOptimizer:
-    """One optimizer that steps in buckets, most often because its state waits elsewhere.
+    """One optimizer that steps in buckets, most often because its state waits on the next tier.
 
-    The optimizer holds it through its hooks; it holds no optimizer. Where no state waits, saving and loading are left
-    alone: a `state_dict()` is the optimizer's own, and names the tensors that go on changing, as ever.
+    The optimizer holds this object through its hooks; this object holds no optimizer. Where no state waits, saving and
+    loading are left alone: `state_dict()` is the optimizer's own and names the tensors that training goes on changing.
     """
 
     def __init__(self, visits: Visits, sizes: BucketSizes, choose: Choose | None = None) -> None:
@@ -96,11 +96,11 @@ class AdoptedOptimizer:
 
     @property
     def _lets_state_wait(self) -> bool:
-        """On another tier, or packed. Else it is the step alone that runs in buckets."""
+        """Whether state waits, on another tier or packed. Otherwise only the step runs in buckets."""
         return self.visits.store is not None or self.choose is not None
 
     def stay_last(self, optimizer: Optimizer) -> None:
-        """The user's own step pre-hooks come first: they may change gradients."""
+        """Keep our step pre-hook last: the user's own hooks come first, because they may change gradients."""
         private.step_pre_hooks(optimizer).move_to_end(self._step_hook.id)
 
     def _restore(self, reference: weakref.ref[Optimizer]) -> None:
@@ -117,9 +117,9 @@ class AdoptedOptimizer:
             ) from lost[0]
 
     def _send_away(self, optimizer: Optimizer, *, is_astray: bool = False) -> None:
-        """All state that is on its device goes to the store, a bucket at a time.
+        """Send all state that is on its device to the store, a bucket at a time.
 
-        `is_astray`: some of it need not be on the device of its parameter.
+        `is_astray` says that some of the state may be on another device than its parameter.
         """
         self._update_buckets(optimizer)
         if not self._lets_state_wait:
@@ -128,15 +128,15 @@ class AdoptedOptimizer:
             known = {p: optimizer.state[p] for p in bucket.parameters if p in optimizer.state}
             if bucket.ticket is None and bucket.memory is None and known:
                 if is_astray:
-                    self._move_beside(optimizer, bucket.parameters)  # not before its turn: all may not fit
-                # State of what lives on the host does not come by the device.
+                    self._move_beside(optimizer, bucket.parameters)  # one bucket at a time: all of them may not fit
+                # The state of parameters that live on the host does not pass through the device.
                 visit = Visit(known, device=bucket.parameters[0].device if bucket.has_guests else None)
                 self.visits.park(optimizer.state, bucket, known, visit, exactly=True)
                 self.visits.let_go(bucket)
         self._raise_failures("no step is affected")
 
     def follow_devices(self, optimizer: Optimizer) -> None:
-        """Buckets whose parameters are no longer on one device, or on one of another kind, are made anew."""
+        """Make new buckets for parameters that are no longer on one device together, or on another kind of device."""
         stale = [bucket for bucket in self.buckets if not self._is_sound(bucket)]
         for bucket in stale:
             self.visits.dissolve(optimizer.state, bucket)
@@ -149,11 +149,11 @@ class AdoptedOptimizer:
             self._move_what_stayed(optimizer)
 
     def _move_what_stayed(self, optimizer: Optimizer) -> None:
-        """What is too small to travel is beside its parameter."""
+        """Move state that is too small to travel to the device of its parameter."""
         self._move_beside(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
 
     def _move_beside(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """The state of these parameters, as far as it does not wait, to where they are."""
+        """Move the state of these parameters that does not wait to the devices of the parameters."""
         chosen = {id(parameter) for parameter in parameters}
         for group in optimizer.param_groups:
             for parameter in (p for p in group["params"] if id(p) in chosen):
@@ -174,11 +174,11 @@ class AdoptedOptimizer:
         return bucket.moves == (self.visits.tier_of(bucket.device) is not None and not bucket.stays)
 
     def _guests(self) -> dict[int, torch.device]:
-        """By their ids: parameters that live on the host, and the devices that they are stepped on."""
+        """Return the devices on which parameters that live on the host are stepped, by the ids of the parameters."""
         return visitors() if self.sizes.guest_bytes is not None else {}
 
     def _update_buckets(self, optimizer: Optimizer) -> None:
-        """Every parameter has a bucket; those that came with `add_param_group` get new ones."""
+        """Give every parameter without a bucket one: at first all of them, later those of `add_param_group`."""
         new = [p for p in parameters_of(optimizer) if id(p) not in self._bucket_of]
         places, guests = dict[_Place, list[torch.Tensor]](), self._guests() if new else {}
         for parameter in new:
@@ -196,13 +196,13 @@ class AdoptedOptimizer:
                 self._add_bucket(parameters, place, stays=stays, cut=cut)
 
     def _staying(self, bucket_bytes: list[int], share: float) -> list[bool]:
-        """Whose state stays on the device though it could leave."""
+        """Say for each bucket whether its state stays on the device although it could leave."""
         if share >= 1:
             return [True] * len(bucket_bytes)
         return choose_resident(bucket_bytes, share, self.sizes.resident_bytes or sum(bucket_bytes))
 
     def _can_cut(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
-        """See NOTE [stretches] in buckets.py."""
+        """Whether the first parameter can be stepped in stretches. See NOTE [stretches] in buckets.py."""
         limit, store = self.sizes.guest_bytes, self.visits.store
         if limit is None or store is None or self.choose is not None or not steps_each_element(optimizer):
             return False
@@ -242,7 +242,7 @@ class AdoptedOptimizer:
         progress = _Progress(len(turns))
         try:
             if not stepped:
-                split.run([], {}, call.args, call.kwargs)  # counters of groups advance all the same
+                split.run([], {}, call.args, call.kwargs)  # the counters of groups advance nevertheless
             travel = _Travel(self.visits, optimizer.state, turns, every=every)
             for turn in turns:
                 self._step_one(optimizer, split, call, progress, turn, travel)
@@ -264,7 +264,7 @@ class AdoptedOptimizer:
         turn: _Turn,
         travel: _Travel,
     ) -> None:
-        """Step one bucket, while the next that travels is on its way. See NOTE [what a bucket costs]."""
+        """Step one bucket while the next bucket that travels is on its way. See NOTE [what a bucket costs]."""
         bucket, coming = turn.bucket, travel.take(turn)
         visit = coming.bring()
         stand_ins = coming.guests.stand_ins() if coming.guests is not None else {}
@@ -285,14 +285,14 @@ class AdoptedOptimizer:
         self.visits.stats.num_buckets += 1
 
     def _is_whole(self, optimizer: Optimizer, bucket: Bucket) -> bool:
-        """No parameter's state is yet to be made: there is room for the next bucket beside this one."""
+        """Whether all of the bucket's state exists, so that there is room for the next bucket beside it."""
         return all(
             bucket.is_waiting(index, optimizer.state.get(p)) or p.grad is None or not bucket.moves
             for index, p in enumerate(bucket.parameters)
         )
 
     def _fail(self, optimizer: Optimizer, progress: _Progress, error: BaseException) -> None:
-        """See NOTE [a step that fails]."""
+        """Record a step that failed half-way, and raise. See NOTE [a step that fails]."""
         if not progress.has_begun:
             return
         self._broken = (
@@ -314,10 +314,10 @@ class AdoptedOptimizer:
     # ----------------------------------------------------------------------------------------------- checkpoints
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Ordinary tensors on the host in the place of what waits; one bucket is read at a time.
+        """Put ordinary host tensors in place of state that waits; one bucket is read at a time.
 
-        What does not wait is copied too: a snapshot must be of one moment, and on the host, for the device may not have
-        room for two of it.
+        State that does not wait is copied too: a snapshot must show one moment, and it must be on the host, because the
+        device may not have room for a second copy.
         """
         last: tuple[Bucket, torch.Tensor] | None = None
         state = {}
@@ -327,15 +327,15 @@ class AdoptedOptimizer:
                 state[key] = tree_map_only(torch.Tensor, _snapshot, dict(entry) if isinstance(entry, dict) else entry)
                 continue
             if last is None or last[0] is not bucket:
-                last = None  # no two of them at once
+                last = None  # frees the bytes of one bucket before the next is read
                 last = (bucket, bucket.read())
             state[key] = entry.snapshot(last[1])
         return {**state_dict, "state": state}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Hold the state back: loading would put all of it on the device at once.
+        """Hold the state back, because loading would put all of it on the device at once.
 
-        A pre-hook of the user's that comes after this one must see the state: then loading takes the usual way.
+        If one of the user's pre-hooks comes after this one, it must see the state: loading then takes the usual way.
         """
         self._loading = None
         if not private.is_last_load_hook(optimizer, self._load_hook.id):
@@ -356,20 +356,20 @@ class AdoptedOptimizer:
         self._send_away(optimizer)
 
     def _will_wait(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> bool:
-        """Whether a state tensor goes into its bucket, so that it need not come to the device before."""
+        """Whether a state tensor goes into its bucket, so that it need not be loaded to the device first."""
         return self._bucket_of[id(parameter)].takes(parameter, name, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketSizes:
-    """How parameters are put into buckets, by bytes of parameters, and whose state stays on the device."""
+    """How large buckets are, in bytes of parameters, and how much of the state stays on the device."""
 
     resident_bytes: int | None
-    """Of those on the device, and of the host's where nothing is on a device; None: all are stepped at once."""
+    """The size for parameters on the device (for those on the host if none is on a device). None steps all at once."""
     resident_share: float = 0.0
-    """Of their state that could wait elsewhere, what stays."""
+    """The share of their movable state that stays on the device."""
     guest_bytes: int | None = None
-    """Of those at home on the host, which are stepped on the device; None: they are stepped on the host."""
+    """The size for guests, which live on the host and are stepped on the device. None steps them on the host."""
 
     def of(self, are_guests: bool, are_resident: bool) -> int:
         if are_guests:
@@ -380,11 +380,11 @@ class BucketSizes:
 
 
 class _Place(NamedTuple):
-    """Where parameters are stepped."""
+    """A device on which parameters are stepped, and whether they live there."""
 
     device: torch.device
     has_guests: bool
-    """They live elsewhere."""
+    """Whether the parameters live on the host and visit the device as guests."""
 
 
 def _place(parameter: torch.Tensor, guests: Mapping[int, torch.device]) -> _Place:
@@ -393,7 +393,7 @@ def _place(parameter: torch.Tensor, guests: Mapping[int, torch.device]) -> _Plac
 
 
 def _bring_beside(optimizer: Optimizer, state: State, device: torch.device) -> None:
-    """All of this state to the device, but for what an optimizer keeps on the host."""
+    """Move all of this state to the device, except what an optimizer keeps on the host."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = state.get(parameter, {})
@@ -407,14 +407,14 @@ def _snapshot(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Turn(NamedTuple):
-    """A bucket, or a stretch of its one parameter, when it is stepped."""
+    """One turn of a step: a bucket, or a stretch of its only parameter."""
 
     bucket: Bucket
     stretch: Stretch | None
 
 
 def _turns(bucket: Bucket) -> list[_Turn]:
-    """Gradients of another form than their parameter are not cut."""
+    """Return the turns of a bucket. A gradient whose layout differs from its parameter's is not cut into stretches."""
     gradient = bucket.parameters[0].grad
     is_cut = gradient is not None and gradient.layout is torch.strided
     if is_cut and gradient is not None and gradient.stride() == bucket.parameters[0].stride():
@@ -423,7 +423,7 @@ def _turns(bucket: Bucket) -> list[_Turn]:
 
 
 class _Coming:
-    """What travels for one turn: state, and guests. Asked for when it is made."""
+    """What travels for one turn: state, and guests. Creating it starts the transfers."""
 
     def __init__(self, visits: Visits, entries: Entries, turn: _Turn, *, every: bool, ahead: bool) -> None:
         self.bucket, stretch = turn
@@ -449,7 +449,7 @@ class _Coming:
             self._visits.park(self._entries, self.bucket, state, visit)
 
     def let_go(self) -> None:
-        """The memory that it was sent from is free."""
+        """Free the memory from which it was sent."""
         if self._cut is not None:
             self._cut.let_go()
         else:
@@ -459,9 +459,9 @@ class _Coming:
 
 
 class _Travel:
-    """The buckets that are on their way in one step: at most one to the device and one from it.
+    """The buckets that travel in one step: at most one to the device and one from it.
 
-    With `every`, parameters are stepped that have no gradient.
+    With `every`, parameters without a gradient are stepped too.
     """
 
     def __init__(self, visits: Visits, entries: Entries, turns: Sequence[_Turn], *, every: bool) -> None:
@@ -471,7 +471,7 @@ class _Travel:
         self._leaving: _Coming | None = None
 
     def take(self, turn: _Turn) -> _Coming:
-        """What was fetched ahead for this turn; what was not is asked for now."""
+        """Return what was fetched ahead for this turn, or start fetching it now."""
         if not turn.bucket.moves:
             return self._ask(turn, ahead=False)
         self._to_come.popleft()
@@ -482,17 +482,17 @@ class _Travel:
         return _Coming(self._visits, self._entries, turn, every=self._every, ahead=ahead)
 
     def fetch_next(self) -> None:
-        """Ask for what travels next, unless it has been asked for."""
+        """Start fetching what travels next, unless that has been started."""
         if self._coming is None and self._to_come and self._visits.is_asynchronous:
             self._coming = self._ask(self._to_come[0], ahead=True)
 
     def leave(self, coming: _Coming) -> None:
-        """This was stepped; what travels of it is being sent."""
+        """Note that this turn was stepped and that what travels of it is being sent."""
         if coming.bucket.moves:
             self._leaving = coming
 
     def let_go(self) -> None:
-        """The memory of what left last is free."""
+        """Free the memory of what left last."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.let_go()

@@ -1,12 +1,12 @@
-"""Optimizer state waits on the next tier; the user's own optimizer steps bucket by bucket on shadows of itself.
+"""Adoption: the user's own optimizer steps bucket by bucket, on shadows of itself, while its state waits.
 
     with contextlib.ExitStack() as undo:
         adopt(model, store, transfers, bucket_bytes, undo)                  # the optimizer is adopted at its first step
         adopt_optimizer(optimizer, store, transfers, bucket_bytes, undo)    # or at once
 
 The training loop, `param_groups`, schedulers, `GradScaler`, closures and checkpoints stay as they were. `state_dict()`
-gives ordinary tensors on the host, which a plain optimizer loads; one from a plain optimizer loads here. Undone, the
-whole state is back on its device and the hooks are gone.
+gives ordinary tensors on the host, which a plain optimizer loads, and a plain optimizer's state dict loads here. When
+adoption is undone, the whole state is back on its device and the hooks are gone.
 
 NOTE [how a step is taken over]: an optimizer that owns parameters of the model is adopted before its first step (see
 `_torch/optimizer_steps.py`), and at once if it has stepped before. The work sits in an instance pre-hook that is kept
@@ -14,7 +14,7 @@ last, so that the user's own hooks, which may change gradients, come first. It s
 and hands the outer step a shadow without parameters.
 
 Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. The dict that
-`state_dict()` gives is a snapshot; a plain optimizer's goes on changing with the state.
+`state_dict()` returns is a snapshot, whereas a plain optimizer's dict changes when the state does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from memscale.techniques.offload.transfer.transfers import Transfers
 
 
 class Packer(Protocol):
-    """Says how the state of an optimizer waits; None, where as it is."""
+    """Chooses how the state of an optimizer is packed while it waits; None if it waits as it is."""
 
     def choose(self, optimizer: Optimizer) -> Choose | None: ...
 
@@ -52,12 +52,13 @@ def adopt(
     packer: Packer | None = None,
     host_has_room: bool = False,
 ) -> Adoption:
-    """Adopt whatever optimizer owns parameters of the model, at its first step and before it has made any state; one
-    that has some already at once, since the coming step has no room for it on the device.
+    """Adopt every optimizer that owns parameters of the model, at its first step, before it has made any state.
 
-    Without a store the state stays on its device: with a `packer` it waits there packed, without one it stays as it is,
-    and only the step's temporaries are fewer. With `host_has_room` state of parameters in host memory stays there, too,
-    whatever lies below. Bucket sizes that are given as a number are those of parameters on the device.
+    An optimizer that has state already is adopted at once, because the next step has no room for that on the device.
+
+    Without a store the state stays on its device: a `packer` packs it there; without one it stays as it is, and only
+    the step's temporaries shrink. With `host_has_room`, the state of parameters in host memory stays in host memory,
+    even if there is a disk below it. A number in place of `sizes` is the size for parameters on the device.
     """
     adoption = Adoption(store, transfers, sizes, model, packer, host_has_room)
     undo.callback(adoption.detach)
@@ -77,7 +78,7 @@ def adopt_optimizer(
     packer: Packer | None = None,
     host_has_room: bool = False,
 ) -> Adoption:
-    """Adopt this optimizer now; state that it has already moves now."""
+    """Adopt this optimizer now, and move the state that it has."""
     adoption = Adoption(store, transfers, sizes, packer=packer, host_has_room=host_has_room)
     undo.callback(adoption.detach)
     adoption.take(optimizer)
@@ -86,7 +87,7 @@ def adopt_optimizer(
 
 
 class Adoption(StepWatcher):
-    """The optimizers of one model, or one optimizer. See NOTE [how a step is taken over]."""
+    """The adopted optimizers of one model, or one optimizer. See NOTE [how a step is taken over]."""
 
     order = StepOrder.TAKE_OVER
 
@@ -105,7 +106,7 @@ class Adoption(StepWatcher):
         self.transfers = transfers
         self.sizes = BucketSizes(sizes) if isinstance(sizes, int) else sizes
         self.stats = OptimizerStats()
-        """What happened so far."""
+        """What the adopted optimizers have done so far."""
         self._model = weakref.ref(model) if model is not None else None
         self._versions = _versions(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
@@ -113,7 +114,7 @@ class Adoption(StepWatcher):
         self._has_seen_any = False
 
     def watch(self, owner: object) -> None:
-        """See the steps of the model's optimizers, as long as the owner lives."""
+        """Watch the steps of the model's optimizers as long as the owner lives."""
         undo_with(owner, watch_steps(self), self._watching)
 
     def concerns(self, optimizer: Optimizer) -> bool:
@@ -130,8 +131,8 @@ class Adoption(StepWatcher):
             adopted.stay_last(optimizer)
 
     def take(self, optimizer: Optimizer) -> None:
-        """Adopt an optimizer, or say once why not."""
-        self._has_seen_any = True  # it may be gone when the model is detached
+        """Adopt an optimizer, or warn once why it cannot be adopted."""
+        self._has_seen_any = True  # the optimizer may be gone when the model is detached
         self._known[optimizer] = None
         try:
             check_separable(optimizer)
@@ -143,7 +144,7 @@ class Adoption(StepWatcher):
             return
         choose = self.packer.choose(optimizer) if self.packer is not None else None
         if choose is None and self.store is None and self.packer is not None:
-            return  # 8 bits were asked for, and nothing of it can be kept in them
+            return  # 8 bits were asked for, and none of this state can be kept in 8 bits
         visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
         adopted = AdoptedOptimizer(visits, self.sizes, choose)
         adopted.attach(optimizer)
@@ -151,7 +152,7 @@ class Adoption(StepWatcher):
         self.stats.num_optimizers += 1
 
     def follow_devices(self) -> None:
-        """Parameters may have moved since: their state waits for them where they are now."""
+        """Let state follow parameters that have moved to other devices."""
         for optimizer, adopted in list(self._known.items()):
             if adopted is not None:
                 adopted.follow_devices(optimizer)
@@ -160,7 +161,7 @@ class Adoption(StepWatcher):
         return self._known.get(optimizer) is not None
 
     def detach(self) -> None:
-        """Whole state back, hooks gone. Warns if the model was trained by an optimizer that was never seen."""
+        """Bring the whole state back and remove the hooks. Warn if the model was trained by an unseen optimizer."""
         self._watching.close()
         with contextlib.ExitStack() as last:
             for adopted in list(self._known.values()):

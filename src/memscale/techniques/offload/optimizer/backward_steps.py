@@ -1,24 +1,26 @@
-"""Parameters are stepped in backward, as soon as their gradients are final; `optimizer.step()` then ends the step.
+"""Parameters are stepped in backward, as soon as their gradients are final; `optimizer.step()` only ends the step.
 
     with contextlib.ExitStack() as undo:
         BackwardSteps(model, bucket_bytes).attach(undo)
 
-Autograd adds up all that a parameter's gradient consists of before it stores it, and calls a hook then. Everything that
-needs the old value has run by that time: whatever reads a parameter in backward also gives it a gradient, or autograd
-notices that it was written to. (What reads it anew, in a recompute, without giving it a gradient is looked for where
-the plan is rehearsed: staged_steps.py.) Small parameters are collected, up to a few of `bucket_bytes`, and stepped
-together, on a shadow of the user's optimizer (separable.py), with the implementation that a step of all would have had.
-In the place of the gradient stands a `ReleasedGradient`, which raises when somebody looks at it.
+Autograd adds up all contributions to a parameter's gradient before it stores the sum, and calls a hook then. Everything
+that needs the old value has run by that time: an operation that reads a parameter in backward also gives it a gradient,
+or autograd notices that the parameter was written to. (A recompute may read a parameter again without giving it a
+gradient; the rehearsal of the plan looks for that, in staged_steps.py.) Small parameters are collected, up to
+`bucket_bytes`, and stepped together, on a shadow of the user's optimizer (separable.py), with the implementation that a
+step of all parameters would have had. A `ReleasedGradient` takes the place of the gradient, and raises when somebody
+looks at it.
 
-NOTE [never silently wrong]: what a loop may do to gradients between backward and `step()` cannot be done here. What
-would come too early to see that is refused before any parameter is changed: losses scaled by a `GradScaler`, closures,
-`create_graph`, optimizers that are not separable, several of them, several devices or processes. What comes after the
-step has been taken raises, and says what state the weights are in: reading or clipping gradients, a second backward
-before `step()` or before `zero_grad()`, another learning rate between backward and `step()`, a second `step()`.
+NOTE [never silently wrong]: a loop may do things to gradients between backward and `step()`, and none of them can be
+done here. Cases that are recognisable before any parameter is changed are refused then: losses scaled by a
+`GradScaler`, closures, `create_graph`, optimizers that are not separable, several optimizers, several devices or
+processes. Cases that show only after the step has been taken raise, and say what state the weights are in: reading or
+clipping gradients, a second backward before `step()` or before `zero_grad()`, another learning rate between backward
+and `step()`, a second `step()`.
 
 NOTE [a backward that fails]: the parameters that were stepped before the error are updated, the others are not. The
 error is the user's and is raised as it is; the next backward or step raises `PartialStepError` until
-`optimizer.load_state_dict()` has put a whole state in place. If nothing was stepped, nothing happened.
+`optimizer.load_state_dict()` has put a whole state in place. If nothing was stepped, nothing has changed.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from memscale.techniques.offload.optimizer.separable import (
 )
 
 _BROKEN: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-"""Optimizers whose last backward failed half-way, and how. It outlives a plan."""
+"""Optimizers whose last backward failed half-way, with the failure. This outlives a plan."""
 _WITHOUT = "Set step_in_backward=False to train so."
 
 
@@ -82,18 +84,18 @@ class BackwardPass:
         return id(parameter) in self._mine
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Its gradient is final."""
+        """Take in a parameter whose gradient is final."""
         self._ready.append(parameter)
         self._ready_bytes += parameter.nbytes
         if self._ready_bytes >= self._bucket_bytes:
             self.step()
 
     def step(self) -> None:
-        """What is ready."""
+        """Step the parameters that were collected."""
         ready, self._ready, self._ready_bytes = self._ready, [], 0
         if not ready:
             return
-        self.num_stepped += len(ready)  # from here on some of them may be changed
+        self.num_stepped += len(ready)  # an error from here on may leave some of them changed
         self.split.run_in_place(ready)
         for parameter in ready:
             self._let_go(parameter)
@@ -104,12 +106,12 @@ def _is_trained(parameter: torch.Tensor) -> bool:
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What groups say beside their parameters, in a form that shows changes."""
+    """Return the options of the groups, without their parameters, in a form that can be compared."""
     return [{name: mark_of(value) for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
 
 
 def release(parameter: torch.Tensor) -> None:
-    """The gradient's memory goes; what stands in its place raises when it is looked at."""
+    """Free the gradient's memory, and put in its place an object that raises when it is looked at."""
     parameter.grad = ReleasedGradient(parameter)
 
 
@@ -119,17 +121,17 @@ class BackwardSteps(StepWatcher):
     order = StepOrder.TAKE_OVER
 
     def __init__(self, model: nn.Module, bucket_bytes: int, optimizer: Optimizer | None = None) -> None:
-        """Without an `optimizer`, it is the one that owns the model's parameters when the first gradient comes."""
+        """`optimizer=None` means the one that owns the model's parameters when the first gradient comes."""
         self._model = weakref.ref(model)
         self._bucket_bytes = bucket_bytes
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
         self._hooks = contextlib.ExitStack()
-        """On the optimizer."""
+        """The hooks on the optimizer."""
         self._under_way: BackwardPass | None = None
         self._done: BackwardPass | None = None
-        """Its backward is over, and `optimizer.step()` has not come yet."""
+        """The step whose backward is over and whose `optimizer.step()` has not come yet."""
         self._scaled_pass = -1
-        """The last backward that began at a loss which a scaler has multiplied."""
+        """The last backward that began at a loss that a scaler had multiplied."""
         self._has_checked = False
 
     def attach(self, undo: contextlib.ExitStack) -> None:
@@ -152,7 +154,7 @@ class BackwardSteps(StepWatcher):
     # ---- in backward
 
     def note_scaled(self, gradient: torch.Tensor) -> None:
-        """The backward that runs now is that of a scaled loss."""
+        """Note that the backward that runs now began at a scaled loss."""
         self._scaled_pass = private.graph_task_id()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -167,7 +169,7 @@ class BackwardSteps(StepWatcher):
             one.take(parameter)
 
     def _begin(self) -> None:
-        """The first gradient of a backward. Nothing is changed yet."""
+        """Begin a step at the first gradient of a backward, before anything is changed."""
         optimizer = self._found()
         self._note_failed_pass(optimizer)
         _refuse_broken(optimizer)
@@ -188,7 +190,7 @@ class BackwardSteps(StepWatcher):
         private.at_end_of_backward(functools.partial(self._end, self._under_way))
 
     def _end(self, one: BackwardPass) -> None:
-        """Its backward is over."""
+        """Note that the backward of this step is over."""
         one.step()
         if self._under_way is one:
             self._under_way, self._done = None, one
@@ -210,7 +212,7 @@ class BackwardSteps(StepWatcher):
     # ---- the optimizer
 
     def _found(self) -> Optimizer:
-        """The optimizer, looked at once; raises where its steps cannot be taken in backward."""
+        """Return the optimizer, checked once; raise if its steps cannot be taken in backward."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is None:
             model = self._model()
@@ -224,7 +226,7 @@ class BackwardSteps(StepWatcher):
         return optimizer
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        """A whole state is in place: what came before does not matter any more."""
+        """Forget earlier failures: a whole state is in place."""
         _BROKEN.pop(optimizer, None)
         self._under_way = self._done = None
         self._let_go_of_all()
@@ -258,7 +260,7 @@ class BackwardSteps(StepWatcher):
         _refuse_broken(optimizer)
         released = [parameter for parameter in parameters_of(optimizer) if is_released(parameter.grad)]
         if not released and (self._done is None or known is not optimizer):
-            return None  # the gradients that there are came in another way: it steps as ever
+            return None  # gradients that came in another way are stepped as usual
         self._refuse_step(optimizer, known)
         self._step_rest(optimizer, call)
         return (idle_shadow(optimizer), *call.args), call.kwargs
@@ -283,7 +285,7 @@ class BackwardSteps(StepWatcher):
             )
 
     def _step_rest(self, optimizer: Optimizer, call: StepCall) -> None:
-        """What got its gradient in another way, and whatever the optimizer does to parameters without one."""
+        """Step what got its gradient in another way, and parameters that the optimizer changes without a gradient."""
         done, self._done = self._done, None
         assert done is not None
         every = not skips_parameters_without_gradient(optimizer)
@@ -294,7 +296,7 @@ class BackwardSteps(StepWatcher):
 
 
 class _ScaledLosses:
-    """Stands in front of `GradScaler.scale`, and marks what it returns."""
+    """Wraps `GradScaler.scale` and marks the tensors that it returns."""
 
     def __init__(self, steps: BackwardSteps) -> None:
         self._steps = weakref.ref(steps)
@@ -309,7 +311,7 @@ class _ScaledLosses:
 
 
 def _changes(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """The names of what differs, each once. Groups that were added since have stepped nothing."""
+    """Return the names of the options that differ, each once. Groups that were added since have stepped nothing."""
     pairs = zip(before, now, strict=False)
     return list(dict.fromkeys(name for old, new in pairs for name in {**old, **new} if old.get(name) != new.get(name)))
 
@@ -320,11 +322,11 @@ def _refuse_broken(optimizer: Optimizer) -> None:
 
 
 def _owner_of(parameters: Iterable[torch.Tensor]) -> Optimizer:
-    """The one optimizer that steps these parameters."""
+    """Return the only optimizer that steps these parameters; raise if there is none, or more than one."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     found = _owners_of(trained)
     if len(found) > 1:
-        gc.collect()  # one that was replaced may only wait to be collected
+        gc.collect()  # an optimizer that was replaced may only wait to be collected
         found = _owners_of(trained)
     if not found:
         raise StepInBackwardError(
@@ -342,7 +344,7 @@ def _owner_of(parameters: Iterable[torch.Tensor]) -> Optimizer:
 
 def _owners_of(parameters: list[torch.Tensor]) -> list[Optimizer]:
     found = [o for o in living_optimizers() if not is_shadow(o) and owns_any(o, parameters)]
-    # Libraries put optimizers of their own around the user's, which own the same parameters.
+    # Libraries wrap the user's optimizer in one of their own, which owns the same parameters.
     wrapping = {id(o) for o in found if any(value is other for value in vars(o).values() for other in found)}
     return [optimizer for optimizer in found if id(optimizer) not in wrapping]
 

@@ -1,4 +1,4 @@
-"""A bucket's state visits its device: fetched ahead, unpacked for the step, packed and sent away again."""
+"""A bucket's state visits its device: it is fetched ahead, unpacked for the step, packed and sent away again."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ Entries = MutableMapping[Any, Any]
 
 @dataclasses.dataclass(slots=True)
 class OptimizerStats:
-    """What the adopted optimizers did. Time waited is in the stats of the transfers."""
+    """What the adopted optimizers did. The time that they waited is in the statistics of the transfers."""
 
     num_optimizers: int = 0
     num_steps: int = 0
     num_buckets: int = 0
-    """Buckets stepped, over all steps."""
+    """The number of buckets stepped, over all steps."""
     bytes_to_store: int = 0
     bytes_from_store: int = 0
     num_prefetched: int = 0
-    """Buckets whose state was asked for before it was needed."""
+    """The number of buckets whose state was requested before it was needed."""
     num_hits: int = 0
     """How many of the prefetched buckets were there in time."""
     largest_bucket_bytes: int = 0
-    """State bytes of the largest bucket; the device holds at most twice that."""
+    """The state bytes of the largest bucket; the device holds at most twice as many."""
     waiting_bytes: int = 0
-    """What lies in buckets between steps."""
+    """The bytes that lie in buckets between steps."""
     packed_bytes: int = 0
-    """What the packed state takes of that. See NOTE [packed state]."""
+    """The part of `waiting_bytes` that is packed state. See NOTE [packed state]."""
     unpacked_bytes: int = 0
-    """What it would take unpacked."""
+    """The bytes that the packed state would take unpacked."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,17 +50,17 @@ class Visit:
 
     state: State
     memory: torch.Tensor | None = None
-    """What the waiting part of it lies in."""
+    """The memory of the part of the state that waits between steps."""
     views: dict[tuple[int, Any], torch.Tensor] = dataclasses.field(default_factory=dict)
     device: torch.device | None = None
-    """Where it is; None: where the bucket is stepped."""
+    """Where the state is; None means where the bucket is stepped."""
 
 
 class Visits:
     """Brings buckets to their device and back.
 
     NOTE [a failed write]: the bytes are still in memory. The entries become ordinary dicts again, on the host or the
-    device, the error is kept in `failures`, and the next step takes the state from there.
+    device, and the next step takes the state from them. The error is kept in `failures`.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Visits:
         return self._transfers is not None and self._transfers.asynchronous
 
     def tier_of(self, device: torch.device) -> Store | None:
-        """Where state of this device waits. From the CPU only the disk is another place."""
+        """Return the store in which state of this device waits. For state on the CPU, only a disk is another tier."""
         return self._below_host if device.type == "cpu" else self.store
 
     # ------------------------------------------------------------------------------------------------------- in
 
     def start(self, entries: Entries, bucket: Bucket) -> Arrival | None:
-        """Start fetching what waits of a bucket."""
+        """Start fetching the part of a bucket's state that waits."""
         self.recover(bucket)
         if not _has_waiting(entries, bucket):
             return None
@@ -100,7 +100,7 @@ class Visits:
     def bring(
         self, entries: Entries, bucket: Bucket, arrival: Arrival | None = None, *, is_ahead: bool = False
     ) -> Visit:
-        """The bucket's state on its device: what waits unpacked, everything else as it is."""
+        """Return the bucket's state on its device: waiting state is unpacked, everything else is as it is."""
         if arrival is not None and is_ahead:
             self.stats.num_prefetched += 1
             self.stats.num_hits += arrival.is_here()
@@ -121,7 +121,7 @@ class Visits:
     # ------------------------------------------------------------------------------------------------------ out
 
     def park(self, entries: Entries, bucket: Bucket, state: State, visit: Visit, *, exactly: bool = False) -> None:
-        """Pack the state that the step left and send it away. `exactly`: it may have been packed before."""
+        """Pack the state that the step left and send it away. `exactly` says that it may have been packed before."""
         slots = tuple(bucket.plan(state, visit.views))
         if slots != bucket.slots or visit.memory is None:
             self._lay_out(bucket, slots, visit)
@@ -133,7 +133,7 @@ class Visits:
             if slot.packing is not None:
                 slot.pack(visit.memory, value, exactly=exactly)
                 visit.views[slot.index, slot.name] = value
-            elif visit.views[slot.index, slot.name] is not value:  # made anew by this step
+            elif visit.views[slot.index, slot.name] is not value:  # this step made a new tensor
                 visit.views[slot.index, slot.name].copy_(value)
         try:
             if bucket.moves:
@@ -149,7 +149,7 @@ class Visits:
                 entries[parameter] = bucket.wait_for(index, state[parameter], entries.get(parameter))
 
     def _reserve(self, bucket: Bucket, slots: tuple[Slot, ...]) -> None:
-        """These are the slots from now on."""
+        """Give the bucket these slots, and drop its ticket if their size differs."""
         num_bytes = sum(rounded(slot.span_bytes) for slot in slots)
         if num_bytes != bucket.num_bytes:
             self.drop(bucket)
@@ -159,13 +159,13 @@ class Visits:
         self.stats.largest_bucket_bytes = max(self.stats.largest_bucket_bytes, num_bytes)
 
     def _lay_out(self, bucket: Bucket, slots: tuple[Slot, ...], visit: Visit) -> None:
-        """New memory for other slots than before."""
+        """Give the bucket other slots than before, in new memory."""
         self._reserve(bucket, slots)
         visit.memory = _empty(bucket.num_bytes, visit.device or bucket.device) if slots else None
         visit.views = bucket.views(visit.memory) if visit.memory is not None else {}
 
     def lay_out_whole(self, bucket: Bucket, dtypes: Mapping[Any, torch.dtype]) -> None:
-        """Room for the state of a parameter that comes in stretches: tensors of its shape, by name."""
+        """Reserve room for the state of a parameter that comes in stretches: tensors of its shape, by name."""
         parameter, slots, offset = bucket.parameters[0], [], 0
         for name, dtype in dtypes.items():
             num_bytes = parameter.numel() * dtype.itemsize
@@ -193,7 +193,7 @@ class Visits:
         self.stats.bytes_to_store += bucket.num_bytes
 
     def _keep(self, entries: Entries, bucket: Bucket, state: State, visit: Visit) -> None:
-        """The state stays on the device, in memory of its own. See NOTE [a failed write]."""
+        """Keep the state on the device, in memory of its own. See NOTE [a failed write]."""
         for index, parameter in enumerate(bucket.parameters):
             if parameter in state:
                 names = bucket.names_of(index)
@@ -204,14 +204,14 @@ class Visits:
         self.drop(bucket)
 
     def let_go(self, bucket: Bucket) -> None:
-        """The memory that the bucket was sent from is free: its stream, or this thread, waits for the copy."""
+        """Free the memory that the bucket was sent from: its stream, or this thread, waits for the copy."""
         if bucket.ticket is not None:
             self.transfers.wait_sent(bucket.ticket)
             if bucket.ticket.write_job is not None and bucket.ticket.write_job.done():
                 self.recover(bucket)
 
     def recover(self, bucket: Bucket) -> None:
-        """If writing this bucket failed, its entries hold the state again. See NOTE [a failed write]."""
+        """Give the entries their state again if writing this bucket failed. See NOTE [a failed write]."""
         job = bucket.ticket.write_job if bucket.ticket is not None else None
         if job is None:
             return
@@ -228,7 +228,7 @@ class Visits:
     # --------------------------------------------------------------------------------------------------- the end
 
     def restore(self, entries: Entries, buckets: Iterable[Bucket]) -> list[OffloadError]:
-        """Every entry is an ordinary dict on its device again. Returns what could not be read; that state is gone."""
+        """Make every entry an ordinary dict on its device. Return the errors of failed reads: that state is lost."""
         lost: list[OffloadError] = []
         for bucket in buckets:
             try:
@@ -262,7 +262,7 @@ class Visits:
                 entries[parameter] = values
 
     def _restore_guests(self, entries: Entries, bucket: Bucket) -> None:
-        """What lives on the host does not come by the device."""
+        """Move the state of guests straight to where they live, not by way of the device."""
         self.recover(bucket)
         if _has_waiting(entries, bucket):
             bucket.check_out()
@@ -274,17 +274,17 @@ class Visits:
                 }
 
     def dissolve(self, entries: Entries, bucket: Bucket) -> None:
-        """The bucket's entries become ordinary dicts."""
+        """Turn the bucket's entries into ordinary dicts."""
         self._restore_one(entries, bucket)
         self.drop(bucket)
 
     def drop(self, bucket: Bucket) -> None:
-        """What the store has of a bucket is not needed any more."""
+        """Free what the store has of a bucket."""
         if bucket.ticket is not None:
             self.transfers.wait_sent(bucket.ticket)
             self.transfers.free(bucket.ticket)
         bucket.memory = None
-        bucket.ticket = None  # its slots still say which tensors belong on the device
+        bucket.ticket = None  # the slots stay: they say which tensors belong on the device
 
 
 def _has_waiting(entries: Entries, bucket: Bucket) -> bool:
@@ -335,7 +335,7 @@ class StretchVisit:
         return arrival
 
     def bring(self) -> State:
-        """What there is of the parameter's state; counters are copies."""
+        """Return the existing state of this stretch; counters are copies."""
         parameter = self._bucket.parameters[0]
         entry = self._entries.get(parameter)
         if entry is None:
@@ -353,7 +353,7 @@ class StretchVisit:
         return self._stretch.of(value).to(self._bucket.device) if is_whole and value.dim() else value
 
     def park(self, state: State) -> None:
-        """Send what the step left of this stretch; with the last one, the parameter's state waits."""
+        """Send the state that the step left of this stretch. After the last stretch the parameter's state waits."""
         bucket, parameter = self._bucket, self._bucket.parameters[0]
         values = state.get(parameter, {})
         made = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.dim()}
@@ -366,7 +366,7 @@ class StretchVisit:
             if made[slot.name] is not view:
                 view.copy_(made[slot.name])
             self._send(slot, view)
-        self._memory, self._views = None, {}  # what has not left yet is kept by the transfers
+        self._memory, self._views = None, {}  # the transfers keep what has not left yet
         if self._stretch.stop < parameter.numel():
             return
         if bucket.slots:
@@ -392,7 +392,7 @@ def _counter(value: Any) -> Any:
 
 
 def _write_back(entries: Entries, state: State) -> None:
-    """State that does not wait. Its entries are the same dicts as ever: others may hold on to them."""
+    """Write back state that does not wait. Its entries stay the same dicts, because others may hold on to them."""
     for parameter, values in state.items():
         entry = entries.get(parameter)
         if entry is None or isinstance(entry, Waiting):
@@ -403,7 +403,7 @@ def _write_back(entries: Entries, state: State) -> None:
 
 
 def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for a bucket. On the CPU it is block-aligned, so that the disk moves it without a copy in between."""
+    """Return memory for a bucket. On the CPU it is block-aligned, so that a disk moves it without a copy in between."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = torch.empty(num_bytes + PART_BYTES, dtype=torch.uint8, device="cpu")
@@ -411,7 +411,7 @@ def _empty(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _at_home(bucket: Bucket, index: int, entry: dict[Any, Any]) -> dict[Any, Any]:
-    """An entry that somebody looked at holds host tensors; those that were on the device go back there."""
+    """Return an entry that does not wait. Tensors that are on the host because somebody looked at them go back."""
     names = bucket.names_of(index)
     return {
         name: value.to(bucket.device) if name in names and isinstance(value, torch.Tensor) else value

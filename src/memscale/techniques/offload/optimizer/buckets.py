@@ -1,28 +1,28 @@
 """Buckets: the state of a few parameters in one piece of memory, which travels and waits as one.
 
-NOTE [what a bucket costs]: a bucket's parameters are of one device, and neighbours among those in the optimizer's
-groups; it closes before the parameter that would take it beyond `bucket_bytes` *of parameters* (a larger parameter has
-one of its own). Its state bytes S are the sum of its state tensors above 4096 bytes, each rounded up to 512; smaller
-ones stay on the device. Of this state the device holds at most
+NOTE [what a bucket costs]: a bucket's parameters are on one device and are neighbours in the optimizer's groups. The
+bucket closes before the parameter that would take it beyond `bucket_bytes` *of parameters*; a larger parameter has a
+bucket of its own. Its state bytes S are the sum of its state tensors above 4096 bytes, each rounded up to 512; smaller
+tensors stay on the device. The device holds at most this much of the state:
 
-- S of a bucket and S of the next (being fetched) in a step, one alone if transfers are synchronous, and
-- twice S of a bucket while its state is made (as the optimizer makes it, and packed), in which no other is fetched,
-- S of a bucket that is leaving and S of the next, while one between them is stepped whose state stays here,
+- during a step, S of one bucket and S of the next, which is being fetched (one S if transfers are synchronous);
+- while a bucket's state is made, twice its S (as the optimizer makes it, and packed); no other bucket is fetched then;
+- while a bucket is stepped whose state stays on the device, S of the bucket that leaves and S of the next.
 
-and nothing of what travels between steps: at most twice the largest S, beside what the optimizer's own step
-needs for temporaries over one bucket.
+Between steps it holds nothing of what travels. So the most is twice the largest S, beside the temporaries that the
+optimizer's own step needs for one bucket.
 
-NOTE [guests in a bucket]: where parameters at home on the host are stepped on the device, they and their gradients
-visit it with their state, which waits in the bucket whatever its size: of such a bucket's parameters nothing is on the
-device between steps but counters that the optimizer keeps there. Beside S the device then holds the bytes of its
-parameters twice; once on the way back, when the gradients are gone.
+NOTE [guests in a bucket]: guests, which live on the host and are stepped on the device, visit it with their gradients
+and their state. All of their state waits in the bucket, whatever its size: between steps nothing of these parameters is
+on the device but counters that the optimizer keeps there. Beside S the device then holds the bytes of the bucket's
+parameters twice, and once on the way back, when the gradients are gone.
 
-NOTE [stretches]: a parameter that is larger than a bucket visits the device a stretch of its elements at a time, where
-the optimizer's update of an element depends on nothing but this element's values and its state waits in host memory, as
-it is. A stretch costs what a bucket of its size does. Values that all elements share (counters) advance once: each
-stretch starts from those before the step.
+NOTE [stretches]: a parameter that is larger than a bucket visits the device a stretch of its elements at a time. This
+is done where the optimizer updates an element from that element's values alone, and where the state waits in host
+memory, unpacked. A stretch costs as much as a bucket of its size. Values that all elements share (counters) advance
+once: each stretch starts from the values before the step.
 
-NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). Then S counts the bytes that wait,
+NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). S then counts the bytes that wait,
 and a step holds the unpacked state of one bucket beside them. Where there is no other tier, packed tensors wait in
 memory of the bucket on their device, and the others stay as they are.
 """
@@ -41,7 +41,7 @@ from memscale._units import round_up
 from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, can_store
 
 SMALL_BYTES = 4096
-"""State tensors up to this stay where they are: step counters, tables that all parameters share."""
+"""State tensors up to this size stay where they are: step counters, tables that all parameters share."""
 STRETCH_ELEMENTS = 1024
 """Stretches of a parameter begin at multiples of this."""
 SLOT_BYTES = 512
@@ -53,7 +53,7 @@ def rounded(num_bytes: int) -> int:
 
 
 def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int]]:
-    """Neighbours together until they would exceed the limit. Returns the indices of each bucket."""
+    """Put neighbours together until they would exceed the limit. Return the indices of each bucket."""
     buckets: list[list[int]] = []
     filled = 0
     for index, size in enumerate(sizes):
@@ -66,7 +66,7 @@ def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int
 
 
 def stretches_of(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, ...]:
-    """A parameter's elements in stretches of nearly the same size, none above the limit. See NOTE [stretches]."""
+    """Cut a parameter's elements into stretches of nearly equal size, none above the limit. See NOTE [stretches]."""
     count = parameter.numel()
     at_once = max(STRETCH_ELEMENTS, bucket_bytes // parameter.element_size() // STRETCH_ELEMENTS * STRETCH_ELEMENTS)
     num_stretches = -(-count // at_once)
@@ -75,10 +75,10 @@ def stretches_of(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, .
 
 
 def choose_resident(sizes: Sequence[int], resident_share: float, bucket_bytes: int) -> list[bool]:
-    """Which buckets of these bytes of parameters stay on the device: no more than the share of all bytes.
+    """Say which buckets stay on the device, given their bytes of parameters: at most this share of all bytes.
 
-    Parameters that are larger than a bucket come first, because one that travels needs room for itself; of the others
-    every so many stays, so that the link has something to do all the time.
+    Parameters that are larger than a bucket are chosen first, because a large one needs much room when it travels. The
+    others that stay are spread evenly over the sequence, so that the link is in use all the time.
     """
     left = int(sum(sizes) * resident_share)
     stays = [False] * len(sizes)
@@ -96,7 +96,7 @@ def choose_resident(sizes: Sequence[int], resident_share: float, bucket_bytes: i
 
 
 class Packing(Protocol):
-    """A way to wait in fewer bytes. Equal ones read what the other wrote."""
+    """A way to wait in fewer bytes. Of two equal packings, each reads what the other wrote."""
 
     def waiting_bytes(self, num_elements: int) -> int: ...
     def pack(self, values: torch.Tensor, memory: torch.Tensor, *, exactly: bool) -> None: ...
@@ -104,7 +104,7 @@ class Packing(Protocol):
 
 
 Choose = Callable[[torch.Tensor, Any, torch.Tensor], Packing | None]
-"""From a parameter, the name and the value of a state tensor to how that waits; None: as it is."""
+"""Chooses the packing of a state tensor, from its parameter, its name and its value; None leaves it as it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Slot:
     """Where one state tensor lies in its bucket."""
 
     index: int
-    """Of its parameter in the bucket."""
+    """The index of the tensor's parameter in the bucket."""
     name: Any
     offset: int
     dtype: torch.dtype
@@ -122,25 +122,25 @@ class Slot:
     packing: Packing | None = None
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, where it waits as it is."""
+        """Return the tensor itself, for a slot that is not packed."""
         line = memory.narrow(0, self.offset, self.span_bytes).view(self.dtype)
         return line.as_strided(self.shape, self.stride)
 
     def unpacked(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, in memory of its own, where it waits packed."""
+        """Return the unpacked tensor, in memory of its own, for a slot that is packed."""
         assert self.packing is not None
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=memory.device)
         self.packing.unpack(memory.narrow(0, self.offset, self.span_bytes), _line(tensor))
         return tensor
 
     def pack(self, memory: torch.Tensor, value: torch.Tensor, *, exactly: bool) -> None:
-        """Put a value in. `exactly`: what was unpacked before waits as it did, to the last bit."""
+        """Pack a value. With `exactly`, a value that was unpacked before gets the same packed bytes again."""
         assert self.packing is not None
         self.packing.pack(_line(value), memory.narrow(0, self.offset, self.span_bytes), exactly=exactly)
 
 
 class Bucket:
-    """A few parameters, and how their state lies when it waits."""
+    """A few parameters, and the layout of their state while it waits."""
 
     def __init__(
         self,
@@ -154,18 +154,18 @@ class Bucket:
     ) -> None:
         self.parameters = tuple(parameters)
         self.stretches = stretches
-        """In which its one parameter comes; (): as a whole. See NOTE [stretches]."""
+        """The stretches in which its only parameter comes; () means as a whole. See NOTE [stretches]."""
         self.device = self.parameters[0].device if device is None else device
-        """Where it is stepped."""
+        """The device on which it is stepped."""
         self.has_guests = self.device != self.parameters[0].device
-        """Its parameters live elsewhere. See NOTE [guests in a bucket]."""
+        """Whether its parameters live elsewhere. See NOTE [guests in a bucket]."""
         self.stays = stays
-        """It is one of those whose state stays on the device though there is another tier for it."""
+        """Whether its state stays on the device although there is another tier for it."""
         self.moves = moves
-        """Its state leaves the device; else only what is packed waits here, and the step's temporaries are bounded."""
+        """Whether its state leaves the device. If not, only packed state waits there; the step is done in buckets."""
         self.choose = choose
         self.memory: torch.Tensor | None = None
-        """What waits on the device itself. See NOTE [packed state]."""
+        """Packed state that waits on the device itself. See NOTE [packed state]."""
         self.slots: tuple[Slot, ...] = ()
         self.num_bytes = 0
         self.ticket: Ticket | None = None
@@ -174,7 +174,7 @@ class Bucket:
     # ------------------------------------------------------------------------------------------------- packing
 
     def plan(self, state: Mapping[torch.Tensor, Mapping[Any, Any]], given: Mapping[tuple[int, Any], Any]) -> list[Slot]:
-        """The slots for this state. `given` are the views of the bucket's own memory that the step was run on."""
+        """Return the slots for this state. `given` holds the views of the bucket's memory on which the step was run."""
         tensors = {
             (index, name): value
             for index, parameter in enumerate(self.parameters)
@@ -185,7 +185,7 @@ class Bucket:
         slots, offset = [], 0
         for (index, name), tensor in tensors.items():
             if owners[tensor.data_ptr()] > 1:
-                continue  # two names for one tensor: apart they would no longer change together
+                continue  # two names for one tensor would no longer change together
             packing = self._packing(self.parameters[index], name, tensor)
             span_bytes = packing.waiting_bytes(tensor.numel()) if packing is not None else tensor.nbytes
             shape, stride = tuple(tensor.shape), tensor.stride()
@@ -208,11 +208,11 @@ class Bucket:
         return self.choose(parameter, name, tensor)
 
     def views(self, memory: torch.Tensor) -> dict[tuple[int, Any], torch.Tensor]:
-        """The tensors that wait as they are."""
+        """Return the tensors that wait as they are, as views of the memory."""
         return {(slot.index, slot.name): slot.view(memory) for slot in self.slots if slot.packing is None}
 
     def unpacked(self, memory: torch.Tensor) -> dict[tuple[int, Any], torch.Tensor]:
-        """The tensors that wait packed, each in memory of its own."""
+        """Return the tensors that wait packed, unpacked, each in memory of its own."""
         return {(slot.index, slot.name): slot.unpacked(memory) for slot in self.slots if slot.packing is not None}
 
     # ------------------------------------------------------------------------------------------------- waiting
@@ -222,7 +222,7 @@ class Bucket:
         return isinstance(entry, Waiting) and entry.bucket is self and entry.index == index
 
     def wait_for(self, index: int, values: Mapping[Any, Any], entry: object) -> Waiting:
-        """The entry of a parameter whose slots have been filled; `values` gives the order and what stays."""
+        """Return the entry of a parameter whose slots are filled. `values` gives the order of names and what stays."""
         names = self.names_of(index)
         kept = {name: None if name in names else value for name, value in values.items()}
         if not (isinstance(entry, Waiting) and entry.index == index):
@@ -242,7 +242,7 @@ class Bucket:
         return [entry for entry in found if entry is not None and entry.bucket is self]
 
     def read(self) -> torch.Tensor:
-        """The bucket's bytes, on the host."""
+        """Return the bucket's bytes, on the host."""
         if self.memory is not None:
             return self.memory.cpu()
         assert self.ticket is not None
@@ -251,7 +251,7 @@ class Bucket:
         return self.ticket.store.get(self.ticket, device="cpu")
 
     def tensors_of(self, index: int, memory: torch.Tensor) -> dict[Any, torch.Tensor]:
-        """A parameter's state tensors out of the bucket's bytes, each with memory of its own."""
+        """Return a parameter's state tensors out of the bucket's bytes, each with memory of its own."""
         return {
             slot.name: own_copy(slot.view(memory)) if slot.packing is None else slot.unpacked(memory)
             for slot in self.slots
@@ -259,7 +259,7 @@ class Bucket:
         }
 
     def check_out(self, memory: torch.Tensor | None = None) -> None:
-        """Somebody looks: every entry becomes an ordinary dict, and what it holds is what counts from now on."""
+        """Turn every entry into an ordinary dict because somebody looks; the next step takes the state from there."""
         memory = self.read() if memory is None else memory
         for entry in self.entries():
             entry.fill(self.tensors_of(entry.index, memory))
@@ -281,17 +281,17 @@ class Waiting(dict[Any, Any]):
         self.kept: dict[Any, Any] = {}
 
     def wait(self, bucket: Bucket, kept: dict[Any, Any]) -> None:
-        """Its tensors are in the bucket now."""
+        """Note that the entry's tensors are in the bucket."""
         dict.clear(self)
         self.bucket, self.kept = bucket, kept
 
     def fill(self, tensors: Mapping[Any, torch.Tensor]) -> None:
-        """Become an ordinary dict of these tensors and what stayed."""
+        """Become an ordinary dict of these tensors and of the values that stayed."""
         self.bucket = None
         dict.update(self, {name: tensors.get(name, value) for name, value in self.kept.items()})
 
     def snapshot(self, memory: torch.Tensor) -> dict[Any, Any]:
-        """A copy of the content as an ordinary dict, out of the bucket's bytes."""
+        """Return a copy of the content as an ordinary dict, out of the bucket's bytes."""
         assert self.bucket is not None
         tensors = self.bucket.tensors_of(self.index, memory)
         kept = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in self.kept.items()}
@@ -308,7 +308,7 @@ class Waiting(dict[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         plain, bucket = self._plain(), self.bucket
-        if bucket is not None:  # a copy of the whole optimizer is stepped by itself: tensors are where they would be
+        if bucket is not None:  # a copied optimizer steps on its own, so its state is on the device
             device, names = bucket.parameters[self.index].device, bucket.names_of(self.index)
             plain = {name: value.to(device) if name in names else value for name, value in plain.items()}
         return dict, (plain,)
@@ -349,17 +349,17 @@ def can_move(value: object) -> bool:
 
 
 def _is_alias(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a state tensor is the parameter's own memory or its gradient's, and changes with that."""
+    """Whether a state tensor shares memory with its parameter or with the gradient, and changes with it."""
     others = [parameter] if parameter.grad is None else [parameter, parameter.grad]
     return any(other.layout is torch.strided and other.data_ptr() == value.data_ptr() for other in others)
 
 
 def _line(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in the order in which they lie."""
+    """Return the tensor's elements in the order in which they lie in memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def own_copy(view: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides and nothing else in its memory."""
+    """Return a copy with the same strides and nothing else in its storage."""
     copy = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
     return copy.copy_(view)

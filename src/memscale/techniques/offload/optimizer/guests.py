@@ -1,13 +1,13 @@
-"""Guests: parameters that live on the host, on the device for their optimizer's step.
+"""Guests: parameters that live on the host and visit the device for their optimizer's step.
 
     guests = Guests(parameters)         # their values and gradients are on their way
-    stand_ins = guests.stand_ins()      # by the id of each: a parameter on the device that is stepped in its place
+    stand_ins = guests.stand_ins()      # by id: a parameter on the device that is stepped in place of the guest
     guests.go_home()                    # the stepped values are on their way back
     guests.let_go()                     # their device memory is free
 
-An optimizer steps a streamed parameter's stand-in with the kernels that it would have used for the parameter itself,
-were that on the device: the bits are those of a model that is not streamed. Until `go_home` nothing has changed on the
-host, so a step that fails leaves the parameters of its bucket as they were.
+An optimizer steps a streamed parameter's stand-in with the kernels that it would use for a parameter on the device, so
+the bits are those of a model that is not streamed. Nothing changes on the host before `go_home`, so a step that fails
+leaves the parameters of its bucket as they were.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Guests:
         ]
         self._stand_ins: dict[int, nn.Parameter] = {}
         self._versions: dict[int, int] = {}
-        """Of the gradients, as they came."""
+        """The versions of the gradients' copies when they arrived."""
 
     def stand_ins(self) -> dict[int, nn.Parameter]:
-        """For the current stream, which waits for what has not arrived."""
+        """Return the stand-ins for the current stream, which waits for copies that have not arrived."""
         for (parameter, _), (weight, gradient) in zip(self._hosts, self._coming, strict=True):
             stand_in = nn.Parameter(_arrived(weight), requires_grad=parameter.requires_grad)
             vars(stand_in).update(vars(parameter))
@@ -51,7 +51,7 @@ class Guests:
         return self._stand_ins
 
     def go_home(self) -> None:
-        """What the step has left. Gradients go only where it has changed them."""
+        """Send home the values that the step left. Gradients go home only if the step changed them."""
         for parameter, host in self._hosts:
             stand_in = self._stand_ins.pop(id(parameter))
             host.take_home(parameter, stand_in.detach(), self._stretch)
@@ -66,9 +66,9 @@ class Guests:
 
 
 def visitors() -> dict[int, torch.device]:
-    """By their ids: the streamed parameters that can be stepped on the device, and that device.
+    """Return the streamed parameters that can be stepped on the device, by id, each with that device.
 
-    Those that share memory with another are stepped where it is: each would overwrite what the other one's step did.
+    Parameters that share memory are stepped on the host: as guests, each would overwrite the other's step.
     """
     found: dict[int, torch.device] = {}
     for streams in {id(one): one for one in streamed_parameters().values()}.values():
@@ -78,7 +78,7 @@ def visitors() -> dict[int, torch.device]:
 
 
 def wait_until_home() -> None:
-    """No guest is on its way any more: the host may read and write what lives there."""
+    """Block until no guest is on its way, so that the host may read and write the parameters that live there."""
     for streams in {id(one): one for one in streamed_parameters().values()}.values():
         streams.wait_until_home()
 

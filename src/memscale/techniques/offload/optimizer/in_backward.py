@@ -1,11 +1,11 @@
-"""Steps in backward (exact): a parameter is stepped as soon as its gradient is final, and the gradient is gone.
+"""Steps in backward (exact): a parameter is stepped as soon as its gradient is final, and the gradient is freed then.
 
-No two gradients but those of a few small parameters ever exist together. The training loop notices: gradients cannot
-be read, clipped or accumulated. So it is done where the user asks for it, and nowhere else.
+At most one large gradient, or those of a few small parameters, exist at a time. The training loop notices this:
+gradients cannot be read, clipped or accumulated. So parameters are stepped in backward only where the user asks for it.
 
-Known limits: beside it parameters are not streamed, and optimizer state does not wait elsewhere or in 8 bits, since
-these techniques step after backward. A model that cannot be rehearsed is not looked at for weights that are read after
-their step (see staged_steps.py).
+Known limits: with steps in backward, parameters are not streamed, and optimizer state waits neither on another tier nor
+in 8 bits, because these techniques step after backward. A model that cannot be rehearsed is not checked for weights
+that are read after their step (see staged_steps.py).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from memscale._execute.attachment import Attachment
 
 MAX_BUCKET_BYTES = 4 * 1024 * 1024
-"""Of parameters that are stepped together. Matrices of a large model are stepped one by one, with the few small ones
-that came before; every bucket costs launches and Python."""
+"""The most bytes of parameters that are collected before a step. Matrices of a large model are stepped one by one, each
+with the few small parameters that came before it; every bucket costs launches and Python."""
 _SHARE_OF_MODEL = 64
 _MIN_BUCKET_BYTES = 4096
 _ASKED_FOR = Reason("asked for")
 
 
 def bucket_bytes_of(trainable_bytes: int) -> int:
-    """Small models have small buckets: of their gradients, too, only a small share exists at a time."""
+    """Return the bucket size for a model. Small models have small buckets, so that few of their gradients coexist."""
     return min(MAX_BUCKET_BYTES, max(_MIN_BUCKET_BYTES, trainable_bytes // _SHARE_OF_MODEL))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepInBackward(Action):
-    """Parameters are stepped in backward, as soon as their gradients are final; these are gone then."""
+    """Parameters are stepped in backward, as soon as their gradients are final; the gradients are freed then."""
 
     bucket_bytes: int
-    """Parameters are collected until they have so many bytes, and stepped together."""
+    """Parameters are collected until they have this many bytes, and are then stepped together."""
     reason: Reason = _ASKED_FOR
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class StepInBackward(Action):
 
 
 class _InBackward:
-    """All that is left of the step after backward is its end."""
+    """What the step costs after backward: nothing but its end is left then."""
 
     def can_step(self, cost: OptimizerCost) -> bool:
         return cost.in_backward is not None
@@ -64,7 +64,7 @@ class _InBackward:
         return 0 * streamed_bytes, 0 * streamed_bytes
 
     def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        """In backward: `CostModel` counts them there."""
+        """No bytes here: `CostModel` counts them in backward."""
         return 0 * streamed_bytes
 
     def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
@@ -117,7 +117,7 @@ IN_BACKWARD = Technique(
     changes_loop=True,
     option=RunOption(field="steps_in_backward", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_InBackward()),
-    step=lambda actions: {},  # it is over when the loop calls `step()`
+    step=lambda actions: {},  # the parameters have been stepped when the loop calls `step()`
     attach=_attach,
     place=56,
     words=lambda action: "step in backward",

@@ -1,6 +1,7 @@
 """The optimizer's step in buckets (exact): state stays where it is, and temporaries are those of a few parameters.
 
-A foreach step makes temporaries as large as all parameters. Nothing moves here, so this is tried before what moves.
+A foreach step makes temporaries as large as all parameters. Nothing moves in this technique, so it is tried before
+those that move state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _WhereItIs:
-    """A few parameters at a time; their state is where they are."""
+    """What the step costs for a few parameters at a time, with their state where they are."""
 
     def can_step(self, cost: OptimizerCost) -> bool:
         return cost.bucketed_step_bytes is not None and cost.bucketed_step_bytes < cost.step_bytes
@@ -34,7 +35,7 @@ class _WhereItIs:
         return model.cost(run).state_bytes - model.unstreamed_bytes(run, streamed_bytes), 0 * streamed_bytes
 
     def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        """The largest bucket's."""
+        """The temporaries of the largest bucket."""
         whole, rest = model.cost(run).bucketed_step_bytes or 0, model.profile.rest_optimizer
         least = whole if rest is None or rest.bucketed_step_bytes is None else rest.bucketed_step_bytes
         return model.largest_left(run, whole, least, streamed_bytes)

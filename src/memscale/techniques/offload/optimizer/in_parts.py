@@ -1,11 +1,11 @@
-"""Optimizers of a model with streamed parameters step part by part, each with the implementation of the whole.
+"""Optimizers of a model with streamed parameters step in parts, each part with the implementation of the whole.
 
     in_parts.attach(model, undo)
 
-Each device's parameters get a step of their own: those on the device that computes one at once, as they would have had
-if nothing were streamed, and those on the host a few at a time, so that it needs temporaries for these only. See
-NOTE [the implementation of the whole] in implementations.py. An optimizer whose state waits in buckets is stepped by
-those (adopted_optimizer.py); one that chooses no implementation by device is left alone.
+The parameters of each device are stepped on their own. Those on the device that computes are stepped at once, as they
+would be if nothing were streamed. Those on the host are stepped a few at a time, so that the temporaries stay small.
+See NOTE [the implementation of the whole] in implementations.py. An optimizer whose state waits is stepped in its
+buckets instead (adopted_optimizer.py). An optimizer that does not choose its implementation by device is left alone.
 
 Known limits: an optimizer whose update of one parameter depends on others is left alone with a warning. LBFGS, which
 joins all gradients in one tensor, cannot step on two devices at all, and is refused before anything has changed.
@@ -46,7 +46,7 @@ from memscale.techniques.offload.optimizer.separable import (
 )
 
 BYTES_AT_ONCE = 16 * 1024 * 1024
-"""Of parameters on the host that are stepped together; a larger one is stepped alone."""
+"""The most bytes of host parameters that are stepped together; a larger parameter is stepped alone."""
 
 
 class StepsInParts(StepWatcher):
@@ -56,13 +56,13 @@ class StepsInParts(StepWatcher):
 
     def __init__(self) -> None:
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        """The step pre-hook on each optimizer that was seen; None: it is left alone."""
+        """The step pre-hook on each optimizer that was seen; None for an optimizer that is left alone."""
 
     def concerns(self, optimizer: Optimizer) -> bool:
         return not is_shadow(optimizer) and not is_taken_over(optimizer) and _holds_streamed(optimizer)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Look after an optimizer from its first step on. The user's own pre-hooks come first."""
+        """Take over an optimizer at its first step. The user's own pre-hooks come first."""
         _refuse_joined_gradients(optimizer)
         if optimizer not in self._hooks and _chooses_by_device(optimizer):
             self._hooks[optimizer] = self._take(optimizer)
@@ -77,7 +77,7 @@ class StepsInParts(StepWatcher):
         self._hooks.clear()
 
     def _take(self, optimizer: Optimizer) -> Any:
-        """The hook, or None and a word why the optimizer is left alone."""
+        """Return the hook, or warn why the optimizer is left alone and return None."""
         try:
             check_separable(optimizer)
         except NotSeparable as reason:
@@ -133,7 +133,7 @@ def _step_in_parts(optimizer: Optimizer, call: StepCall) -> None:
 
 
 def parts_of(optimizer: Optimizer) -> Iterator[list[torch.Tensor]]:
-    """All that are on one device; on the host, up to `BYTES_AT_ONCE` of them."""
+    """Return the parts: all parameters of a device, or up to `BYTES_AT_ONCE` of those on the host."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in parameters_of(optimizer):
         by_device.setdefault(parameter.device, []).append(parameter)
@@ -144,7 +144,7 @@ def parts_of(optimizer: Optimizer) -> Iterator[list[torch.Tensor]]:
 
 
 def attach(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Until undone, or until the model is gone, its optimizers step as the whole model's would."""
+    """Let the model's optimizers step as a plain model's would, until undone or until the model is gone."""
     steps = StepsInParts()
     undo.callback(steps.release)
     undo_with(model, watch_steps(steps), undo)

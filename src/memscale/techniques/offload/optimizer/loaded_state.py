@@ -1,4 +1,4 @@
-"""A state dict loaded while state waits elsewhere: cast as `load_state_dict` would, but not all on the device."""
+"""Loads a state dict while state waits: it is cast as `load_state_dict` would, but not all of it on the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer
 from memscale._torch import private
 
 WillWait = Callable[[torch.Tensor, Any, torch.Tensor], bool]
-"""Whether a parameter's state tensor of this name is one that waits, so that it need not come to the device before."""
+"""Whether a parameter's state tensor of this name will wait, so that it need not be loaded to the device first."""
 
 
 def cast_state(optimizer: Optimizer, loaded: dict[str, Any], will_wait: WillWait) -> defaultdict[Any, Any]:
-    """A loaded state as `load_state_dict` would make it, except that what will wait is on the host."""
+    """Return a loaded state as `load_state_dict` would make it, except that tensors that will wait are on the host."""
     saved = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
     own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameter_of = dict(zip(saved, own, strict=True))

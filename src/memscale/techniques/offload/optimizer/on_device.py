@@ -1,7 +1,8 @@
 """Streamed parameters are stepped on the device (exact): they, their gradients and their state visit it for the step.
 
-The host's kernels compute by the same formula, but round the last bit differently from a GPU's, and a step there reads
-and writes all of this in host memory. On the device the step has the bits of a model that is not streamed.
+The host's kernels compute the same formula, but may round the last bit differently from a GPU's, and a step on the host
+reads and writes all of these tensors in host memory. On the device, the step has the bits of a model that is not
+streamed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from memscale._hardware import Hardware
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, Action, Reason, check_count
 from memscale._profile import Profile
 from memscale.techniques.offload.next_tier import no_next_tier
-from memscale.techniques.technique import RunOption, Technique
+from memscale.techniques.technique import RunOption, Technique, Unrehearsed
 
 if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
@@ -29,10 +30,10 @@ _ASKED_FOR = Reason("asked for")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOnDevice(Action):
-    """Parameters that are streamed visit the device with their gradients and state to be stepped, a few at a time."""
+    """Streamed parameters visit the device, with their gradients and state, to be stepped there a few at a time."""
 
     bucket_bytes: int
-    """Bytes of parameters that visit it at once; a larger parameter comes alone."""
+    """The bytes of parameters that visit the device at once; a larger parameter comes alone."""
     reason: Reason = _ASKED_FOR
 
     def __post_init__(self) -> None:
@@ -64,6 +65,11 @@ def _value(actions: Sequence[StepOnDevice], profile: Profile) -> bool:
     return True
 
 
+def _careful(model: Unrehearsed) -> Iterator[StepOnDevice]:
+    if model.can_move_state and model.streams and not model.eligible.host_step:
+        yield StepOnDevice(OPTIMIZER_BUCKET_BYTES)
+
+
 def _reason(chosen: Chosen) -> Reason:
     run, optimizer, streamed = chosen.choice.run, chosen.model.optimizer, chosen.streamed_bytes
     on_host = dataclasses.replace(run, steps_on_device=False)
@@ -89,6 +95,7 @@ DEVICE_STEP = Technique(
     hindrance=_hindrance,
     option=RunOption(field="steps_on_device", values=_values, actions=_actions, value=_value),
     step=lambda actions: {"guests": True},
+    careful=_careful,
     attach=_attach,
     place=58,
     words=lambda action: "step streamed parameters on the device",

@@ -1,11 +1,11 @@
-"""Run an optimizer's step on some of its parameters at a time, and find out whether that is the same thing.
+"""Runs an optimizer's step on some of its parameters at a time, and finds out whether that gives the same result.
 
 A part of the parameters is stepped on a *shadow*: an object of the optimizer's class that shares its attributes, whose
 `param_groups` name only the chosen parameters (an empty placeholder stands for every other one, so that indices hold)
 and whose `state` holds only theirs. Gradients are never hidden or moved. Values that all parameters share (counters of
-a group, attributes, entries of `state` under a string) advance once: each part starts from the same ones, all must
-arrive at the same ones, and `SplitStep.merge` writes them back. Every part is stepped with the implementation that the
-whole would have had: see NOTE [the implementation of the whole] in implementations.py.
+a group, attributes, entries of `state` under a string) advance once: every part starts from the same values, all parts
+must arrive at the same values, and `SplitStep.merge` writes them back. Every part is stepped with the implementation
+that the whole would have had: see NOTE [the implementation of the whole] in implementations.py.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _KNOWN_SEPARABLE = {
     )
     if hasattr(torch.optim, name)
 }
-"""Each updates a parameter from that parameter, its gradient and its state alone. Subclasses are tried out."""
+"""Each of these updates a parameter from that parameter, its gradient and its state alone. Subclasses are tried."""
 
 
 _ELEMENT_BY_ELEMENT = _KNOWN_SEPARABLE - {
@@ -72,7 +72,7 @@ _ELEMENT_BY_ELEMENT = _KNOWN_SEPARABLE - {
 
 
 def steps_each_element(optimizer: Optimizer) -> bool:
-    """Whether it updates an element from that element, its gradient and its state alone."""
+    """Whether the optimizer updates each element from that element, its gradient and its state alone."""
     return type(optimizer) in _ELEMENT_BY_ELEMENT
 
 
@@ -81,7 +81,7 @@ class NotSeparable(Exception):
 
 
 def shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Optimizer:
-    """A stand-in with these groups and this state. It fires no instance hooks, also in a nested `super().step()`."""
+    """Return a stand-in with these groups and this state. It fires no hooks, even in a nested `super().step()`."""
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
     vars(stand_in).update(
@@ -99,7 +99,7 @@ def is_shadow(optimizer: Optimizer) -> bool:
 
 
 def idle_shadow(optimizer: Optimizer) -> Optimizer:
-    """A stand-in without parameters: its step does nothing."""
+    """Return a stand-in without parameters, whose step does nothing."""
     groups = [{**_copied_options(group), "params": []} for group in optimizer.param_groups]
     return shadow(optimizer, groups, _shared_state(optimizer))
 
@@ -109,12 +109,12 @@ def _copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """What `state` holds for no parameter in particular."""
+    """Return the entries of `state` that belong to no parameter in particular."""
     return {key: copy.deepcopy(optimizer.state[key]) for key in optimizer.state if not isinstance(key, torch.Tensor)}
 
 
 def take_over(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """Its steps are run by us alone, until undone."""
+    """Mark an optimizer as taken over: until undone, only the caller runs its steps."""
     _TAKEN_OVER.add(optimizer)
     undo.callback(_hand_back, weakref.ref(optimizer))
 
@@ -130,7 +130,7 @@ def is_taken_over(optimizer: Optimizer) -> bool:
 
 
 class SplitStep:
-    """One step in parts, of what has a gradient now, or of what is said to be stepped."""
+    """One step in parts, of the parameters that have a gradient now, or of those that `is_stepped` names."""
 
     def __init__(self, optimizer: Optimizer, is_stepped: Stepped = has_gradient) -> None:
         self._optimizer = optimizer
@@ -139,7 +139,7 @@ class SplitStep:
         self._changes: list[dict[tuple[str, int, Any], Any]] = []
         self._placeholder = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
         self.returned: Any = None
-        """By the last part."""
+        """What the step of the last part returned."""
 
     def run(
         self,
@@ -149,9 +149,9 @@ class SplitStep:
         kwargs: Mapping[str, Any] = {},
         stand_ins: Mapping[int, torch.Tensor] = {},
     ) -> State:
-        """Step these parameters with this state; where one has a stand-in, by its id, that is stepped in its place.
+        """Step these parameters with this state. A stand-in, by the id of its parameter, is stepped in its place.
 
-        Returns the state of the parameters afterwards.
+        Returns the state of the parameters after the step.
         """
         owners = {stand_ins.get(id(parameter), parameter): parameter for parameter in parameters}
         chosen = {id(parameter): stepped for stepped, parameter in owners.items()}
@@ -177,7 +177,7 @@ class SplitStep:
         parameters, state = list(parameters), self._optimizer.state
         known = {parameter: state[parameter] for parameter in parameters if parameter in state}
         for parameter, values in self.run(parameters, known, args, kwargs).items():
-            entry = state[parameter]  # the same dict as ever: others may hold on to it
+            entry = state[parameter]  # the dict stays the same, because others may hold on to it
             entry.clear()
             entry.update(values)
 
@@ -233,7 +233,7 @@ class StepCall:
             self._set_closure(None)
 
     def give_back_loss(self) -> None:
-        """The outer step returns what its closure returns."""
+        """Let the outer step return what the closure returned."""
         if self._had_closure:
             self._set_closure(lambda: self._loss)
 
@@ -245,7 +245,7 @@ class StepCall:
 
 
 def _shared_values(stand_in: Optimizer) -> dict[tuple[str, int, Any], tuple[Any, Any]]:
-    """Every value that belongs to no single parameter, with a mark that changes when it does."""
+    """Return every value that belongs to no single parameter, with a mark that changes when the value does."""
     spaces: list[tuple[str, int, Any]] = [("group", i, group) for i, group in enumerate(stand_in.param_groups)]
     spaces += [("state", 0, stand_in.state), ("attribute", 0, vars(stand_in))]
     return {
@@ -257,7 +257,7 @@ def _shared_values(stand_in: Optimizer) -> dict[tuple[str, int, Any], tuple[Any,
 
 
 def mark_of(value: Any) -> Any:
-    """Changes when the value does; looks at no device memory."""
+    """Return a mark that changes when the value does. Device memory is not read."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     return value if isinstance(value, int | float | str | bool | tuple) else id(value)
@@ -277,16 +277,16 @@ def _all_same(first: list[Any], second: list[Any]) -> bool:
 
 
 def skips_parameters_without_gradient(optimizer: Optimizer) -> bool:
-    """Torch's own do. Others may decay or clamp every parameter."""
+    """Whether the optimizer skips parameters without a gradient. Torch's own do; others may decay or clamp them."""
     return type(optimizer) in _KNOWN_SEPARABLE
 
 
 def check_separable(optimizer: Optimizer) -> None:
     """Raise `NotSeparable` unless stepping parameters in parts is the same as stepping them at once.
 
-    Torch's own classes are known. Others are looked at, and then tried: three steps over cut-down stand-ins of their
-    parameters, together and one by one, must give the same bits, the same values that all parameters share, also
-    inside of containers and objects that the optimizer keeps, and must return the same.
+    Torch's own classes are known. Others are inspected and then tried: three steps over cut-down stand-ins of their
+    parameters, together and one by one, must give the same bits, must leave the same shared values (also inside of
+    containers and objects that the optimizer keeps), and must return the same.
     """
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise NotSeparable("its step is differentiable")
@@ -300,7 +300,7 @@ def check_separable(optimizer: Optimizer) -> None:
         together, apart = _try_out(optimizer, in_parts=False), _try_out(optimizer, in_parts=True)
     except NotSeparable:
         raise
-    except Exception as error:  # whatever a third party's step does on stand-ins
+    except Exception as error:  # a third party's step may do anything on stand-ins
         raise NotSeparable(f"a trial step failed ({quoted(error)})") from error
     if together.shared.keys() != apart.shared.keys() or not _all_same(together.parameters, apart.parameters):
         raise NotSeparable("the update of one parameter depends on the others")
@@ -326,17 +326,17 @@ def _check_attributes(optimizer: Optimizer) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Trial:
-    """What trial steps have led to."""
+    """The results of trial steps."""
 
     parameters: list[torch.Tensor]
     shared: dict[tuple[str, int, Any], Any]
     kept: list[Any]
-    """Inside of the optimizer's attributes."""
+    """The values inside of the optimizer's attributes."""
     returned: Any = None
 
 
 def _try_out(optimizer: Optimizer, *, in_parts: bool) -> _Trial:
-    """Three trial steps. Leaves the optimizer and the random state alone."""
+    """Run three trial steps. The optimizer and the random state stay as they are."""
     devices = {p.device for p in parameters_of(optimizer) if p.device.type != "cpu"}
     kinds = {device.type for device in devices}
     indices = [device.index or 0 for device in devices]
@@ -354,7 +354,7 @@ def _try_out(optimizer: Optimizer, *, in_parts: bool) -> _Trial:
                 state.update(split.run(part, {p: state[p] for p in part if p in state}))
             found.shared = split.merge()
             if in_parts:
-                split.run([], {})  # what is left of the outer step; it must not fail
+                split.run([], {})  # the rest of the outer step must not fail either
             found.returned = split.returned
         found.kept = [leaf for value in own.values() for leaf in _leaves(value)]
         return found
@@ -364,7 +364,7 @@ _CONTAINERS = (list, tuple, set, deque)
 
 
 def _own_copy(value: Any, *, is_attribute: bool = True) -> Any:
-    """What a trial may change in the place of an attribute. Models and other large things stay what they are."""
+    """Return a copy of an attribute that a trial may change. Models and other large objects are not copied."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -391,7 +391,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What can be compared inside of an attribute."""
+    """Return the parts of an attribute that can be compared."""
     if isinstance(value, dict):
         return [leaf for item in value.items() for leaf in _leaves(item)]
     if type(value) in _CONTAINERS:
@@ -403,7 +403,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _stand_ins(optimizer: Optimizer) -> tuple[list[dict[str, Any]], State]:
-    """Two cut-down parameters a group, with gradients of different size and, where it can be cut, their state."""
+    """Return two cut-down parameters a group, with gradients of different sizes and, where it can be cut, state."""
     generator = torch.Generator().manual_seed(1)
     groups: list[dict[str, Any]] = []
     state: State = {}
@@ -427,7 +427,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _can_cut(value: Any, parameter: torch.Tensor) -> bool:
-    """Factored or packed state cannot be cut: such a trial starts afresh."""
+    """Whether a state value can be cut like its parameter. Factored or packed state cannot; a trial starts without."""
     if type(value) is torch.Tensor:
         return value.shape == parameter.shape or value.numel() == 1
     return isinstance(value, int | float)

@@ -1,11 +1,11 @@
-"""Steps in backward on the stage: a rehearsal goes through them with fake parameters and a stand-in of the optimizer.
+"""Steps in backward as a rehearsal runs them: on fake parameters, with a stand-in of the optimizer.
 
     held = rehearse_steps(model, optimizer, bucket_bytes, undo)     # its state, which exists before the step
 
-So the trace of a plan shows when gradients go and what the optimizer's temporaries take in between, to the byte. It
-shows one thing more: a parameter that is read in backward after it was stepped, which would be computed with its new
-value. Autograd notices that where the old value was saved, but not where a block is recomputed that gives the parameter
-no gradient (`weight.detach()` in an early block, tied to a late one). A plan for such a model is refused.
+The trace of a plan therefore shows, to the byte, when gradients are freed and what the optimizer's temporaries take in
+between. It also shows a parameter that is read in backward after it was stepped, so that the result would come from its
+new value. Autograd notices this where the old value was saved, but not where a recomputed block gives the parameter no
+gradient (`weight.detach()` in an early block, tied to a late one). A plan for such a model is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memscale.techniques.offload.optimizer.backward_steps import BackwardPass
 def rehearse_steps(
     model: nn.Module, optimizer: Optimizer, bucket_bytes: int, undo: contextlib.ExitStack
 ) -> list[torch.Tensor]:
-    """Let this optimizer step the fake model's parameters in backward, until undone. Returns the state it has."""
+    """Let this optimizer step the fake model's parameters in backward, until undone. Return the state that it has."""
     _make_state(optimizer)
     steps = _StagedSteps(model, optimizer, bucket_bytes)
     for parameter in parameters_of(optimizer):
@@ -40,8 +40,10 @@ def rehearse_steps(
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """By a step on gradients that nobody computed: the step that is rehearsed finds its state there, as all but the
-    first do. That one makes it bucket by bucket, and is nowhere higher."""
+    """Make the optimizer's state, by a step on gradients of zeros: the rehearsed step finds it, as all later steps do.
+
+    The first real step makes its state bucket by bucket, and is nowhere higher.
+    """
     for parameter in parameters_of(optimizer):
         parameter.grad = torch.zeros_like(parameter)
     with quiet_steps(), AnyValue():
@@ -51,7 +53,7 @@ def _make_state(optimizer: Optimizer) -> None:
 
 
 class _StagedSteps(TorchDispatchMode):
-    """Sees every operator of the step: none may read what was stepped."""
+    """Sees every operator of the step, and raises if one reads a parameter that was stepped."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, bucket_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,7 +62,7 @@ class _StagedSteps(TorchDispatchMode):
         self._bucket_bytes = bucket_bytes
         self._under_way: BackwardPass | None = None
         self._stepped: dict[int, str] = {}
-        """By the keys of their storages: parameters that have their new values."""
+        """The parameters that have their new values, by the keys of their storages."""
         self._is_stepping = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

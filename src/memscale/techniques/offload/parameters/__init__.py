@@ -1,6 +1,6 @@
-"""Parameter streaming (exact): homes on the host, visits to the device, and what follows from it.
+"""Parameter streaming (exact): parameters have homes on the host and visit the device.
 
-Blocks are streamed one by one; what is left of the model beside them (embeddings, norms, heads) as a whole.
+Blocks are streamed one by one; the rest of the model (embeddings, norms, heads) is streamed as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memscale._planning.planner import Planner
 
 HOST_KERNELS = ("cpu", "simgpu")
-"""Devices that compute with the host's own kernels: what the host steps has the bits that they would have."""
+"""Devices that compute with the host's own kernels, so that a step on the host has the same bits as one there."""
 
 
 def _hindrance(config: Config, hardware: Hardware) -> str:
@@ -60,7 +60,7 @@ def _outcome(actions: Sequence[StreamParameters]) -> str:
     return f"the parameters of {len(actions)} blocks"
 
 
-# ---- what is left beside the blocks
+# ---- the rest of the model beside its blocks
 
 
 def _rest_values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
@@ -91,7 +91,7 @@ def _rehearse(planner: Planner, config: Config) -> None:
 
 
 def _note(device_type: str, names: frozenset[str]) -> str:
-    """Where the same bits as the plain model's are not promised, though nothing of the plan is an approximation."""
+    """Say where bits may differ from the plain model's although nothing of the plan is an approximation."""
     if device_type in HOST_KERNELS or "device step" in names:
         return ""
     return (

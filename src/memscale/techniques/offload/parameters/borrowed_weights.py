@@ -1,13 +1,13 @@
 """A streamed weight outside of its layer: lazy logits hold the head's weight until their loss, and long after it.
 
-Such a weight is there while it is used and hollow in between: the tensor, its place in the graph and its shape stay,
-its memory goes. Who keeps a weight asks for its lender, and uses the weight inside `present()`:
+Such a weight has its values while it is used and is hollow in between: the tensor, its place in the graph and its shape
+stay, its memory is freed. Code that keeps a weight asks for its lender, and uses the weight inside `present()`:
 
     lender = getattr(weight, "memscale_lender", None)
     with lender.present():
         ...
 
-Nobody else needs to know: until the first `present()` has ended, the weight is an ordinary tensor.
+Other code need not know about this: until the first `present()` has ended, the weight is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTRIBUTE = "memscale_lender"
 
 
 def hollow_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of that shape with the memory of one element, on this device."""
+    """Return a tensor of this shape, on this device, with the memory of one element."""
     line = torch.empty(1, dtype=tensor.dtype, device=device)
     shape = tuple(tensor.shape)
     return private.tensor_over(line.untyped_storage(), tensor.dtype, device, 0, shape, (0,) * len(shape))
@@ -36,7 +36,7 @@ class Lender:
     """Brings one visiting weight back when it is used outside of its layer."""
 
     def __init__(self, weight: torch.Tensor, parameter: torch.Tensor, streamer: Streamer) -> None:
-        self._weight = weakref.ref(weight)  # it holds us
+        self._weight = weakref.ref(weight)  # the weight holds this object
         self._parameter = weakref.ref(parameter)
         self._stamps = Stamp.of([parameter])
         self._streamer = streamer
@@ -44,7 +44,7 @@ class Lender:
         self._lock = threading.Lock()
         self.is_away = False
         self.is_used = False
-        """Somebody keeps the weight and will ask for it."""
+        """Whether other code keeps the weight and will ask for it."""
 
     def attach(self) -> None:
         setattr(self._weight(), ATTRIBUTE, self)
@@ -60,7 +60,7 @@ class Lender:
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
-        """The weight has its values inside, and no memory afterwards."""
+        """Give the weight its values inside of this context, and free its memory afterwards."""
         with self._lock:
             self._arrive()
             self._users += 1

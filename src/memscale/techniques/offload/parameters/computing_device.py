@@ -1,11 +1,11 @@
-"""A streamed model says that it is where it computes, although some of its parameters are at home, on the host.
+"""A streamed model reports the device on which it computes, although some of its parameters are at home on the host.
 
     computing_device.attach(model, device, undo)
     batch.to(model.device)           # what programs write, and what `generate()` does
 
 Models of `transformers` and others have a property `device` that looks at their first parameter. While a model is
-streamed, that property answers for it and for its parts with the device that it computes on; for all other models of
-the same class it looks as ever.
+streamed, that property returns, for the model and for its parts, the device on which the model computes. For all other
+models of the same class it looks at the first parameter as before.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from memscale._torch.overrides import undo_with
 
 
 def attach(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
-    """Until undone, or until the model is gone."""
+    """Let the model's `device` be the device that it computes on, until undone or until the model is gone."""
     parts = _Parts(model, device)
     for owner in {owner for module in model.modules() if (owner := _owner_of_property(type(module))) is not None}:
         undo_with(model, intercept(owner, "device", parts.answer), undo)
 
 
 class _Parts:
-    """The parts of one streamed model; they are not kept alive by this."""
+    """The parts of one streamed model. This object does not keep them alive."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        # By id: a user's module may have an equality of its own.
+        # Modules are compared by id, because a user's module may define its own equality.
         self._modules = {id(module): weakref.ref(module) for module in model.modules()}
         self._device = device
 

@@ -1,9 +1,9 @@
 """A streamed layer that uses `torch.utils.checkpoint` itself.
 
-What the layer checkpoints would be computed again when the layer's own recompute is over and its parameters are home.
-The layer is computed again as a whole anyway, so inside of it a checkpoint computes its function as if it were not
-there. That is the same for the form that is not reentrant. The reentrant one differs: it gives no gradients where no
-input needs any, and runs a backward pass of its own. It is refused, as is a `context_fn`, which may change the result.
+A part that the layer checkpoints would be computed again when the layer's own recompute is over and its parameters are
+home. The whole layer is recomputed anyway, so a checkpoint inside of it only calls its function. The result is the same
+for the non-reentrant form. The reentrant form differs: it gives no gradients where no input needs any, and it runs a
+backward pass of its own. It is refused, and so is a `context_fn`, which may change the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INSIDE = _Inside()
 
 @contextlib.contextmanager
 def seen_through(module_fqn: str) -> Iterator[None]:
-    """Inside, checkpoints of the layer's own are as if they were not there."""
+    """Let the layer's own checkpoints only call their functions inside of this context."""
     _INSIDE.module_fqns.append(module_fqn)
     try:
         yield
@@ -41,7 +41,7 @@ def seen_through(module_fqn: str) -> Iterator[None]:
 
 
 def _is_inside() -> bool:
-    return bool(_INSIDE.module_fqns) and torch.is_grad_enabled()  # else nothing is computed again
+    return bool(_INSIDE.module_fqns) and torch.is_grad_enabled()  # without gradients nothing is computed again
 
 
 def _refuse(option: str) -> None:
@@ -53,7 +53,7 @@ def _refuse(option: str) -> None:
 
 
 class _Patch:
-    """In place while anybody streams."""
+    """The replacement of `torch.utils.checkpoint`, in place while any model is streamed."""
 
     def __init__(self) -> None:
         self._num_users = 0
@@ -77,6 +77,6 @@ _PATCH = _Patch()
 
 
 def attach(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Until undone, or until the model is gone, streamed layers may use checkpoints of their own."""
+    """Let streamed layers use checkpoints of their own, until undone or until the model is gone."""
     _PATCH.enter()
     undo_with(model, _PATCH.leave, undo)

@@ -2,14 +2,14 @@
 
 The `Parameter` objects stay the same; only their data moves. For asynchronous copies a home is pinned memory.
 
-NOTE [a storage of its own]: homes share pinned segments (see NOTE [pinned rounding] in host.py), but a parameter whose
-storage is a window of a larger one is odd: saving it saves the whole, and safetensors refuses it. So each home is a
-storage over its own stretch of the segment. It keeps the segment alive, whoever else holds it, and gives the stretch
-back when it dies.
+NOTE [a storage of its own]: homes share pinned segments (see NOTE [pinned rounding] in host.py). A parameter must not
+be a window of a larger storage: saving it would save the whole, and safetensors refuses it. So each home is a storage
+over its own stretch of the segment. It keeps the segment alive, whoever else holds it, and returns the stretch when it
+is freed.
 
-NOTE [from plan to plan]: between two plans that both stream, the device may have no room for what both of them keep at
-home. So homes are handed over: `restore` leaves there what the next plan streams, too, brings home what that one adds,
-and only then lets the rest go to the device. The next `move_in` goes on from there.
+NOTE [from plan to plan]: between two plans that both stream, the device may have no room for the parameters that both
+of them keep at home. So homes are handed over: `restore` leaves at home what the next plan streams too, brings home
+what the next plan adds, and only then moves the rest to the device. The next `move_in` continues from there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LARGEST_SEGMENT_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A place in a module where a parameter or a buffer is kept. Holds the module weakly: a model dies as usual."""
+    """A place in a module where a parameter or a buffer is kept. It does not keep the module alive."""
 
     module: weakref.ref[nn.Module]
     name: str
@@ -64,7 +64,7 @@ def slots_of(modules: Iterable[nn.Module], *, buffers: bool = False) -> list[Slo
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors in groups that share memory; most groups have one member."""
+    """Return the tensors in groups that share memory; most groups have one member."""
     spans: list[tuple[int, int, int, torch.Tensor]] = []
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         is_strided = tensor.layout is torch.strided
@@ -91,18 +91,18 @@ class Homes:
     def __init__(self, device: torch.device, store: Store | None) -> None:
         self.device = device
         self.store = store
-        """Pinned memory for homes; None: plain memory. A store without bytes: fake tensors."""
+        """The pinned memory for homes. None means plain memory; a store without bytes is for fake tensors."""
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()  # by address
         self._devices: list[tuple[Slot, torch.device]] = []
         self._replaced: dict[int, torch.Tensor] = {}
         self._next: set[int] | None = None
-        """Ids of the parameters that the next plan streams; None: there is no next one."""
+        """The ids of the parameters that the next plan streams; None means that there is no next plan."""
         self.host = CPU
 
     # -------------------------------------------------------------------------------------------------- moving in
 
     def move_in(self, model: nn.Module, streamed: set[int]) -> None:
-        """`streamed`: ids of the parameters that go home. Undone by `restore`, also half-way."""
+        """Move the parameters with the ids `streamed` home. `restore` undoes it, even if it failed half-way."""
         slots = slots_of(model.modules(), buffers=True)
         came_from = {id(slot.get()): device for slot, device in self._devices}  # see NOTE [from plan to plan]
         self._devices = [(slot, came_from.get(id(slot.get()), slot.get().device)) for slot in slots]
@@ -114,7 +114,7 @@ class Homes:
             self._fake_in(slots, streamed)
             return
         self.presize([p for p in staying if self.ticket_of(p) is None])
-        for group in sorted(overlapping(staying), key=lambda group: -group[0].nbytes):  # large first packs best
+        for group in sorted(overlapping(staying), key=lambda group: -group[0].nbytes):  # large first fills best
             self._bring_home(group)
         for group in overlapping(slot.get() for slot in slots if id(slot.get()) not in streamed):
             _relocate(group, self.device)
@@ -129,7 +129,7 @@ class Homes:
             _relocate(group, CPU)
 
     def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values and strides in memory that asynchronous copies can read."""
+        """Return a tensor of the same values and strides in memory that asynchronous copies can read."""
         layout = dataclasses.replace(Layout.of(tensor), device=self.device)
         if self.store is None or layout.has_gaps or not layout.num_bytes:
             return tensor.to(CPU)
@@ -147,7 +147,7 @@ class Homes:
         return home
 
     def ticket_of(self, parameter: torch.Tensor) -> Ticket | None:
-        """The claim on a parameter's home, if it is there, unchanged in form."""
+        """Return the ticket of a parameter's home, if the parameter is there, with its dtype, shape and strides."""
         if private.is_fake(parameter):
             assert self.store is not None
             return self.store.reserve(dataclasses.replace(Layout.of(parameter), device=self.device))
@@ -163,7 +163,7 @@ class Homes:
         return ticket if same else None
 
     def presize(self, tensors: list[torch.Tensor]) -> None:
-        """Take large segments at once for tensors like these: they pack into them with little waste."""
+        """Take large segments for tensors of these sizes in advance, so that little of them is wasted."""
         if not isinstance(self.store, HostStore):
             return
         sizes = [round_up(p.nbytes, PART_BYTES) for p in {id(p): p for p in tensors}.values()]
@@ -173,7 +173,7 @@ class Homes:
                 undo.callback(self.store.free, self.store.reserve(layout))
 
     def _fake_in(self, slots: list[Slot], streamed: set[int]) -> None:
-        """Fake data cannot change its device: stand-ins take the parameters' places."""
+        """Put stand-ins in place of fake parameters, whose data cannot change its device."""
         stand_ins: dict[int, nn.Parameter] = {}
         for slot in slots:
             parameter = slot.get()
@@ -192,14 +192,14 @@ class Homes:
         return self._next is not None
 
     def hand_over(self, streamed: set[int]) -> None:
-        """Let the next `restore` be one for a plan that streams these parameters, by id. `keep` takes it back."""
+        """Let the next `restore` prepare for a plan that streams the parameters with these ids. `keep` revokes it."""
         self._next = streamed
 
     def keep(self) -> None:
         self._next = None
 
     def restore(self) -> None:
-        """Everything back to the device that it came from. What does not fit there stays home and is told."""
+        """Move everything back to the device that it came from. What does not fit stays home, and that is raised."""
         if self._next is not None:
             self._rearrange(self._next)
             return
@@ -211,15 +211,15 @@ class Homes:
             elif tensor is not None and not private.is_fake(tensor):
                 by_device.setdefault(device, []).append(tensor)
         self._devices, self._replaced = [], {}
-        # To the host first: it makes room on the device.
+        # What belongs on the host moves first, because that makes room on the device.
         for device, tensors in sorted(by_device.items(), key=lambda item: item[0].type != "cpu"):
             self._move_out(tensors, device)
 
     def _rearrange(self, streamed: set[int]) -> None:
-        """See NOTE [from plan to plan]."""
+        """Bring home what the next plan streams, and move the rest out. See NOTE [from plan to plan]."""
         parameters = {id(p): p for slot, _ in self._devices if not slot.is_buffer and (p := slot.get()) is not None}
         going = [p for number, p in parameters.items() if number in streamed]
-        # Where the host has no room for both, it has when the others have left: `move_in` brings what is missing.
+        # If the host has no room yet, it has when the others have left: `move_in` then brings what is missing.
         with contextlib.suppress(StoreFullError):
             for group in sorted(overlapping(going), key=lambda group: -group[0].nbytes):
                 self._bring_home(group)
@@ -239,7 +239,7 @@ class Homes:
 
 
 def _segment_sizes(sizes: list[int], largest: int) -> Iterator[int]:
-    """Powers of two that hold these sizes, the last ones small."""
+    """Return powers of two that hold tensors of these sizes; the last ones are small."""
     left = sum(sizes)
     for size in sorted(sizes, reverse=True):
         while left >= size > 0:
@@ -251,7 +251,7 @@ def _segment_sizes(sizes: list[int], largest: int) -> Iterator[int]:
 
 
 def tensor_over(memory: torch.Tensor, ticket: Ticket, layout: Layout) -> torch.Tensor:
-    """See NOTE [a storage of its own]."""
+    """Return a tensor whose storage is exactly this memory. See NOTE [a storage of its own]."""
     buffer = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
     weakref.finalize(buffer, _let_go, memory, ticket).atexit = False
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -259,11 +259,11 @@ def tensor_over(memory: torch.Tensor, ticket: Ticket, layout: Layout) -> torch.T
 
 
 def _let_go(memory: torch.Tensor, ticket: Ticket) -> None:
-    """Dropping the references is all: a ticket that dies unfreed is swept by its store."""
+    """Drop the references. That suffices: a store frees tickets that nobody holds."""
 
 
 def unviewed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view: what a custom autograd function may return as its own."""
+    """Return a tensor of the same memory that is no view, which a custom autograd function may return as its own."""
     return private.tensor_over(
         tensor.untyped_storage(),
         tensor.dtype,
@@ -275,21 +275,28 @@ def unviewed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _relocate(group: list[torch.Tensor], device: torch.device, *, anew: bool = False) -> None:
-    """Move tensors that share memory together; afterwards they share it still."""
+    """Move tensors that share memory, and their gradients."""
     if not anew and all(tensor.device == device for tensor in group):
         return
-    if len(group) == 1 and not is_expanded(group[0]):
+    relocate(group, device)
+    for tensor in group:
+        _move_gradient(tensor, device)
+
+
+def relocate(group: list[torch.Tensor], device: torch.device) -> None:
+    """Move tensors that share memory together, so that the same objects still share it afterwards."""
+    if group[0].layout is not torch.strided:
+        _put(group[0], group[0].detach().to(device))
+    elif len(group) == 1 and not is_expanded(group[0]):
         tensor = group[0]
         fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         _put(tensor, fresh.copy_(tensor.detach()))
     else:
         _relocate_shared(group, device)
-    for tensor in group:
-        _move_gradient(tensor, device)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several of its elements are one in memory."""
+    """Whether several elements of the tensor have the same place in memory."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -315,7 +322,7 @@ def _move_gradient(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 class StayHome(MethodOverride):
-    """A module's `_apply`: `model.to(device)` leaves its streamed parameters at home; a new dtype they take on."""
+    """A module's `_apply`: `model.to()` leaves its streamed parameters at home, but changes their dtype."""
 
     method = "_apply"
 
@@ -341,7 +348,7 @@ class StayHome(MethodOverride):
 
 
 def _changed_at_home(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """What `fn` does to the tensor, but for the change of device."""
+    """Return what `fn` makes of the tensor, on the tensor's own device."""
     probe = fn(torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
     if probe.device == tensor.device:
         return fn(tensor)

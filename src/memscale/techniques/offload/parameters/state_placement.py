@@ -1,10 +1,10 @@
-"""What follows a parameter to another device: its optimizer's state, and the scale of its gradients.
+"""An optimizer's state, and the scale of gradients, follow parameters to another device.
 
 NOTE [scale on the host]: `torch.amp.GradScaler` copies its scale to the devices of the gradients without blocking and
-uses the copy at once. To the host that is a race, which real devices lose rarely and silently. While gradients live on
-the host, such copies block: in the scaler's replicator, and for fused optimizers, which copy the scale themselves, by
-handing them a copy on the host. Fused optimizers skip a step if `found_inf` is 1, but the scaler hands them the sum
-over devices, which is 2 if two of them overflowed: they get 1.
+uses the copy at once. A copy to the host is a race then, which goes wrong rarely and silently on real devices. While
+gradients live on the host, such copies block in the scaler's replicator. Fused optimizers copy the scale themselves, so
+they are given a copy on the host. They skip a step if `found_inf` is 1, but the scaler passes the sum over devices,
+which is 2 if two of them overflowed: they are given 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Followers(StepWatcher):
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.leaves_adopted = False
-        """Whoever has taken over an optimizer's steps moves its state, in pieces."""
+        """Whether optimizers that were taken over are left alone: whoever steps them moves their state, in pieces."""
         self._moved_scalars: set[tuple[int, str]] = set()
         """Counters that some optimizers keep beside the parameter, by the parameter's id and their name."""
 
@@ -53,7 +53,7 @@ class Followers(StepWatcher):
         return owns_any(optimizer, (reference() for reference in self._parameters.values()))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer that was out of reach until now (unpickled, made by others) is caught here."""
+        """Move the state of an optimizer that was out of reach until now (unpickled, or made by a library)."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._follow(optimizer)
@@ -71,10 +71,10 @@ class Followers(StepWatcher):
         if self.leaves_adopted and is_taken_over(optimizer):
             return
         every = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-        # To the host first: it makes room on the device.
+        # State of the host's parameters moves first, because that makes room on the device.
         for parameter, group in sorted(every, key=lambda pair: pair[0].device.type != "cpu"):
             state = optimizer.state.get(parameter) if self._is_ours(parameter) else None
-            if type(state) is dict:  # anything else is somebody's who looks after it
+            if type(state) is dict:  # any other type belongs to an object that moves it itself
                 self._move_state(state, parameter, group)
 
     def _move_state(self, state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def stays_on_host(name: str, value: torch.Tensor, group: dict[str, Any]) -> bool
 
 
 def _scale_on_host(optimizer: Any) -> None:
-    """See NOTE [scale on the host]."""
+    """Let scales be copied to the host safely. See NOTE [scale on the host]."""
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if isinstance(scale, torch.Tensor):
         optimizer.grad_scale = scale.cpu()
@@ -121,7 +121,7 @@ def _blocking_get(get: Callable[..., torch.Tensor], replicator: Any, device: tor
 
 
 def attach(model: nn.Module, undo: contextlib.ExitStack) -> Followers:
-    """Until undone, or until the model is gone, state follows parameters and scales are copied safely."""
+    """Let state follow parameters and copy scales safely, until undone or until the model is gone."""
     followers = Followers(model)
     undo.callback(followers.release)
     undo_with(model, watch_steps(followers), undo)

@@ -1,4 +1,4 @@
-"""Streamed parameters visit the device once more in a training step: to be stepped there.
+"""Streamed parameters visit the device once more in a training step, to be stepped there.
 
     visits = StepVisits(streamer)
     weight, gradient = visits.bring(parameter), visits.bring_gradient(parameter)    # on their way, or there
@@ -6,11 +6,11 @@
     visits.let_go(parameter)                    # the device memory that they are copied from is free
     visits.wait_until_home()                    # from here on homes may be read and written by the host
 
-Who steps them is in `offload/optimizer` (guests.py), which knows of nobody who streams but by `Streams`.
+They are stepped by `offload/optimizer` (guests.py), which knows a streamer only by the protocol `Streams`.
 
-NOTE [homes after a step]: a program may look at its parameters, or write to them, as soon as `step()` has returned. So
-the host waits, once, for the last copy into a home; it comes after all others on its stream, and after all copies out
-of homes that were stepped. What was fetched ahead for a step that failed is used by nobody.
+NOTE [homes after a step]: a program may read its parameters, or write to them, as soon as `step()` has returned. So the
+host waits, once, for the last copy into a home. That copy comes after all others on its stream, and after all copies
+out of the homes that were stepped. Copies that were fetched ahead for a step that failed are not used.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def _part(ticket: Ticket, stretch: Stretch) -> Ticket:
 
 
 class StepVisits:
-    """Of the parameters of one streamer."""
+    """The visits of one streamer's parameters to be stepped."""
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
         self._leaving: dict[tuple[int, int], Ticket] = {}
-        """By parameter id and first element: copies to homes whose sources are still held."""
+        """The copies to homes whose sources are still held, by parameter id and first element."""
         self._last_written: torch.Event | None = None
 
     @property
@@ -45,7 +45,7 @@ class StepVisits:
         return self._streamer.parameters()
 
     def bring(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Arrival | torch.Tensor:
-        """The parameter's values, or those of a stretch of its elements."""
+        """Fetch the parameter's values, or those of a stretch of its elements."""
         return self._brought(parameter.detach(), self._home_of(parameter), stretch)
 
     def bring_gradient(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> Arrival | torch.Tensor:
@@ -67,7 +67,7 @@ class StepVisits:
         return arrival
 
     def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None:
-        """These values become the parameter's."""
+        """Start copying these values home, where they become the parameter's."""
         ticket = self._home_of(parameter)
         if ticket is None:
             with torch.no_grad():
@@ -85,7 +85,7 @@ class StepVisits:
             self._streamer.transfers.wait_sent(ticket)
 
     def wait_until_home(self) -> None:
-        """See NOTE [homes after a step]."""
+        """Block until homes may be read and written. See NOTE [homes after a step]."""
         while self._leaving:
             self._streamer.transfers.wait_sent(self._leaving.popitem()[1])
         if self._last_written is not None:

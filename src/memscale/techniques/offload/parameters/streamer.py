@@ -1,15 +1,16 @@
 """The `Streamer`: parameters on their way to the device, gradients on their way home.
 
 NOTE [visits]: with overlap, the layer that came next the last time is fetched while the current one computes, and the
-last layer stays for the backward that follows. What is fetched ahead belongs to what will need it: the model's forward,
-the graph (the last layer), the backward pass. When that ends, also by an exception, or dies (a loss thrown away), so do
-the copies. A visit is used only in the place of the sequence that it was fetched for and only if every parameter
-is still the same object with the same version; else it is fetched again.
+last layer stays on the device for the backward that follows. Copies that are fetched ahead belong to what will need
+them: the model's forward, the graph (the last layer) or the backward pass. When their owner ends, also by an exception,
+or is freed (a loss that is thrown away), so are the copies. A visit is used only in the place of the sequence that it
+was fetched for, and only if every parameter is still the same object with the same version; otherwise the parameters
+are fetched again.
 
-NOTE [homes are written to only after they were read]: the optimizer, or anyone, may write to a home once the layer is
-done, so the host waits, after it has launched a layer's compute, for the copies that this compute began with; and
-for those that were fetched for nothing. Nothing is fetched ahead outside of the model's own forward and backward, where
-nobody could tell when that would be.
+NOTE [homes are written to only after they were read]: the optimizer, or other code, may write to a home once the layer
+is done. So the host waits, after it has launched a layer's compute, for the copies with which this compute began, and
+for copies that were fetched and not used. Nothing is fetched ahead outside of the model's own forward and backward,
+because there the end of such a use would not be known.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
 logger = logging.getLogger("memscale")
 
 LANDING_BYTES = 128 * 1024 * 1024
-"""Pinned memory in which gradients arrive."""
+"""The bytes of pinned memory in which gradients arrive."""
 
 
 class Direction(enum.Enum):
@@ -53,7 +54,7 @@ Stop = tuple[int, Direction]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stamp:
-    """What must not change between two uses of a layer's parameters."""
+    """The properties of a parameter that must not change between two uses of its layer."""
 
     parameter_id: int
     version: int
@@ -65,23 +66,23 @@ class Stamp:
 
 
 class Visit:
-    """Device copies of one layer's parameters, there or on their way."""
+    """Device copies of one layer's parameters, which are there or on their way."""
 
     def __init__(self, parameters: list[torch.Tensor], arrivals: list[Arrival | torch.Tensor], place: int) -> None:
         self.parameters = parameters
         self.stamps = Stamp.of(parameters)
         self.place = place
-        """The number of the fetch that it is meant for."""
+        """The number of the fetch for which it is meant."""
         self.arrivals = arrivals
         self.events = [a.event for a in arrivals if isinstance(a, Arrival) and a.event is not None]
 
     def weights(self) -> list[torch.Tensor]:
-        """The copies, for the current stream."""
+        """Return the copies; the current stream waits for them."""
         return [unviewed(a.wait()) if isinstance(a, Arrival) else a for a in self.arrivals]
 
     def leave_homes(self) -> None:
-        """The host waits until the homes have been read. See NOTE [homes are written to only after they were read]."""
-        for event in self.events[-1:]:  # one stream, in order
+        """Wait on the host until homes have been read. See NOTE [homes are written to only after they were read]."""
+        for event in self.events[-1:]:  # the copies are on one stream, in order
             stream_order.order(None, event, "host after weights")
         self.events = []
 
@@ -93,18 +94,18 @@ class Landing:
     """A gradient on its way home."""
 
     def __init__(self, ticket: Ticket, home: torch.Tensor | None) -> None:
-        """`home`: memory that it is copied on to, out of the way of others; None: it stays where it lands."""
+        """`home` is the memory into which the gradient is copied after it landed; None if it stays where it lands."""
         self.num_bytes = 0 if home is None else ticket.num_bytes
         self._ticket: Ticket | None = ticket
         self._home: torch.Tensor | None = home
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Complete the gradient, in whichever thread needs it first; then let go of it."""
+        """Complete the gradient, in whichever thread needs it first, and free the memory in which it landed."""
         with self._lock:
             (ticket, self._ticket), (home, self._home) = (self._ticket, None), (self._home, None)
             if ticket is None or ticket.store.closed:
-                return  # closed: the pass failed and was taken off before its gradients landed; nobody waits for them
+                return  # the pass failed and the plan was undone before its gradients landed: nobody needs them
             if ticket.written is not None:
                 stream_order.order(None, ticket.written, "host after gradient")
             if home is None:
@@ -115,16 +116,16 @@ class Landing:
 
 
 class LandedGradients:
-    """Gradients in the pinned memory in which they have landed: the device reads them there again, to be stepped with.
+    """Gradients in the pinned memory in which they landed. The device reads them from there for the optimizer's step.
 
-    They are the user's: a gradient that dies gives its memory back.
+    They belong to the user: the memory is returned when a gradient is freed.
     """
 
     def __init__(self) -> None:
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()  # by address
 
     def home_of(self, ticket: Ticket) -> torch.Tensor | None:
-        """The gradient where it lands; None where that is not in one piece."""
+        """Return the gradient where it lands; None if that memory is not in one piece."""
         memory = ticket.store.memory_of(ticket) if ticket.store.keeps_bytes else []
         if len(memory) != 1 or ticket.layout.has_gaps:
             return None
@@ -133,7 +134,7 @@ class LandedGradients:
         return home
 
     def ticket_of(self, gradient: torch.Tensor) -> Ticket | None:
-        """The claim on a gradient's memory, if it is still where it has landed, unchanged in form."""
+        """Return the ticket of a gradient, if it is still where it landed, with unchanged dtype, shape and strides."""
         ticket = self._tickets.get(gradient.data_ptr()) if gradient.layout is torch.strided else None
         if ticket is None or ticket.freed or ticket.store.closed:
             return None
@@ -142,7 +143,7 @@ class LandedGradients:
 
 
 class Flight:
-    """One backward pass: visits fetched ahead, and gradients on their way. Dies with the pass, however that ends."""
+    """One backward pass: visits fetched ahead, and gradients on their way. It ends with the pass, in whatever way."""
 
     def __init__(self, transfers: Transfers) -> None:
         self.ahead: dict[int, Visit] = {}
@@ -151,7 +152,7 @@ class Flight:
         self._landings: collections.deque[Landing] = collections.deque()
 
     def send(self, gradient: torch.Tensor) -> Ticket | None:
-        """Start a gradient's way home; None if there is no pinned memory for it."""
+        """Start copying a gradient home; return None if there is no pinned memory for it."""
         while True:
             try:
                 return self._transfers.send(gradient)
@@ -162,7 +163,7 @@ class Flight:
     def expect(self, ticket: Ticket, landing: Landing) -> None:
         self._sent.append(ticket)
         self._landings.append(landing)
-        # Pinned memory for arrivals stays bounded, however far behind the other thread is.
+        # The pinned memory for arrivals stays bounded, however far behind the other thread is.
         while sum(one.num_bytes for one in [*self._landings]) > LANDING_BYTES:
             self._land_oldest()
 
@@ -184,7 +185,7 @@ class Flight:
 
 
 class Passage:
-    """One use of one parameter in one graph: where its gradient goes, and what is on the way."""
+    """One use of one parameter in one graph: where its gradient goes, and the gradient on its way there."""
 
     def __init__(self, streamer: Streamer, parameter: torch.Tensor, module_fqn: str) -> None:
         self.streamer = streamer
@@ -194,7 +195,7 @@ class Passage:
 
 
 class Layer(Protocol):
-    """What is streamed."""
+    """A streamed layer, as the streamer sees it."""
 
     needs_weights_in_backward: bool
 
@@ -203,25 +204,25 @@ class Layer(Protocol):
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class Expectation:
-    """What one forward leaves for its backward. Lives with the graph."""
+    """What one forward leaves for its backward. It lives as long as the graph."""
 
     stamps: tuple[Stamp, ...]
     kept: Visit | None = None
     """This layer's own copies, kept for a backward that follows at once."""
     tails: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """By parameter id: where the gradients of later calls are added. See NOTE [order of sums] in sum_order.py."""
+    """The tensors to whose gradients later calls add, by parameter id. See NOTE [order of sums] in sum_order.py."""
 
 
 @dataclasses.dataclass(slots=True)
 class StreamStats:
-    """What was streamed so far."""
+    """Counts of what has been streamed so far."""
 
     transfers: TransferStats
     pinned: StoreCounters
-    """Homes and gradients on their way; 0 without overlap, when both are in plain memory."""
+    """The memory of homes and of gradients on their way; 0 without overlap, when both are in plain memory."""
     num_visits: int = 0
     num_hits: int = 0
-    """Visits that had been fetched ahead or kept."""
+    """The number of visits that had been fetched ahead or kept."""
 
 
 class Streamer:
@@ -237,7 +238,7 @@ class Streamer:
         self.prefetch_depth = prefetch_depth if overlaps else 0
         self.homes = homes
         self.stats = StreamStats(transfers.stats, self.store.counters)
-        # Makes checkpoint save this device's random state, whatever the layer's arguments are.
+        # This tensor makes checkpoint save the device's random state, whatever the layer's arguments are.
         self.anchor = torch.empty(0, device=device)
         self.layers: list[weakref.ref[Layer]] = []
         self._fetches = 0
@@ -245,13 +246,13 @@ class Streamer:
         self._next: dict[Stop, Stop] = {}
         self._pending: list[weakref.WeakSet[Expectation]] = []
         self.is_in_forward = False
-        """Of the model, as opposed to that of a single layer."""
+        """Whether the forward of the model runs, as opposed to that of a single layer."""
         self._ahead: dict[int, Visit] = {}
-        """For the layers that come next in forward."""
+        """The visits fetched ahead for the layers that come next in forward."""
         self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
         self.tails = Tails(device)
         self.landed: LandedGradients | None = None
-        """Gradients that wait for the device to step their parameters; None: the host reads them first."""
+        """The gradients that wait for a step on the device; None if the host steps the parameters."""
 
     def add(self, layer: Layer) -> None:
         self.layers.append(weakref.ref(layer))
@@ -265,7 +266,7 @@ class Streamer:
         }
 
     def parameters(self) -> list[torch.Tensor]:
-        """All that are streamed, as they are now."""
+        """Return all parameters that are streamed now."""
         layers = [layer for reference in self.layers if (layer := reference()) is not None]
         return [parameter for layer in layers for parameter in layer.parameters()]
 
@@ -278,7 +279,7 @@ class Streamer:
         return Visit(parameters, [self.bring(parameter) for parameter in parameters], place)
 
     def bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
-        """One parameter's values, on their way to the device or there."""
+        """Start copying one parameter's values to the device."""
         ticket = self.homes.ticket_of(parameter) if self.homes.store is not None else None
         if ticket is not None:
             return self.transfers.fetch(ticket)
@@ -287,14 +288,14 @@ class Streamer:
             return copy.copy_(parameter)
 
     def bring_one(self, parameter: torch.Tensor) -> torch.Tensor:
-        """One parameter's copy, for the current stream, out of turn."""
+        """Return a copy of one parameter for the current stream, outside of the sequence of visits."""
         visit = Visit([parameter], [self.bring(parameter)], -1)
         weight = visit.weights()[0]
         visit.leave_homes()
         return weight
 
     def _arrive(self, stop: Stop) -> int:
-        """Note where we are; returns the number of this fetch."""
+        """Note this place in the sequence, and return the number of this fetch."""
         before, self._last = self._last, stop
         if before is not None and _follows(before, stop):
             self._next[before] = stop
@@ -303,7 +304,7 @@ class Streamer:
         return self._fetches
 
     def _take(self, ahead: dict[int, Visit], index: int, place: int) -> Visit:
-        """The visit that was fetched for this place; else a new one."""
+        """Return the visit that was fetched for this place, or a new one."""
         visit = ahead.pop(index, None)
         layer = self.layers[index]()
         assert layer is not None
@@ -314,7 +315,7 @@ class Streamer:
         return self._load(index, place)
 
     def _look_ahead(self, stop: Stop, place: int, before: dict[int, Visit], after: dict[int, Visit]) -> None:
-        """Fetch for the stops that follow in the same direction, unless that is done already."""
+        """Fetch ahead for the stops that follow in the same direction, unless that was done already."""
         for distance in range(1, self.prefetch_depth + 1):
             following = self._next.get(stop)
             if following is None or following[1] is not stop[1] or following[0] in after:
@@ -328,12 +329,12 @@ class Streamer:
             after[stop[0]] = visit
 
     def _needed_in_backward(self, index: int) -> bool:
-        """Not if no graph waits for it (a frozen layer), nor if its backward reads no weights."""
+        """Whether a graph waits for this layer (not if it is frozen) and its backward reads weights."""
         layer = self.layers[index]()
         return layer is not None and layer.needs_weights_in_backward and bool(self._pending[index])
 
     def fetch_forward(self, index: int, notes: Expectation | None) -> Visit:
-        """Without notes there will be no backward."""
+        """Return the visit of a layer in forward. `notes` is None where no backward will follow."""
         stop = (index, Direction.INFERENCE if notes is None else Direction.FORWARD)
         place = self._arrive(stop)
         before, self._ahead = self._ahead, {}
@@ -366,8 +367,13 @@ class Streamer:
         return len(self._pending[index]) > 1
 
     def drop_ahead(self) -> None:
-        """Nobody will use what was fetched ahead."""
+        """Drop the visits that were fetched ahead."""
         self._ahead = {}
+
+    def let_go(self) -> None:
+        """Between two steps: keep no memory on the device."""
+        self.drop_ahead()
+        self.tails.let_go()
 
     # -------------------------------------------------------------------------------------------------------- home
 
@@ -381,7 +387,7 @@ class Streamer:
         return flight
 
     def send_home(self, gradient: torch.Tensor, passage: Passage) -> torch.Tensor:
-        """The gradient in host memory; complete when the passage's landing has been waited for."""
+        """Return the gradient in host memory. It is complete when the passage's landing has been waited for."""
         if gradient.device == passage.host or not self._overlaps_for(gradient) or gradient.nbytes > LANDING_BYTES:
             return self._send_now(gradient, passage)
         if not _is_dense(gradient):
@@ -399,13 +405,13 @@ class Streamer:
         return home
 
     def _send_now(self, gradient: torch.Tensor, passage: Passage) -> torch.Tensor:
-        if gradient.device == passage.host and not self.store.keeps_bytes:  # a rehearsal on fake host tensors
+        if gradient.device == passage.host and not self.store.keeps_bytes:  # this is a rehearsal on fake host tensors
             self.transfers.stats.num_sends += 1
             self.transfers.stats.bytes_sent += gradient.nbytes if gradient.layout is torch.strided else 0
         return gradient.to(passage.host)
 
     def keep_gradients(self) -> None:
-        """Gradients stay in the pinned memory in which they land, of which there is to be enough for all of them."""
+        """Let gradients stay in the pinned memory in which they land, and take enough of it for all of them."""
         if self.overlaps and self.store.keeps_bytes and self.landed is None:
             self.landed = LandedGradients()
             self.homes.presize([p for p in self.parameters() if p.requires_grad])
@@ -420,10 +426,10 @@ class Streamer:
         try:
             self.store.free(self.store.reserve(Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)))
         except StoreFullError:
-            logger.info("the host budget leaves little room for gradients on their way: they land one by one")
+            logger.info("the host budget leaves little room for gradients on their way, so they land one by one")
 
     def _overlaps_for(self, gradient: torch.Tensor) -> bool:
-        # Anomaly detection looks into every gradient at once, before it could arrive.
+        # Anomaly detection reads every gradient at once, before it could have arrived.
         return self.overlaps and gradient.layout is torch.strided and not torch.is_anomaly_enabled()
 
 
@@ -432,7 +438,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _follows(before: Stop, stop: Stop) -> bool:
-    """Whether the second stop may be expected after the first the next time, too."""
+    """Whether the second stop may be expected after the first the next time too."""
     if stop[1] is Direction.INFERENCE:
         return before[1] is Direction.INFERENCE and before[0] < stop[0]
     return before[1] is not Direction.INFERENCE and (before[1], stop[1]) != (Direction.BACKWARD, Direction.FORWARD)

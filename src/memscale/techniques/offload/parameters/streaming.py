@@ -6,12 +6,12 @@ A streamed layer is a recomputed layer (`techniques/recompute`). *Inside* the re
 autograd function of the host parameter: the first forward drops the device copies, the recompute fetches them again,
 and autograd itself carries the gradient home, where hooks, accumulation, sharing, clipping and the optimizer find it on
 the user's own `Parameter`. `_Visiting.backward` starts the copy to the host; `_AtHome.backward`, which autograd runs in
-the thread that called `backward()`, waits for it. The device's thread meanwhile goes on.
+the thread that called `backward()`, waits for it. Meanwhile the device's thread goes on.
 
-Known limits: a parameter that is used outside of its layer, other than by being registered there too, is found on the
-host. Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. Where a plan does not step
+Known limits: a parameter that is used outside of its layer, without being registered there too, is on the host.
+Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. Where a plan does not step
 streamed parameters on the device (`StepOnDevice`), their update runs on the host's kernels, with the implementation of
-the whole (in_parts.py). Gradients of two devices: `clip_grad_norm_` sums norms device by device, so the total may
+the whole (in_parts.py). With gradients on two devices, `clip_grad_norm_` sums norms device by device, so the total may
 differ from a plain model's in the last bit.
 """
 
@@ -51,11 +51,11 @@ from memscale.techniques.offload.transfer.transfers import Transfers
 from memscale.techniques.recompute import RecomputedForward, Region
 
 GRADIENT_WINDOW_BYTES = 32 * 1024 * 1024
-"""Gradients on their way home that may still occupy the device."""
+"""The bytes of gradients on their way home that may still occupy the device."""
 
 
 class _AtHome(torch.autograd.Function):
-    """The host's end: runs in the thread that called `backward()`.
+    """The host's end of the link. It runs in the thread that called `backward()`.
 
     NOTE [two nodes]: one node for both ends would let autograd sum the gradients of a shared parameter before they
     have arrived.
@@ -75,12 +75,12 @@ class _AtHome(torch.autograd.Function):
 
 
 class _Visiting(torch.autograd.Function):
-    """The device's end."""
+    """The device's end of the link."""
 
     @staticmethod
     def forward(ctx: Any, alias: torch.Tensor, weight: list[torch.Tensor], passage: Passage) -> torch.Tensor:
         ctx.passage = passage
-        return weight[0]  # in a list, so that it is no input of the graph
+        return weight[0]  # a list hides it from autograd, so that it is no input of the graph
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -105,7 +105,7 @@ class StreamedForward(RecomputedForward):
         self.needs_weights_in_backward = verify or not _is_lookup(module)
 
     def parameters(self) -> list[torch.Tensor]:
-        """As they are now (`load_state_dict(assign=True)` may have replaced them), once each."""
+        """Return the current parameters, once each; `load_state_dict(assign=True)` may have replaced them."""
         return list({id(p): p for slot in self.slots if (p := slot.get()) is not None}.values())
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
@@ -123,19 +123,19 @@ class StreamedForward(RecomputedForward):
                 if notes is not None:
                     self._leave_tails([*places.values()], notes, output, since)
             if notes is not None and any(lender.is_used for lender in lent):
-                notes.kept = None  # they are brought where they are used
+                notes.kept = None  # lenders bring the weights where they are used
             return output
         except BaseException:
             self.streamer.drop_ahead()
             if notes is not None:
-                notes.kept = None  # a traceback may hold the graph
+                notes.kept = None  # a traceback may hold the graph, and with it the copies
             raise
 
     def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
         notes: Expectation = region.notes
         if not self.active:
             raise RuntimeError(
-                f"MemScale was detached, or planned anew, between the forward of {self.module_fqn} and its backward; "
+                f"MemScale was detached, or planned again, between the forward of {self.module_fqn} and its backward; "
                 "call backward() first"
             )
         if notes.stamps != Stamp.of(self.parameters()):
@@ -153,7 +153,7 @@ class StreamedForward(RecomputedForward):
     def _leave_tails(
         self, places: list[tuple[Slot, torch.Tensor]], notes: Expectation, output: Any, since: int
     ) -> None:
-        """See NOTE [order of sums] in sum_order.py."""
+        """Leave tails for parameters that this call uses more than once. See NOTE [order of sums] in sum_order.py."""
         weights = [slot.get() for slot, _ in places]
         again, tails = self.streamer.is_called_again(self.index), self.streamer.tails
         several = self._uses.several(self.module, weights, output, since, is_called_again=again)
@@ -164,7 +164,7 @@ class StreamedForward(RecomputedForward):
 
     @contextlib.contextmanager
     def _weights(self, visit: Visit, *, follows: bool = False) -> Iterator[list[Lender]]:
-        """Device copies in the place of the parameters."""
+        """Put device copies in place of the parameters."""
         weights = {
             id(parameter): self._link(parameter, weight, follows=follows)
             for parameter, weight in zip(visit.parameters, visit.weights(), strict=True)
@@ -188,7 +188,7 @@ class StreamedForward(RecomputedForward):
             visit.leave_homes()
 
     def _refuse_changed(self, loans: list[_Loan]) -> None:
-        """What a forward does to the copies is lost. Values are compared with `verify` only: that takes a copy."""
+        """Raise if a forward changed its copies: the change would be lost. Only `verify` compares values, on a copy."""
         if any(loan.was_changed(look=self.verify) for loan in loans):
             raise RuntimeError(
                 f"{self.module_fqn} changes its parameters in its forward (an embedding with max_norm does), "
@@ -210,12 +210,12 @@ class StreamedForward(RecomputedForward):
         passage = Passage(self.streamer, parameter, self.module_fqn)
         alias = _AtHome.apply(parameter, passage)  # type: ignore[no-untyped-call]
         linked: torch.Tensor = _Visiting.apply(alias, [weight], passage)  # type: ignore[no-untyped-call]
-        private.run_first(linked.grad_fn)  # leave at once, not after the whole layer
+        private.run_first(linked.grad_fn)  # the gradient leaves at once, not after the whole layer
         return linked
 
 
 class _Loan:
-    """A copy in the place of one parameter."""
+    """A device copy in place of one parameter."""
 
     def __init__(self, slot: Slot, weight: torch.Tensor, parameter: torch.Tensor) -> None:
         self._slot = slot
@@ -225,7 +225,7 @@ class _Loan:
         self._storage_key = private.storage_key(weight.untyped_storage())
 
     def was_changed(self, *, look: bool) -> bool:
-        """Whether somebody wrote to the copy or replaced it; `look`: also past the version counter (`.data`)."""
+        """Whether the copy was written to or replaced. `look` also finds writes past the version counter (`.data`)."""
         weight = self._weight()
         if weight is None or weight is not self._slot.get():
             return True
@@ -243,18 +243,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """A layer whose backward needs indices alone: its recompute ends before it reads the weight."""
+    """Whether a layer's backward needs indices alone, so that its recompute ends before it reads the weight."""
     if (
         not isinstance(module, nn.Embedding)
         or module.sparse
         or [name for name, _ in module.named_parameters()] != ["weight"]
     ):
-        return False  # the weight of a parametrized one is computed, and its backward may need what from
+        return False  # a parametrized weight is computed, and its backward may need the parameter
     return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
 
 
 def _refresh_flat_weights(real: list[tuple[Slot, Any]]) -> None:
-    """Recurrent modules keep a list of their weights beside the parameters."""
+    """Update the list of weights that recurrent modules keep beside the parameters."""
     for module in {id(slot.module()): slot.module() for slot, _ in real}.values():
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
@@ -278,11 +278,11 @@ def attach(
 ) -> Streamer:
     """Stream the parameters of these layers until undone. Everything else of the model is placed on `device`.
 
-    `previous` has streamed other layers of this model, and has handed its homes over. Where these are not pinned,
-    copies go on to block.
+    `previous` has streamed other layers of this model and has handed its homes over. If those are not pinned, copies
+    block as before.
     """
     modules = _find(actions, model)
-    device = torch.empty(0, device=device).device  # with its index, as tensors show it
+    device = torch.empty(0, device=device).device  # with its index, as tensors report it
     is_fake = any(private.is_fake(parameter) for parameter in model.parameters())
     asynchronous = asynchronous and has_streams(device)
     if device.type == "cpu" and not is_fake:
@@ -312,7 +312,7 @@ def _move_in(
     is_fake: bool,
     goes_on: bool,
 ) -> None:
-    """Streamed parameters go to their homes, and what belongs to them follows. `goes_on`: some are there already."""
+    """Move streamed parameters home, with their state. `goes_on` says that some of them are there already."""
     homes = streamer.homes
     following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
     following.leaves_adopted = goes_on
@@ -324,7 +324,7 @@ def _move_in(
     streamer.make_room_for_landings()
     following.follow_all()
     if not is_fake:
-        torch.accelerator.empty_cache()  # else the segments that parameters have left stay reserved for nobody
+        torch.accelerator.empty_cache()  # otherwise the segments that parameters have left stay reserved
 
 
 def _attach_layers(
@@ -335,7 +335,7 @@ def _attach_layers(
     *,
     verify: bool,
 ) -> None:
-    """Each layer computes with weights that visit the device; `streamed` are the ids of the parameters that do."""
+    """Let each layer compute with weights that visit the device. `streamed` holds the ids of their parameters."""
     for index, (module_fqn, module) in enumerate(modules.items()):
         layer = StreamedForward(module, module_fqn, streamer, index, verify=verify)
         layer.slots = [slot for slot in slots_of(module.modules()) if id(slot.get()) in streamed]
@@ -345,7 +345,7 @@ def _attach_layers(
 
 
 def _attach_model(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """What the model as a whole tells the streamer, and what copies and inner checkpoints of it must know."""
+    """Attach what concerns the model as a whole: its forward, copies of it, and checkpoints inside of it."""
     undo.callback(model.register_forward_pre_hook(_ForwardStart(streamer)).remove)
     undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
     keep_copies_clean(model, undo)
@@ -354,7 +354,7 @@ def _attach_model(streamer: Streamer, model: nn.Module, undo: contextlib.ExitSta
 
 
 def _announce(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Optimizers are told that some parameters live on the host, and step each device's on their own."""
+    """Tell optimizers that some parameters live on the host, so that they step each device's on their own."""
     visits = StepVisits(streamer)
     implementations.begin_streaming(visits)
     undo.callback(implementations.end_streaming, visits)
@@ -370,7 +370,7 @@ class _ForwardStart(OwnHook):
 
 
 class _ForwardEnd(OwnHook):
-    """The model's forward has ended, or failed."""
+    """Note that the model's forward has ended or failed."""
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
@@ -391,13 +391,14 @@ def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn
         inside.update(dict.fromkeys(module.modules(), action.module_fqn))
         modules[action.module_fqn] = module
     places = {id(module): place for place, module in enumerate(model.modules())}
-    return dict(sorted(modules.items(), key=lambda item: places[id(item[1])]))  # as a first guess at their order
+    return dict(sorted(modules.items(), key=lambda item: places[id(item[1])]))  # a first guess at their order
 
 
 def rest_of(model: nn.Module, block_fqns: Iterable[str]) -> tuple[str, ...]:
-    """What could be streamed beside the blocks: embeddings, norms, heads, each the smallest module with parameters.
+    """Return what could be streamed beside the blocks: embeddings, norms, heads, as the smallest modules possible.
 
-    Parameters of modules that contain others are left out; who streams a weight must stream all that share it.
+    Parameters of modules that contain others are left out. Whoever streams a weight must stream all modules that share
+    it.
     """
     inside = {part for module_fqn in block_fqns for part in model.get_submodule(module_fqn).modules()}
     return tuple(
@@ -408,7 +409,7 @@ def rest_of(model: nn.Module, block_fqns: Iterable[str]) -> tuple[str, ...]:
 
 
 def streamable(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:
-    """Ids of the parameters that can live on the host: plain memory, registered nowhere but in these layers."""
+    """Return the ids of the parameters that can live on the host: plain memory, registered only in these layers."""
     inside = {part for module in modules for part in module.modules()}
     streamed: set[int] = set()
     outside = {id(p) for part in model.modules() if part not in inside for p in part._parameters.values()}
@@ -444,18 +445,18 @@ def _open(
 
 
 def _leave_adopted(following: state_placement.Followers, homes: Homes) -> None:
-    """State that waits, or will, does not come to the device as a whole between two plans."""
+    """Keep state that waits, or will wait, from coming to the device as a whole between two plans."""
     following.leaves_adopted = homes.are_handed_over
 
 
 def _close(homes: Homes, part: Store | Transfers) -> None:
-    """What homes need is closed by whoever has them last."""
+    """Close what homes need, unless another plan has taken the homes over and closes it later."""
     if not homes.are_handed_over:
         part.close()
 
 
 def let_go(streamer: Streamer, model: nn.Module) -> None:
-    """Its homes were handed over to a plan that did not come: parameters and state go where they were before."""
+    """Take back homes that were handed over to a plan that did not come. Their state returns with them."""
     with contextlib.ExitStack() as undo:
         undo.callback(streamer.store.close)
         undo.callback(streamer.transfers.close)
@@ -465,7 +466,7 @@ def let_go(streamer: Streamer, model: nn.Module) -> None:
 
 
 def _guard(layer: StreamedForward, homes: Homes, undo: contextlib.ExitStack) -> None:
-    """`model.to()` moves what is resident and leaves the rest at home."""
+    """Let `model.to()` move what is resident and leave the rest at home."""
     by_module: dict[int, list[Slot]] = {}
     for slot in layer.slots:
         by_module.setdefault(id(slot.module()), []).append(slot)

@@ -2,17 +2,17 @@
 
 NOTE [order of sums]: plain autograd adds up the gradients of all uses of a parameter one by one, the last use first. A
 streamed call has a copy of its own: the gradients of its uses are added up there, and the sum goes home. With one use
-a call that is the same. With two uses of a parameter in one call, and a later call that uses it too, plain PyTorch
-computes (later + second) + first, and two sums would be later + (second + first): another last bit. So a call that uses
-a parameter more than once leaves a *tail*, a tensor without memory whose gradient is the first to be added to those of
-the call's own uses, and the next call's copy follows it instead of going home on its own. Where every call uses the
-parameter once, nothing is left behind, and every gradient goes home at once.
+in each call the result is the same. With two uses of a parameter in one call, and a later call that uses it too, plain
+PyTorch computes (later + second) + first; two sums would be later + (second + first), which may have another last bit.
+So a call that uses a parameter more than once leaves a *tail*: a tensor without memory whose gradient is the first to
+be added to those of the call's own uses. The gradient of the next call's copy goes there instead of going home on its
+own. Where every call uses the parameter once, there is no tail, and every gradient goes home at once.
 
 Uses are counted in the graph that a call has made: at a layer's first forward in each mode (training or not), and at
 every forward of a layer that is called again while an earlier call still waits for its backward.
 
-Known limits: a layer that uses a parameter once at first, and more often later, without ever being called twice before,
-is not noticed; a call whose operators save nothing for backward leaves no tail.
+Known limits: it is not noticed if a layer uses a parameter once at first and more often later, without having been
+called twice before. A call whose operators save nothing for backward leaves no tail.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class _Following(torch.autograd.Function):
 
 
 class Holder(Protocol):
-    """Lives as long as the graph of one call."""
+    """An object that lives as long as the graph of one call."""
 
     tails: dict[int, torch.Tensor]
 
 
 class Tails:
-    """The last tail of every parameter that has one. See NOTE [order of sums]."""
+    """The last tail of every parameter that has a tail. See NOTE [order of sums]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,8 +68,12 @@ class Tails:
     def __len__(self) -> int:
         return len(self._holders)
 
+    def let_go(self) -> None:
+        """Keep no memory on the device; tails that are still followed keep theirs."""
+        self._memory = None
+
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What a new copy of this parameter follows; None if its gradient goes home on its own."""
+        """Return the tail that a new copy of this parameter follows; None if its gradient goes home on its own."""
         holder = self._holders.get(id(parameter))  # a tail keeps its parameter alive, and with it the id
         return None if holder is None else holder.tails[id(parameter)]
 
@@ -87,31 +91,31 @@ class Tails:
 
 
 def follow(tail: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight, in the graph of which the tail is the end."""
+    """Return the weight with the tail as the end of its graph."""
     linked: torch.Tensor = _Following.apply(tail, [weight])  # type: ignore[no-untyped-call]
     private.run_first(linked.grad_fn)
     return linked
 
 
 class Uses:
-    """Which copies one layer's calls use more than once."""
+    """Knows which copies the calls of one layer use more than once."""
 
     def __init__(self) -> None:
         self._several: dict[tuple[bool, ...], set[int]] = {}
-        """By training mode and by which weights are trained: positions among the layer's weights."""
+        """Positions among the layer's weights, by training mode and by which weights are trained."""
         self._counts_always = False
 
     def several(
         self, module: nn.Module, weights: list[Any], output: Any, since: int, *, is_called_again: bool
     ) -> set[int]:
-        """Positions of the weights that the call, whose graph begins at that sequence number, uses more than once."""
+        """Return the positions of weights that a call uses more than once; its graph begins at this sequence number."""
         self._counts_always = self._counts_always or is_called_again
         nodes = [getattr(weight, "grad_fn", None) for weight in weights]
         key = (module.training, *(node is not None for node in nodes))
         if key not in self._several or self._counts_always:
             kept = [value for part in module.modules() for value in vars(part).values()]
             leaves = [leaf for leaf in (*tree_leaves(output), *kept) if isinstance(leaf, torch.Tensor)]
-            # Lazy logits would build themselves for whoever asks; they use their weight once, whatever their tiles.
+            # Asking lazy logits for their graph would build them; they use their weight once, whatever their tiles.
             roots = [leaf.grad_fn for leaf in leaves if not getattr(leaf, "is_lazy", False)]
             counts = _count(roots, nodes, since)
             self._several[key] = {position for position, count in enumerate(counts) if count > 1}
@@ -119,7 +123,7 @@ class Uses:
 
 
 def _count(roots: Iterable[Any], targets: list[Any], since: int) -> list[int]:
-    """How many edges lead to each of the targets, in the graph above them that is no older than `since`."""
+    """Count the edges to each target in the graph above them, among nodes that are no older than `since`."""
     counts = {target: 0 for target in targets if target is not None}
     waiting = [root for root in roots if root is not None and root not in counts]
     seen = set(waiting)

@@ -1,9 +1,9 @@
 """`DiskStore`: tensors wait in a file that nobody else can see and that cannot outlive the process.
 
 NOTE [no file is left behind]: the file is unlinked as soon as it is open, so the kernel removes it with the process,
-however that ends. Only a kill between the two calls leaves a name, of an empty file. The user's next start removes it;
-should its owner still be between the two calls, that is what it was about to do. Nothing else in the directory is ours:
-it is neither opened, followed, nor removed, and disturbs nobody.
+however that ends. Only a kill between the two calls leaves the name of an empty file, which the user's next start
+removes. If its owner is still between the two calls, nothing is lost: the owner was about to remove it too. Other files
+in the directory are not ours: they are neither opened nor followed nor removed.
 
 NOTE [page cache]: bytes go past the page cache (O_DIRECT, from aligned buffers). Where the file system refuses that,
 they are flushed and dropped from the cache after every move. Either way the RAM that offloading frees stays free.
@@ -36,16 +36,16 @@ from memscale.techniques.offload.store.stores import PART_BYTES, Store, Ticket
 BLOCK_BYTES = PART_BYTES
 """Direct I/O moves whole blocks from block-aligned memory."""
 CHUNK_BYTES = 8 * 1024 * 1024
-"""One system call moves at most this, through one bounce buffer."""
+"""One system call moves at most this many bytes, through one bounce buffer."""
 RESERVE_BYTES = 64 * 1024 * 1024
 """Free space that is left to the rest of the machine."""
 _PREFIX = "memscale-offload-"
 _OWN_NAME = re.compile(re.escape(_PREFIX) + "[a-z0-9_]{8}")
-"""The prefix and what `tempfile` adds to it."""
+"""The names of our files: the prefix and what `tempfile` adds to it."""
 
 
 class DiskStore(Store):
-    """A directory's free space up to `budget_bytes`.
+    """Tensors wait in a directory's free space, up to `budget_bytes`.
 
     Space is reserved on the disk before anything is written, so a full disk shows when room is asked for, not in the
     middle of a write. `verify=True` keeps a CRC-32 of every chunk and compares it when it is read. `num_buffers` bounce
@@ -111,7 +111,7 @@ class DiskStore(Store):
 
     @contextlib.contextmanager
     def _block_aligned(self, part: torch.Tensor, *, fill: bool) -> Iterator[memoryview]:
-        """The part's own memory if direct I/O can use it, else a bounce buffer, copied before or after."""
+        """Give the part's own memory if direct I/O can use it, or a bounce buffer that is copied before or after."""
         num_bytes = part.numel()
         if part.data_ptr() % BLOCK_BYTES == 0 and num_bytes % BLOCK_BYTES == 0:
             yield memoryview((ctypes.c_char * num_bytes).from_address(part.data_ptr())).cast("B")
@@ -169,7 +169,7 @@ class DiskStore(Store):
             self._extents.give(spot, num_bytes)
 
     def close(self) -> None:
-        if not self.process.is_here():  # this process' descriptor of the parent's file is all that is ours
+        if not self.process.is_here():  # only the descriptor belongs to this process, the file is the parent's
             self.closed = True
             self._file.close()
             return
@@ -184,7 +184,7 @@ class DiskStore(Store):
 
 
 def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Pieces for one buffer each. A last block that is not full goes alone: it needs a copy, the rest does not."""
+    """Cut into pieces for one buffer each. A last block that is not full goes alone, because only it needs a copy."""
     for part in parts:
         for chunk in part.split(CHUNK_BYTES) if part.numel() else ():
             whole_bytes = chunk.numel() - chunk.numel() % BLOCK_BYTES
@@ -262,10 +262,10 @@ class _UnlinkedFile:
 
 
 def _open_unlinked(directory: pathlib.Path, direct: bool) -> tuple[int, bool]:
-    """See NOTE [no file is left behind]."""
+    """Open a file and unlink it at once. See NOTE [no file is left behind]."""
     fd, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
     try:
-        with contextlib.suppress(FileNotFoundError):  # somebody's sweep was quicker
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
             os.unlink(name)
         if direct and hasattr(os, "O_DIRECT"):
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -279,7 +279,7 @@ def _open_unlinked(directory: pathlib.Path, direct: bool) -> tuple[int, bool]:
 
 
 def _try_direct(fd: int, flags: int) -> bool:
-    """Switch to direct I/O if a real write and read of one block work; some file systems only refuse then."""
+    """Switch to direct I/O if a real write and read of one block work; some file systems refuse no earlier."""
     with mmap.mmap(-1, BLOCK_BYTES) as block:
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -295,19 +295,19 @@ def _try_direct(fd: int, flags: int) -> bool:
 
 
 def sweep_stale(directory: pathlib.Path) -> int:
-    """Remove the empty files that killed processes of this user left. Returns how many."""
+    """Remove the empty files that killed processes of this user left behind. Return their number."""
     try:
         with os.scandir(directory) as entries:
             stale = [pathlib.Path(entry.path) for entry in entries if _is_ours(entry)]
     except PermissionError:
-        return 0  # a directory in which one may write, but not look around
+        return 0  # the directory may be written to, but not listed
     for path in stale:
         path.unlink(missing_ok=True)
     return len(stale)
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    """Whether `_open_unlinked` made it: nothing is opened to find that out, and no link is followed."""
+    """Whether `_open_unlinked` made this file. Nothing is opened to find out, and no link is followed."""
     if not _OWN_NAME.fullmatch(entry.name):
         return False
     try:

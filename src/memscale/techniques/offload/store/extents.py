@@ -1,4 +1,4 @@
-"""`Extents`: which parts of a stretch of memory, or of a file, are free."""
+"""`Extents` knows which parts of a stretch of memory, or of a file, are free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Extents:
         self.give(offset, num_bytes)
 
     def take(self, num_bytes: int) -> int | None:
-        """The offset of a free stretch of that length; None if there is none."""
+        """Take a free stretch of this length and return its offset; None if there is none."""
         num_bytes = self.rounded(num_bytes)
         for index, (offset, length) in enumerate(self._gaps):
             if length >= num_bytes:
@@ -56,7 +56,7 @@ class Extents:
 
     @property
     def tail_gap(self) -> int:
-        """Free bytes at the very end: what growing need not add."""
+        """Return the free bytes at the very end, which growing need not add."""
         if self._gaps and sum(self._gaps[-1]) == self.num_bytes:
             return self._gaps[-1][1]
         return 0

@@ -1,8 +1,9 @@
 """`HostStore`: tensors wait in host memory, pinned for an accelerator.
 
 NOTE [pinned rounding]: allocators of pinned memory round every block up to a power of two, which costs up to twice the
-bytes when each tensor has a block of its own. So memory is taken in segments that are powers of two to begin with, and
-tensors share them; a tensor may be split over several. What is requested is what is allocated, and a budget holds.
+bytes if each tensor has a block of its own. So memory is taken in segments whose sizes are powers of two, and tensors
+share them; a tensor may be split over several segments. As many bytes are allocated as are requested, and a budget
+holds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Piece:
 
 
 class HostStore(Store):
-    """Host memory up to `budget_bytes`, taken as needed and kept for reuse until `close()`.
+    """Tensors wait in host memory, up to `budget_bytes`, which is taken as needed and kept for reuse until `close()`.
 
     `pinned=True` needs an accelerator; copies from and to pageable memory cannot run beside compute.
     """
@@ -98,7 +99,7 @@ class HostStore(Store):
         return pieces
 
     def _take(self, num_bytes: int) -> Piece:
-        """One piece of at most that length: where it fits, else in a new segment, else what the largest gap holds."""
+        """Take one piece of at most this length: where it fits, in a new segment, or what the largest gap holds."""
         for index, extents in enumerate(self._extents):
             offset = extents.take(num_bytes)
             if offset is not None:
@@ -118,7 +119,7 @@ class HostStore(Store):
         return Piece(index, offset, min(gap, num_bytes))
 
     def _next_segment_bytes(self, num_bytes: int) -> int:
-        """A power of two that the budget still allows; 0 if it allows none."""
+        """Return a segment size, a power of two, that the budget still allows; 0 if it allows none."""
         wanted = min(_power_of_two_above(max(num_bytes, SMALLEST_SEGMENT_BYTES)), self.segment_bytes)
         if self.budget_bytes is None:
             return wanted
@@ -160,13 +161,13 @@ class HostStore(Store):
             self.counters.hold(-self.counters.held_bytes)
             self.freed_read = None
         if self.pinned and hasattr(torch.accelerator, "empty_host_cache"):
-            torch.accelerator.empty_host_cache()  # else the allocator keeps for itself what we gave back
+            torch.accelerator.empty_host_cache()  # otherwise the allocator keeps what was given back
 
 
 def lay_over(
     memory: list[torch.Tensor], data: torch.Tensor, offset: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of (stretch of memory, stretch of data): `data` laid over the pieces, from `offset` on."""
+    """Lay `data` over the pieces, from `offset` on: yield pairs of a stretch of memory and a stretch of data."""
     pairs, start = [], 0
     for piece in memory:
         low, high = max(start, offset), min(start + piece.numel(), offset + data.numel())

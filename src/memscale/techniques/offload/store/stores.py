@@ -13,13 +13,13 @@ A ticket records dtype, shape and stride, and only the bytes that the tensor nee
 - expanded dimensions (stride 0) travel once, and come back expanded;
 - overlapping windows travel as the memory that they span;
 - a view with gaps is packed first (one temporary of its own size on the device) and comes back with its strides, so
-  it spans its gaps again. Who keeps many views of one storage should send the storage once instead.
+  it spans its gaps again. A caller with many views of one storage should send the storage once instead.
 
-NOTE [fork]: a forked child has the parent's stores, but what lies on a disk is one file for both, and the parent's
-threads do not exist in the child: what the child wrote would silently be the parent's, and it would wait for ever for
-what a thread should do. So a store belongs to the process that made it. Whoever would use it in another one is refused
-with a sentence; whoever only lets go there (finalizers do, when the child ends) does nothing, before any lock: a thread
-that is not there may hold it. Memory is copied by a fork, so stores in memory serve the child as its own.
+NOTE [fork]: a forked child has the parent's stores, but a file on disk is one file for both, and the parent's threads
+do not exist in the child. What the child writes would silently overwrite the parent's data, and the child would wait
+for ever for the work of a thread. So a store belongs to the process that made it. Using it in another process raises.
+Releasing it there (finalizers do, when the child ends) does nothing, and takes no lock, because a thread that does not
+exist may hold it. A fork copies memory, so stores in memory serve the child as its own.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from memscale._errors import OffloadError, StoreFullError
 from memscale._units import show_bytes
 
 PART_BYTES = 4096
-"""Bytes are moved in multiples of this, except at their end: what direct I/O can do."""
+"""Bytes are moved in multiples of this, except at their end, because direct I/O moves whole blocks."""
 
 
 def can_store(tensor: torch.Tensor) -> bool:
-    """Whether a store can take it: plain strided memory, no subclass with insides of its own."""
+    """Whether a store can take a tensor: it has plain strided memory and is no subclass with tensors inside."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.layout is torch.strided
@@ -61,9 +61,9 @@ class Layout:
     stride: tuple[int, ...]
     device: torch.device
     span: int
-    """Elements from its first to its last."""
+    """The number of elements from the first to the last in memory."""
     has_gaps: bool
-    """It travels packed and is spread out again when it is back."""
+    """Whether the tensor travels packed and is spread out again when it is back."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
@@ -73,16 +73,16 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
-        """Elements that travel."""
+        """The number of elements that travel."""
         return math.prod(_collapsed(self.shape, self.stride)) if self.has_gaps else self.span
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel."""
+        """The number of bytes that travel."""
         return self.num_elements * self.dtype.itemsize
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes that travel, as one line of uint8. Shares the tensor's memory unless it has gaps or lazy signs."""
+        """Return the bytes that travel as one line of uint8, in the same memory unless there are gaps or lazy signs."""
         tensor = tensor.detach()
         if self.has_gaps:
             line = tensor.as_strided(_collapsed(self.shape, self.stride), self.stride).contiguous().view(-1)
@@ -91,11 +91,11 @@ class Layout:
         return line.resolve_conj().resolve_neg().view(torch.uint8)
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
-        """Memory for the bytes that travel, as one line of this dtype."""
+        """Return memory for the bytes that travel, as one line of this dtype."""
         return torch.empty(self.num_elements, dtype=self.dtype, device=self.device if device is None else device)
 
     def rebuild(self, line: torch.Tensor) -> torch.Tensor:
-        """The tensor from its line of elements. Shares the line's memory unless the tensor has gaps."""
+        """Return the tensor from its line of elements. It shares the line's memory unless it has gaps."""
         if not self.has_gaps:
             return line.as_strided(self.shape, self.stride)
         small = _collapsed(self.shape, self.stride)
@@ -106,29 +106,29 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some elements of a tensor without gaps, in the order in which they lie."""
+    """Some elements of a tensor without gaps, in the order in which they lie in memory."""
 
     start: int
     stop: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements, in the tensor's own memory."""
+        """Return these elements, in the tensor's own memory."""
         line = tensor.detach().as_strided((tensor.numel(),), (1,))
         return line[self.start : self.stop]
 
     def layout(self, dtype: torch.dtype, device: torch.device) -> Layout:
-        """Of a tensor that holds them alone."""
+        """Return the layout of a tensor that holds these elements alone."""
         count = self.stop - self.start
         return Layout(dtype, (count,), (1,), device, count, False)
 
 
 def _collapsed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with every expanded dimension once."""
+    """Return the shape with length 1 for every expanded dimension."""
     return tuple(1 if step == 0 and n > 1 else n for n, step in zip(shape, stride, strict=True))
 
 
 class Ticket:
-    """The claim on one waiting tensor. Owned by its leaf store; `Transfers` keeps its events on it."""
+    """The claim on one waiting tensor. Its leaf store owns it; `Transfers` keeps its events on it."""
 
     __slots__ = (
         "__weakref__",
@@ -154,20 +154,20 @@ class Ticket:
         self.spot = spot
         self.checksum: int | None = None
         self.digest: torch.Tensor | None = None
-        """With `debug`: a digest of what was sent, on its device."""
+        """With `debug`, a digest of the bytes that were sent, on their device."""
         self.freed = False
         self.written: torch.Event | None = None
-        """The copy into the store; every reader waits for it."""
+        """The event of the copy into the store; every reader waits for it."""
         self.read: Fence | None = None
-        """The last copy out of the store; whoever writes to the same memory next waits for it."""
+        """The last copy out of the store; the next writer to the same memory waits for it."""
         self.write_job: concurrent.futures.Future[None] | None = None
         """The threaded write to disk; every reader waits for it too."""
         self.jobs: list[concurrent.futures.Future[None]] = []
-        """Threads that still use the spot."""
+        """The jobs of threads that still use the spot."""
         self.rescued: torch.Tensor | None = None
-        """The bytes themselves, on the host, after a threaded write of them failed: an error loses nothing."""
+        """The bytes, on the host, after a threaded write of them failed: an error loses nothing."""
         self.sent: Any = None
-        """The source on its way here; `Transfers` keeps it alive."""
+        """The source on its way to the store; `Transfers` keeps it alive."""
 
     def wait_written(self) -> None:
         """Block until the bytes are in the store; raise what the write raised."""
@@ -178,7 +178,7 @@ class Ticket:
             self.written.synchronize()
 
     def __del__(self) -> None:
-        # Garbage is collected anywhere, also inside our own locks: only leave a note here.
+        # Garbage may be collected while one of our own locks is held, so this only leaves a note.
         if not self.freed and not self.store.closed:
             self.store.abandoned.append(self)
 
@@ -193,18 +193,18 @@ class Fence:
 
 @dataclasses.dataclass(slots=True)
 class StoreCounters:
-    """Bytes through one store."""
+    """The bytes that one store moves and holds."""
 
     bytes_in: int = 0
     bytes_out: int = 0
     held_bytes: int = 0
-    """In use now."""
+    """The bytes in use now."""
     peak_held_bytes: int = 0
     allocated_bytes: int = 0
-    """Taken from the tier: memory with pinned rounding, or the file's reserved length. Never above the budget."""
+    """The bytes taken from the tier: memory as it is rounded, or the file's reserved length. Never above the budget."""
     peak_allocated_bytes: int = 0
     requested_bytes: int = 0
-    """What we asked the tier for, before its rounding."""
+    """The bytes requested from the tier, before its rounding."""
 
     def hold(self, num_bytes: int) -> None:
         self.held_bytes += num_bytes
@@ -228,7 +228,7 @@ class Process:
         return self._survives_fork or os.getpid() == self._pid
 
     def require(self) -> None:
-        """Refuse to go on in another one."""
+        """Raise in any other process."""
         if not self.is_here():
             raise OffloadError(
                 f"{self._what} belongs to process {self._pid}, and this is process {os.getpid()}, which was forked "
@@ -238,7 +238,7 @@ class Process:
 
 
 class Store:
-    """What every tier has in common: tickets, books, and blocking moves.
+    """What every tier has in common: tickets, counters and blocking moves.
 
     A tier says how to `_reserve` a spot, `_release` it, and `write`/`read` bytes of host memory at an offset of it.
     All methods may be called from any thread.
@@ -246,10 +246,10 @@ class Store:
 
     name = "store"
     in_memory = False
-    """Its spots are host memory (`memory_of`), which a device can copy to and from directly."""
+    """Whether its spots are host memory (`memory_of`), which a device can copy to and from directly."""
     keeps_bytes = True
     survives_fork = True
-    """A forked child has all of it as its own. See NOTE [fork]."""
+    """Whether a forked child has all of it as its own. See NOTE [fork]."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
@@ -258,13 +258,13 @@ class Store:
         self.closed = False
         self.abandoned: collections.deque[Ticket] = collections.deque()
         self.freed_read: Fence | None = None
-        """The latest copy out of memory that is free again. See NOTE [memory returns after its event]."""
+        """The latest copy out of memory that has been freed. See NOTE [memory returns after its event]."""
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------------------------------------------- tickets
 
     def reserve(self, layout: Layout) -> Ticket:
-        """Room for a tensor; `StoreFullError` if there is none."""
+        """Reserve room for a tensor. Raise `StoreFullError` if there is none."""
         self.process.require()
         self.sweep()
         with self._lock:
@@ -274,17 +274,17 @@ class Store:
             return ticket
 
     def free(self, ticket: Ticket) -> None:
-        """Give the room back. A second call does nothing.
+        """Return the room. A second call does nothing.
 
-        NOTE [memory returns after its event]: memory may be free again while the last copy out of it is still on its
-        way. The latest such copy is remembered, and the next copy into this store's memory waits for it on its stream.
+        NOTE [memory returns after its event]: memory may be freed while the last copy out of it is still running. The
+        latest such copy is remembered, and the next copy into this store's memory waits for it on its stream.
         """
         if ticket.store is not self:
             ticket.store.free(ticket)
             return
         if not self.process.is_here():
             return
-        concurrent.futures.wait(ticket.jobs)  # the room is free only when no thread reads or writes there any more
+        concurrent.futures.wait(ticket.jobs)  # the room is free only when no thread reads or writes there
         with self._lock:
             if ticket.freed or self.closed:
                 return
@@ -302,7 +302,7 @@ class Store:
     # -------------------------------------------------------------------------------------------- blocking moves
 
     def put(self, tensor: torch.Tensor) -> Ticket:
-        """Store a tensor now."""
+        """Store a tensor. Blocks until it is there."""
         layout = Layout.of(tensor)
         ticket = self.reserve(layout)
         try:
@@ -313,13 +313,13 @@ class Store:
         return ticket
 
     def fill(self, ticket: Ticket, tensor: torch.Tensor) -> None:
-        """Put a tensor of the ticket's layout in the place of the one that waits there."""
+        """Replace the waiting tensor by another of the same layout."""
         ticket.store.write(ticket, [ticket.layout.flatten(tensor).cpu()])
 
     def get(
         self, ticket: Ticket, out: torch.Tensor | None = None, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """The tensor: in `out`'s memory if given, else new, on `device` or where it came from."""
+        """Return the tensor in `out`'s memory, or in new memory on `device` or on the device that it came from."""
         ticket.wait_written()
         line = ticket.layout.empty(torch.device("cpu"))
         ticket.store.read(ticket, [line.view(torch.uint8)])
@@ -329,22 +329,22 @@ class Store:
         return ticket.layout.rebuild(line.to(ticket.layout.device if device is None else device))
 
     def write(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
-        """The whole of a tensor's bytes, in host memory, into the spot. Blocking.
+        """Write all of a tensor's bytes, from host memory, to the spot. Blocks.
 
         Parts are read one after another; all but the last have a length in multiples of `PART_BYTES`.
         """
         raise NotImplementedError
 
     def read(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
-        """The spot's bytes into parts of host memory, one after another. Blocking."""
+        """Read the spot's bytes into parts of host memory, one after another. Blocks."""
         raise NotImplementedError
 
     def part_of(self, ticket: Ticket, layout: Layout, offset: int) -> Ticket:
-        """A claim on a stretch of a waiting tensor's bytes, which is the whole's to free (stores in memory only)."""
+        """Return a ticket for a stretch of a waiting tensor; only the whole is freed (stores in memory only)."""
         raise NotImplementedError
 
     def memory_of(self, ticket: Ticket) -> list[torch.Tensor]:
-        """The spot's host memory, piece by piece (stores in memory only)."""
+        """Return the spot's host memory in pieces (stores in memory only)."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------- tiers
@@ -356,11 +356,11 @@ class Store:
         raise NotImplementedError
 
     def room_bytes(self) -> int | None:
-        """What it could still take; None: no limit is known."""
+        """The bytes that it can still take; None if no limit is known."""
         return None if self.budget_bytes is None else self.budget_bytes - self.counters.held_bytes
 
     def require_room(self, num_bytes: int) -> None:
-        """Raise unless there is room for this much: to be asked before a run, not in the middle of it."""
+        """Raise unless there is room for this many bytes, so that a run fails before it starts."""
         room = self.room_bytes()
         if room is not None and num_bytes > room:
             raise StoreFullError(
@@ -373,14 +373,14 @@ class Store:
         return (self,)
 
     def close(self) -> None:
-        """Give everything back to the tier. A second call does nothing."""
+        """Return everything to the tier. A second call does nothing."""
         with self._lock:
             self.closed = True
             self.abandoned.clear()
 
 
 class TieredStore(Store):
-    """The first tier up to its budget, then the next."""
+    """A store that fills the first tier up to its budget and then the next."""
 
     name = "tiered"
 

@@ -1,4 +1,4 @@
-"""Which store tensors wait in: host memory beside an accelerator, and the disk below it or beside a CPU."""
+"""Chooses the store in which tensors wait: host memory for an accelerator, and the disk below it or for a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_tier(
     host_budget_bytes: int | None,
     offload_dir: str | None,
 ) -> Transfers:
-    """The next tier of this device and what moves tensors there, until undone."""
+    """Return the next tier of this device and the transfers that move tensors there, until undone."""
     if asynchronous and not has_streams(device):
         logger.info("%s has no streams: transfers block", device)
         asynchronous = False
@@ -58,7 +58,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def num_copy_engines(device: torch.device) -> int:
-    """One stream for each direction, unless the device says that its copies take turns anyway."""
+    """Return 2, a stream for each direction, or 1 if the device says that its copies take turns anyway."""
     if device.type in ("cpu", "meta"):
         return 2
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -66,7 +66,7 @@ def num_copy_engines(device: torch.device) -> int:
 
 
 def set_host_budget(store: Store, host_budget_bytes: int | None) -> None:
-    """Bound what the host's tier takes from now on; what it has stays."""
+    """Bound the bytes that the host's tier takes from now on. What it holds stays."""
     for leaf in store.leaves():
         if isinstance(leaf, HostStore):
             leaf.budget_bytes = host_budget_bytes

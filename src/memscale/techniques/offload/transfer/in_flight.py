@@ -1,6 +1,6 @@
-"""Sources on their way out: each stays as it is until its copy has been made, all of them within a window of bytes.
+"""Sources on their way out. Each is kept until its copy has been made; together they stay within a window of bytes.
 
-See NOTE [stream order] in transfers.py, point 3. Nothing here is locked: `Transfers` is.
+See NOTE [stream order] in transfers.py, point 3. There are no locks in this file; `Transfers` has one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from memscale.techniques.offload.transfer.io_threads import Job
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sent:
-    """A source that stays as it is until its copy has been made."""
+    """A source that is kept until its copy has been made."""
 
     source: torch.Tensor | None
     num_bytes: int
     stream: torch.Stream | None
-    """Who allocated the source and may reuse its memory."""
+    """The stream that allocated the source and may reuse its memory."""
     event: torch.Event | None
     job: Job | None
 
@@ -32,10 +32,10 @@ class Sent:
             stream_order.order(self.stream, self.event, "reuse after sent")
         if self.job is not None:
             concurrent.futures.wait([self.job])
-        self.source = None  # the ticket still knows us
+        self.source = None  # the ticket still holds this object
 
     def __del__(self) -> None:
-        if self.source is not None and self.event is not None:  # dropped with a model that nobody detached
+        if self.source is not None and self.event is not None:  # the model was dropped without being detached
             stream_order.order(self.stream, self.event, "reuse after sent")
 
 
@@ -55,7 +55,7 @@ class Window:
         event: torch.Event | None = None,
         job: Job | None = None,
     ) -> None:
-        """Until the event on `stream`, or the job, says that it has been copied; with neither, until let go."""
+        """Keep a source until the event, or the job, says that it has been copied; with neither, until it is let go."""
         ticket.sent = Sent(source, ticket.num_bytes, stream, event, job)
         self._sent.append(ticket.sent)
         self.num_bytes += ticket.num_bytes

@@ -1,12 +1,12 @@
-"""Threads that read and write a disk beside compute: in order on every spot, and no error of a write is lost.
+"""Threads that read and write a disk beside compute. Jobs on one spot run in order, and no error of a write is lost.
 
     threads = IoThreads(2, stats)
     threads.submit_write(ticket, function, *args)   # after earlier jobs on the same spot
     threads.submit_read(ticket, function, *args)    # and only if its write succeeded
-    writes = threads.finish()                       # nobody is busy any more; `job.result()` raises what it raised
+    writes = threads.finish()                       # no thread is busy; `job.result()` raises what the job raised
     threads.close()
 
-Nothing here is locked: `Transfers` is.
+There are no locks in this file; `Transfers` has one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class IoThreads:
     def __init__(self, num_threads: int, stats: TransferStats) -> None:
         self._stats = stats
         self._writes: collections.deque[Job] = collections.deque()
-        """Not done yet, or failed and not yet asked for."""
+        """The writes that are not done, or that failed and whose errors were not asked for."""
         self._reads: set[Job] = set()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         if num_threads:
@@ -49,7 +49,7 @@ class IoThreads:
         return job
 
     def _submit(self, ticket: Ticket, needed: Job | None, function: Callable[..., None], *args: Any) -> Job:
-        """Run in a thread, after the earlier jobs on the same spot. First in, first out: they cannot wait for us."""
+        """Run a job in a thread after the earlier jobs on its spot. Jobs start in order; none waits for a later one."""
         assert self._pool is not None
         ticket.jobs = [job for job in ticket.jobs if not job.done()]
         job = self._pool.submit(_run_after, [*ticket.jobs], needed, function, *args)
@@ -66,19 +66,19 @@ class IoThreads:
         return True
 
     def forget_write(self, ticket: Ticket) -> None:
-        """Its error is not asked for any more."""
+        """Forget a ticket's write; its error will not be asked for."""
         with contextlib.suppress(ValueError):
             self._writes.remove(ticket.write_job)  # type: ignore[arg-type]
 
     def finish(self) -> list[Job]:
-        """Block until no thread is busy. Returns the writes, whose errors are the caller's from here on."""
+        """Block until no thread is busy. Return the writes; the caller deals with their errors."""
         writes, self._writes = [*self._writes], collections.deque()
         with self._stats.blocking():
             concurrent.futures.wait([*writes, *self._reads])
         return writes
 
     def close(self) -> None:
-        """Errors are not asked for any more."""
+        """Stop the threads. Errors will not be asked for."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         self._writes.clear()
@@ -87,5 +87,5 @@ class IoThreads:
 def _run_after(earlier: list[Job], needed: Job | None, function: Callable[..., None], *args: Any) -> None:
     concurrent.futures.wait(earlier)
     if needed is not None:
-        needed.result()  # what was never written must not be read
+        needed.result()  # data that was never written must not be read
     function(*args)

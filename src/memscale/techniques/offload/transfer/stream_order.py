@@ -1,6 +1,6 @@
-"""Waits: the one way in which a stream or a thread waits for another, and the books of what transfers cost.
+"""Stream order: the only way in which a stream or a thread waits for another, and counts of what transfers cost.
 
-Write `waits.order(...)`, never the bare name: tests leave out each wait by its name, here, for everyone.
+Write `stream_order.order(...)`, never the bare name: tests replace it here to leave out a wait by its name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def order(waiter: torch.Stream | None, event: torch.Event, why: str) -> None:
-    """What `waiter` (a stream, or this thread if None) does next happens after the event. See NOTE [stream order]."""
+    """Let `waiter` (a stream, or this thread if None) go on only after the event. See NOTE [stream order]."""
     if waiter is None:
         event.synchronize()
     else:
@@ -23,16 +23,16 @@ def order(waiter: torch.Stream | None, event: torch.Event, why: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class TransferStats:
-    """What moved, and what it cost."""
+    """The bytes that moved, and the time that it cost."""
 
     num_sends: int = 0
     num_fetches: int = 0
     bytes_sent: int = 0
     bytes_fetched: int = 0
     num_hits: int = 0
-    """Arrivals that were there when they were waited for."""
+    """The number of arrivals that were there when they were waited for."""
     host_waited_s: float = 0.0
-    """Time in which the calling thread was blocked. Waits between streams block no thread and are not in it."""
+    """The time for which the calling thread was blocked. Waits between streams block no thread and are not counted."""
 
     @property
     def hit_rate(self) -> float:
@@ -40,7 +40,7 @@ class TransferStats:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """The calling thread waits here."""
+        """Count the time of this context as time waited by the calling thread."""
         start = time.perf_counter()
         yield
         self.host_waited_s += time.perf_counter() - start

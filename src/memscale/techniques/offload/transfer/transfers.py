@@ -1,12 +1,12 @@
-"""Transfers: tensors move between a device and a store beside compute, in an order that cannot go wrong.
+"""Transfers: tensors move between a device and a store beside compute, in a safe order.
 
     transfers = Transfers(device, store, asynchronous=True)
     ticket = transfers.send(tensor)         # on its way; the caller may drop the tensor, but must not write to it
     arrival = transfers.fetch(ticket)       # on its way back; ahead of its use this is a prefetch
     tensor = arrival.wait()                 # what is launched on the current stream from here on sees it
     transfers.free(ticket)
-    transfers.settle()                      # all that was sent is there; errors of threads are raised here
-    transfers.close()                       # and the store is closed by whoever made it
+    transfers.settle()                      # everything sent is in the store; errors of threads are raised here
+    transfers.close()                       # whoever made the store closes it afterwards
 
 Four ways, one interface: an accelerator with a host store (side streams and events), an accelerator with a disk store
 (a side stream to pinned staging memory, threads from there), the CPU with a disk store (threads), and any of them with
@@ -22,7 +22,7 @@ NOTE [stream order]: the current stream is read live, before a side stream is en
     in stream order, without `record_stream`, and the peak does not depend on timing. On the CPU the calling thread
     waits.
  4. Host memory is written to only after the last copy out of it. See NOTE [memory returns after its event].
- 5. An arrival that dies unread makes the stream that allocated it wait, for the same reason as 3.
+ 5. An arrival that is freed unread makes the stream that allocated it wait, for the same reason as in 3.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Transfers:
         self.device = torch.device(device)
         self.store = store
         self.can_overlap = asynchronous
-        """There are streams or threads for it, and memory that they can reach."""
+        """Whether there are streams or threads for overlap, and memory that they can reach."""
         self.asynchronous = asynchronous
         self.window_bytes = window_bytes
         self.debug = debug and store.keeps_bytes
-        """Compare what comes back with what was sent: a wait that is missing shows as an error, not as a number."""
+        """Whether to compare what comes back with what was sent, so that a missing wait raises."""
         self.stats = stream_order.TransferStats()
         on_accelerator = self.device.type != "cpu" and store.keeps_bytes
         self.staging = HostStore(staging_bytes, pinned=on_accelerator)
@@ -83,10 +83,10 @@ class Transfers:
         self._threads = IoThreads(num_threads if asynchronous and has_disk else 0, self.stats)
         blocks = not asynchronous and all(leaf.survives_fork for leaf in store.leaves())
         self._process = Process("the tier that tensors wait on", survives_fork=blocks)
-        """Threads and streams do not survive a fork, either. See NOTE [fork] in stores.py."""
+        """Threads and streams do not survive a fork either. See NOTE [fork] in stores.py."""
 
     def turn_to(self, asynchronous: bool, window_bytes: int) -> None:
-        """From here on calls overlap with compute, or block. Where nothing can overlap, they block."""
+        """Let calls overlap with compute, or block, from here on. Where nothing can overlap, they block."""
         asynchronous = asynchronous and self.can_overlap
         if (asynchronous, window_bytes) != (self.asynchronous, self.window_bytes):
             self.settle()
@@ -95,7 +95,7 @@ class Transfers:
     # ------------------------------------------------------------------------------------------------------ out
 
     def send(self, tensor: torch.Tensor, ticket: Ticket | None = None) -> Ticket:
-        """Start moving a tensor to the store. A `ticket` of the same layout is filled anew instead of a new one.
+        """Start moving a tensor to the store. A given `ticket` of the same layout is filled again instead of a new one.
 
         The tensor must not be written to before `wait_sent(ticket)`; dropping it is always safe.
         """
@@ -137,7 +137,7 @@ class Transfers:
             self._window.keep(ticket, source, job=job)
 
     def _copy_out(self, source: torch.Tensor, spot: Ticket) -> torch.Event:
-        """From the device into the spot's host memory, on the out stream."""
+        """Copy from the device into the spot's host memory, on the out stream."""
         compute, out = self._compute(source), self._out_stream
         stream_order.order(out, compute.record_event(), "out after compute")
         if spot.read is not None:
@@ -173,7 +173,7 @@ class Transfers:
             self.staging.free(staged)
 
     def _send_now(self, ticket: Ticket, source: torch.Tensor) -> None:
-        """Block; to disk a chunk at a time, so that a large tensor needs no host copy of its own size."""
+        """Write and block. To disk it writes in chunks, so that a large tensor needs no host copy of its own size."""
         with self.stats.blocking():
             concurrent.futures.wait(ticket.jobs)
             ticket.written, ticket.write_job = None, None
@@ -181,14 +181,14 @@ class Transfers:
             ticket.store.write(ticket, [source] if in_memory else (chunk.cpu() for chunk in source.split(CHUNK_BYTES)))
 
     def wait_sent(self, ticket: Ticket) -> None:
-        """From here on its source may be written to: the stream that sent it (or this thread) waits for the copy."""
+        """Allow writes to the source from here on: the stream that sent it (or this thread) waits for the copy."""
         if not self._process.is_here():
             return
         with self._lock:
             self._window.release(ticket)
 
     def release_sources(self) -> None:
-        """Let go of every source: as `wait_sent`, for all of them."""
+        """Release every source, as `wait_sent` does for one."""
         if not self._process.is_here():
             return
         with self._lock:
@@ -234,7 +234,7 @@ class Transfers:
             arrival.job = self._threads.submit_read(ticket, store.read, ticket, [target])
 
     def _copy_in(self, spot: Ticket, arrival: Arrival) -> None:
-        """From the spot's host memory to the device, on the in stream."""
+        """Copy from the spot's host memory to the device, on the in stream."""
         stream = self._in_stream
         assert arrival.allocated is not None
         stream_order.order(stream, arrival.allocated, "in after compute")
@@ -244,7 +244,7 @@ class Transfers:
             with stream:
                 for memory, part in lay_over(spot.store.memory_of(spot), arrival.line.view(torch.uint8)):
                     part.copy_(memory, non_blocking=True)
-        finally:  # also after a failure: some of it may be on its way
+        finally:  # even after a failure, because some of it may be on its way
             arrival.event = stream.record_event()
             spot.read = Fence(next(self._orders), arrival.event)
 
@@ -254,7 +254,7 @@ class Transfers:
         ticket.store.read(ticket, self.staging.memory_of(staged))
 
     def finish_staged(self, arrival: Arrival) -> None:
-        """What a thread has read goes on to the device."""
+        """Copy what a thread has read to the device."""
         with self._lock:
             staged, arrival.staged = arrival.staged, None
             assert staged is not None
@@ -272,12 +272,12 @@ class Transfers:
     # ------------------------------------------------------------------------------------------------ the rest
 
     def require_room(self, num_bytes: int) -> None:
-        """Raise `StoreFullError` unless so many bytes can wait in all, with those that do already."""
+        """Raise `StoreFullError` unless this many bytes, those that wait already included, can wait in all."""
         held = sum(leaf.counters.held_bytes for leaf in self.store.leaves())
         self.store.require_room(max(0, num_bytes - held))
 
     def free(self, ticket: Ticket) -> None:
-        """The tensor is no longer needed, nor is the error if writing it failed."""
+        """Free a tensor that is no longer needed. If writing it failed, the error is forgotten too."""
         if not self._process.is_here():
             return
         ticket.store.free(ticket)
@@ -285,7 +285,7 @@ class Transfers:
             self._threads.forget_write(ticket)
 
     def settle(self) -> None:
-        """All that was sent is in the store, no source is held, no thread is busy. Raises what a write raised."""
+        """Block until everything sent is in the store and no thread is busy. Raise what a write raised."""
         self._process.require()
         with self._lock:
             self._window.trim(0)
@@ -295,7 +295,7 @@ class Transfers:
             job.result()
 
     def close(self) -> None:
-        """Let go of everything. Errors of threads are not raised any more: what they concern is given up."""
+        """Release everything. Errors of threads are not raised, because their tensors are given up."""
         if not self._process.is_here():
             return
         with self._lock:
@@ -304,19 +304,19 @@ class Transfers:
             self.staging.close()
 
     def require_own_process(self) -> None:
-        """See NOTE [fork] in stores.py."""
+        """Raise in a forked child. See NOTE [fork] in stores.py."""
         self._process.require()
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of sources that are kept until they have been copied. At most `window_bytes` after every call."""
+        """The bytes of sources that are kept until they are copied. At most `window_bytes` after every call."""
         return self._window.num_bytes
 
     def _compute(self, tensor: torch.Tensor) -> torch.Stream:
         return torch.accelerator.current_stream(tensor.device)
 
     def _stage(self, ticket: Ticket) -> Ticket | None:
-        """Pinned memory for a tensor on its way to or from the disk; None if it is too large for that."""
+        """Reserve pinned memory for a tensor on its way to or from the disk; None if it is too large for that."""
         layout = Layout.of(torch.empty(ticket.num_bytes, dtype=torch.uint8, device="meta"))
         while True:
             try:
@@ -327,7 +327,7 @@ class Transfers:
 
 
 def _digest(line: torch.Tensor) -> torch.Tensor:
-    """Of its bytes; computed where they are, in the order of the current stream."""
+    """Return a digest of a tensor's bytes, computed on its device in the order of the current stream."""
     wide = line.view(torch.int32) if line.numel() % 4 == 0 and line.storage_offset() % 4 == 0 else line
     return wide.sum(dtype=torch.int64)
 
@@ -341,7 +341,7 @@ def _write(ticket: Ticket, source: torch.Tensor) -> None:
 
 
 def _host_parts(target: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Host memory to read into, chunk by chunk; each goes on to the target before the next is asked for."""
+    """Yield host memory to read into, in chunks. Each is copied to the target before the next is asked for."""
     for chunk in target.split(CHUNK_BYTES):
         if chunk.device.type == "cpu":
             yield chunk
@@ -370,7 +370,7 @@ class Arrival:
         return (self.job is None or self.job.done()) and (self.event is None or self.event.query())
 
     def wait(self) -> torch.Tensor:
-        """The tensor, for the current stream. Raises what its read raised."""
+        """Return the tensor for the current stream. Raise what its read raised."""
         self._transfers.require_own_process()
         if not self._waited:
             self._transfers.stats.num_hits += self.is_here()
@@ -395,7 +395,7 @@ class Arrival:
             )
 
     def _check_read(self) -> None:
-        """Raise what the read raised; its traceback keeps this arrival, which must not keep any memory then."""
+        """Raise what the read raised. The traceback keeps this arrival alive, so the arrival lets go of its memory."""
         assert self.job is not None
         if self.job.exception() is not None:
             staged, self.staged, self.line = self.staged, None, torch.empty(0, device="cpu")

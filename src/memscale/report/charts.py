@@ -1,0 +1,159 @@
+"""The charts of a report, as Plotly's figures. Colours of text and background are the page's, which may be dark.
+
+Plotly takes some tags in a text for markup, so names are escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from memscale._errors import MemScaleError, install_command
+from memscale._plan import FrontPoint, LayerRow, Plan
+from memscale._units import show_bytes
+from memscale.report.explain import reason_text, techniques_text
+from memscale.report.step_memory import KINDS, Moment, StepMemory
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_KIND_COLORS = dict(zip(KINDS, ("#4c78a8", "#b279a2", "#f58518", "#54a24b", "#e45756", "#9d9da1"), strict=True))
+_TREATMENT_COLORS = ("#54a24b", "#eeca3b", "#f58518", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#ff9da6")
+_KEPT_COLOR, _BUDGET_COLOR, _CHOSEN_COLOR = "#4c78a8", "#e45756", "#e45756"
+MOST_MOMENTS = 900
+"""That are drawn of a step; thinning keeps the peaks."""
+
+
+def plotly() -> ModuleType:
+    """Plotly, or an error that says how to get it."""
+    try:
+        import plotly.graph_objects
+    except ImportError as error:
+        raise MemScaleError(
+            f"reports are drawn by Plotly, which is not installed: {install_command('report')}"
+        ) from error
+    module: ModuleType = plotly.graph_objects
+    return module
+
+
+def memory_chart(step: StepMemory, budget_bytes: int, top_bytes: int) -> Any:
+    """Live bytes by kind, stacked, from the beginning of a step to its end; what is reserved, and the budget."""
+    graph = plotly()
+    moments = step.thinned(MOST_MOMENTS).moments
+    places = [_place(moment) for moment in moments]
+    figure = graph.Figure(layout=_layout("bytes", top_bytes))
+    for index, kind in enumerate(KINDS):
+        heights = [moment.live_bytes[index] for moment in moments]
+        if any(heights):
+            area = {"stackgroup": "live", "mode": "lines", "line": {"width": 0.5, "shape": "hv"}}
+            figure.add_scatter(
+                y=heights, name=kind, fillcolor=_KIND_COLORS[kind], line_color=_KIND_COLORS[kind], text=places, **area
+            )
+    for name, field, dash in (("allocated", "allocated_bytes", "dot"), ("reserved", "reserved_bytes", "solid")):
+        heights = [getattr(moment, field) for moment in moments]
+        if heights and heights[0] is not None:
+            line = {"dash": dash, "width": 1.5, "shape": "hv", "color": "#888888"}
+            figure.add_scatter(y=heights, name=name, mode="lines", line=line)
+    if budget_bytes <= top_bytes * 1.02:
+        _draw_budget(figure, budget_bytes)
+    _draw_phases(figure, moments)
+    figure.update_layout(hovermode="x unified", xaxis={"title": "allocations, in order", "showticklabels": False})
+    return figure
+
+
+def _place(moment: Moment) -> str:
+    return html.escape(f"{moment.phase}{f', {moment.module_fqn}' if moment.module_fqn else ''}")
+
+
+def _draw_phases(figure: Any, moments: Sequence[Moment]) -> None:
+    for number, (earlier, later) in enumerate(itertools.pairwise(moments), 1):
+        begins = later.phase in ("backward", "optimizer") and later.phase != earlier.phase
+        if begins and not any(moment.phase == later.phase for moment in moments[:number]):
+            figure.add_vline(
+                x=number, line={"width": 1, "dash": "dot", "color": "#888888"}, annotation_text=later.phase
+            )
+
+
+def _draw_budget(figure: Any, budget_bytes: int) -> None:
+    line = {"dash": "dash", "width": 1.5, "color": _BUDGET_COLOR}
+    figure.add_hline(y=budget_bytes, line=line, annotation_text=f"budget {show_bytes(budget_bytes)}")
+
+
+def layers_chart(rows: Sequence[LayerRow]) -> Any:
+    """A bar a layer, in the order of the model: what its forward leaves behind, in the colour of what is done."""
+    figure = plotly().Figure(layout=_layout("activations", max((row.activation_bytes for row in rows), default=0)))
+    names = sorted({techniques_text(row) for row in rows}, key=lambda name: (name != "keep", name))
+    colors = dict(zip([name for name in names if name != "keep"], _TREATMENT_COLORS * len(names), strict=False))
+    for name in names:
+        mine = [(number, row) for number, row in enumerate(rows) if techniques_text(row) == name]
+        figure.add_bar(
+            x=[number for number, _ in mine],
+            y=[row.activation_bytes for _, row in mine],
+            name=name,
+            marker_color=colors.get(name, _KEPT_COLOR),
+            text=[_layer_words(row) for _, row in mine],
+            textposition="none",
+            hovertemplate="%{text}<extra></extra>",
+        )
+    figure.update_layout(
+        barmode="overlay", bargap=0.08, showlegend=True, xaxis={"title": "layers, in order", "showticklabels": False}
+    )
+    return figure
+
+
+def _layer_words(row: LayerRow) -> str:
+    return (
+        f"<b>{html.escape(row.module_fqn or '(model)')}</b> {html.escape(row.class_name)}<br>{techniques_text(row)}<br>"
+        f"parameters {show_bytes(row.param_bytes)}, activations {show_bytes(row.activation_bytes)}<br>"
+        f"{html.escape(reason_text(row.reason))}"
+    )
+
+
+def front_chart(plan: Plan) -> Any:
+    """Peak against time: every plan that no other beats in both, this one, and the least time of any exact plan."""
+    highest = max([point.peak_bytes for point in plan.front] + [plan.predicted_peak_bytes])
+    figure = plotly().Figure(layout=_layout("peak of live bytes", highest))
+    for name, color, points in (
+        ("exact", _KEPT_COLOR, [point for point in plan.front if point.is_exact]),
+        ("not exact", "#f58518", [point for point in plan.front if not point.is_exact]),
+        ("this plan", _CHOSEN_COLOR, [point for point in plan.front if point.is_chosen]),
+    ):
+        if points:
+            _draw_points(figure, name, color, points)
+    if plan.budget_bytes <= highest * 1.02:
+        _draw_budget(figure, plan.budget_bytes)
+    if plan.least_slowdown is not None:
+        bound = {"dash": "dot", "width": 1.5, "color": "#888888"}
+        figure.add_vline(x=plan.least_slowdown, line=bound, annotation_text="no exact plan is faster")
+    figure.update_layout(xaxis={"title": "step time over the plain step (predicted)", "ticksuffix": "x"})
+    return figure
+
+
+def _draw_points(figure: Any, name: str, color: str, points: Sequence[FrontPoint]) -> None:
+    is_chosen = name == "this plan"
+    marker = {"size": 14 if is_chosen else 8, "color": color, "symbol": "star" if is_chosen else "circle"}
+    figure.add_scatter(
+        x=[point.slowdown for point in points],
+        y=[point.peak_bytes for point in points],
+        name=name,
+        mode="markers" if is_chosen else "lines+markers",
+        line={"shape": "hv", "width": 1},
+        marker=marker,
+        text=[
+            f"{show_bytes(point.peak_bytes)}, {point.slowdown:.2f}x<br>{html.escape(point.what)}" for point in points
+        ],
+        hovertemplate="%{text}<extra></extra>",
+    )
+
+
+def _layout(title: str, top_bytes: int) -> dict[str, Any]:
+    return {
+        "template": "none",
+        "margin": {"l": 64, "r": 24, "t": 24, "b": 48},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        "yaxis": {"title": title, "range": [0, top_bytes * 1.08 or 1], "tickformat": ".3s", "ticksuffix": "B"},
+    }

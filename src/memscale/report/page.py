@@ -1,0 +1,229 @@
+"""`Report`: a plan, and what is known of its steps, as one HTML file that opens without a network.
+
+    pathlib.Path("plan.html").write_text(Report(plan).html())
+
+The file carries Plotly itself. It is light or dark as the reader's system is, and everything that a chart shows by
+hovering stands in a table below it as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memscale._plan import Plan
+from memscale._units import show_bytes
+from memscale.report import charts
+from memscale.report.explain import reason_text, techniques_text, what_is_done, words_of_run
+from memscale.report.step_memory import KINDS, StepMemory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What the page is made of. Whatever is None or empty is left out of it."""
+
+    plan: Plan
+    plain: StepMemory | None = None
+    """A step of the unmodified model."""
+    planned: StepMemory | None = None
+    """A step under the plan."""
+    measured: tuple[tuple[str, int | None, int | None], ...] = ()
+    """Of a run: a number's name, what was predicted and what was measured, in bytes."""
+
+    def html(self) -> str:
+        """The whole page. Raises `MemScaleError` where Plotly is not installed."""
+        charts.plotly()
+        from plotly.offline import get_plotlyjs
+
+        figures: dict[str, Any] = {}
+        sections = [*self._memory(figures), *self._layers(figures), *self._front(figures), *self._measured()]
+        specs = ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items())
+        return _PAGE.format(
+            title=html.escape(self._title),
+            style=_STYLE,
+            head=self._head(),
+            sections="\n".join(sections),
+            explained=html.escape(self.plan.explain()),
+            plotly=get_plotlyjs(),
+            specs=specs.replace("</", "<\\/"),
+            script=_SCRIPT,
+        )
+
+    def summary(self) -> str:
+        """The plan's numbers and its choices, as a piece of HTML without charts: what a notebook shows."""
+        rows = [
+            (row.module_fqn or "(model)", techniques_text(row), reason_text(row.reason))
+            for row in self.plan.rows
+            if row.techniques
+        ]
+        table = _table(("layer", "what is done", "why"), rows) if rows else ""
+        return f"<h4>{html.escape(self._title)}</h4>{self._head()}{table}"
+
+    @property
+    def _title(self) -> str:
+        return f"{self.plan.model_class} on {self.plan.device_name}"
+
+    def _head(self) -> str:
+        plan = self.plan
+        held = plan.predicted_reserved_bytes
+        cards = [
+            ("plain peak", show_bytes(plan.baseline_peak_bytes)),
+            ("planned peak", f"{show_bytes(plan.predicted_peak_bytes)} ({plan.reduction:.1%} less)"),
+            *([("reserved", show_bytes(held))] if held is not None else []),
+            *([("total on the card", show_bytes(plan.predicted_total_bytes))] if plan.predicted_total_bytes else []),
+            ("budget", f"{show_bytes(plan.budget_bytes)}: {'fits' if plan.fits else 'does not fit'}"),
+            ("step time, predicted", f"{plan.predicted_slowdown:.2f}x the plain step"),
+            *([("of the bound", f"{plan.of_bound:.2f}x")] if plan.of_bound is not None else []),
+            ("waits on the host or disk", show_bytes(plan.host_bytes + plan.movable_bytes)),
+        ]
+        batch = "; ".join(plan.inputs) or "batch unknown"
+        words = f"{batch}. {plan.optimizer_name}, mode {plan.mode}: {what_is_done(plan)}."
+        shown = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>" for name, text in cards)
+        return f"<p>{html.escape(words)}</p><dl>{shown}</dl>"
+
+    def _memory(self, figures: dict[str, Any]) -> Iterable[str]:
+        steps = {"without MemScale": self.plain, "with this plan": self.planned}
+        known = {name: step for name, step in steps.items() if step is not None and step.moments}
+        top_bytes = max((_top_of(step) for step in known.values()), default=0)
+        for number, (name, step) in enumerate(known.items()):
+            figures[f"memory{number}"] = charts.memory_chart(step, self.plan.budget_bytes, top_bytes)
+            highest = max(step.moments, key=lambda moment: moment.total_bytes)
+            cells = [(kind, show_bytes(count)) for kind, count in zip(KINDS, highest.live_bytes, strict=True) if count]
+            where = f" in {highest.module_fqn}" if highest.module_fqn else ""
+            yield _section(
+                f"Memory over one step, {name}",
+                f"memory{number}",
+                f"Live bytes by kind, {step.source}. The peak is {show_bytes(step.peak_bytes)}, in the "
+                f"{highest.phase}{where}.",
+                _table(("at the peak", "bytes"), cells),
+            )
+
+    def _layers(self, figures: dict[str, Any]) -> Iterable[str]:
+        rows = self.plan.rows
+        run = [action for action in self.plan.actions if not hasattr(action, "module_fqn")]
+        if not rows:
+            return
+        figures["layers"] = charts.layers_chart(rows)
+        cells = [
+            (
+                row.module_fqn or "(model)",
+                techniques_text(row),
+                show_bytes(row.param_bytes),
+                show_bytes(row.activation_bytes),
+                reason_text(row.reason),
+            )
+            for row in rows
+        ]
+        cells += [("the whole run", words_of_run(action), "", "", reason_text(action.reason)) for action in run]
+        header = ("layer", "what is done", "parameters", "activations", "why")
+        note = "Each bar is a layer; its height is what its forward leaves for backward when nothing is done."
+        yield _section("The plan, layer by layer", "layers", note, _table(header, cells))
+
+    def _front(self, figures: dict[str, Any]) -> Iterable[str]:
+        if not self.plan.front:
+            return
+        figures["front"] = charts.front_chart(self.plan)
+        cells = [
+            (
+                "this plan" if point.is_chosen else "",
+                show_bytes(point.peak_bytes),
+                f"{point.slowdown:.2f}x",
+                point.what if point.is_exact else f"{point.what} (not exact)",
+            )
+            for point in self.plan.front
+        ]
+        note = "Plans that no other beats in both peak and time, by the peak model and the time model."
+        if self.plan.front_note:
+            note += f" {self.plan.front_note[0].upper()}{self.plan.front_note[1:]}."
+        yield _section("Peak against time", "front", note, _table(("", "peak", "time", "what is done"), cells))
+
+    def _measured(self) -> Iterable[str]:
+        if self.measured:
+            cells = [(name, *map(_bytes_or_dash, (predicted, seen))) for name, predicted, seen in self.measured]
+            yield _section("Predicted and measured", "", "", _table(("number", "predicted", "measured"), cells))
+
+
+def _top_of(step: StepMemory) -> int:
+    return max(max(moment.total_bytes, moment.reserved_bytes or 0) for moment in step.moments)
+
+
+def _bytes_or_dash(num_bytes: int | None) -> str:
+    return "–" if num_bytes is None else show_bytes(num_bytes)
+
+
+def _section(title: str, chart: str, note: str, table: str) -> str:
+    drawn = f'<div class="chart" id="{chart}" role="img" aria-label="{html.escape(title)}"></div>' if chart else ""
+    return (
+        f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{drawn}"
+        f"<details{'' if chart else ' open'}><summary>as a table</summary>{table}</details></section>"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th scope='col'>{html.escape(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}: MemScale</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+{head}
+{sections}
+<section><h2>In words</h2>
+<details><summary>every choice, with its rule and numbers</summary><pre>{explained}</pre></details></section>
+<footer>Bytes and times are predicted unless a table says measured. GB = 1e9 bytes. Written by MemScale.</footer>
+</main>
+<script>{plotly}</script>
+<script>const FIGURES = {{{specs}}};
+{script}</script>
+</body>
+</html>
+"""
+_STYLE = """
+:root { --text: #1f2430; --faint: #5b6272; --page: #ffffff; --card: #f4f5f8; --line: #d9dce3; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e8ee; --faint: #a3a9b8; --page: #16181d; --card: #21242c; --line: #3a3f4b; }
+}
+body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 16px; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 8px; }
+dl div { background: var(--card); border-radius: 8px; padding: 10px 12px; }
+dt { color: var(--faint); font-size: .85rem; } dd { margin: 0; font-weight: 600; }
+.chart { height: 380px; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; }
+th, td { text-align: left; padding: 3px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
+pre { overflow-x: auto; font-size: .8rem; } footer, section > p { color: var(--faint); }
+summary { cursor: pointer; } summary:focus-visible { outline: 2px solid #4c78a8; }
+"""
+_SCRIPT = """
+const scheme = matchMedia("(prefers-color-scheme: dark)");
+function draw() {
+  const style = getComputedStyle(document.documentElement);
+  const text = style.getPropertyValue("--text").trim(), line = style.getPropertyValue("--line").trim();
+  const card = style.getPropertyValue("--card").trim();
+  for (const [name, figure] of Object.entries(FIGURES)) {
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
+    const layout = { ...figure.layout, font: { color: text }, hoverlabel: { bgcolor: card, font: { color: text } } };
+    layout.xaxis = { ...layout.xaxis, ...axis };
+    layout.yaxis = { ...layout.yaxis, ...axis };
+    Plotly.react(name, figure.data, layout, { responsive: true, displaylogo: false });
+  }
+}
+scheme.addEventListener("change", draw);
+draw();
+"""

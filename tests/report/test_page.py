@@ -1,0 +1,214 @@
+"""A report: one file that needs no network, shows every number of the plan, and lets nothing of a name run as code."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import memscale
+from memscale import Config, Hardware, MemScaleError, Plan
+from memscale._plan import Checkpoint, OffloadOptimizer
+from memscale._planning import make_plan
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._planning.step_memory import step_memory
+from memscale._profile.inputs import Inputs
+from memscale._units import show_bytes
+from memscale.report.page import Report
+from memscale.report.step_memory import KINDS, Moment, StepMemory
+from tests.models import WIDTH, features, small
+
+pytestmark = pytest.mark.unit
+CARD = Hardware.from_name("RTX 3090")
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Planner, Plan]:
+    job = Job(small(), Config(mode="conservative", force_optimize=True), CARD, "adamw")
+    inputs = Inputs((features(0, 4096, WIDTH),), {})
+    return Planner(job, inputs), make_plan(job, inputs)
+
+
+@pytest.fixture(scope="module")
+def report(planned: tuple[Planner, Plan]) -> Report:
+    planner, plan = planned
+    config = planner.job.config
+    return Report(plan, step_memory(planner, (), config), step_memory(planner, plan.actions, config, plan.allocator))
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would load, show and run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.charts: list[str] = []
+        self.scripts: list[str] = []
+        self.shown: list[str] = []
+        self._tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.loaded += [str(found[name]) for name in ("src", "href") if name in found]
+        if found.get("class") == "chart":
+            self.charts.append(str(found["id"]))
+        if tag == "script":
+            self.scripts.append("")
+        if tag not in ("meta", "link"):
+            self._tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._tags and self._tags[-1] == "script":
+            self.scripts[-1] += data
+        elif self._tags and self._tags[-1] != "style":
+            self.shown.append(data)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(re.search(r"^const FIGURES = (\{.*\});$", self.scripts[-1], re.M)[1])  # type: ignore[index]
+        return found
+
+
+def test_the_page_stands_alone_and_draws_what_it_has_a_place_for(report: Report) -> None:
+    page = Page(report.html())
+    assert page.loaded == ["data:,"]
+    assert page.charts == list(page.figures) == ["memory0", "memory1", "layers", "front"]
+    assert len(page.scripts) == 2
+    assert "Plotly" in page.scripts[0]
+
+
+def test_the_page_shows_the_numbers_of_the_plan(report: Report) -> None:
+    plan, text = report.plan, " ".join(Page(report.html()).shown)
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_total_bytes is not None
+    numbers = (plan.baseline_peak_bytes, plan.predicted_reserved_bytes, plan.predicted_total_bytes, plan.budget_bytes)
+    for num_bytes in numbers:
+        assert show_bytes(num_bytes) in text
+    assert f"{plan.predicted_slowdown:.2f}x the plain step" in text
+    assert all(row.module_fqn in text for row in plan.rows)
+    assert plan.explain() in text
+
+
+def test_memory_over_a_step_peaks_where_the_plan_says(report: Report) -> None:
+    plan = report.plan
+    assert report.plain is not None
+    assert report.planned is not None
+    assert report.plain.peak_bytes == plan.baseline_peak_bytes
+    assert report.planned.peak_bytes == plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    assert max(moment.reserved_bytes or 0 for moment in report.planned.moments) == plan.predicted_reserved_bytes
+    assert max(moment.allocated_bytes or 0 for moment in report.planned.moments) == plan.predicted_allocated_bytes
+
+
+def test_kinds_are_what_they_are(planned: tuple[Planner, Plan], report: Report) -> None:
+    """Parameters and state are there all the time; gradients when the optimizer steps; checkpoints take activations."""
+    planner, _ = planned
+    profile = planner.profile
+    assert report.plain is not None
+    assert report.planned is not None
+    for step in (report.plain, report.planned):
+        for moment in step.moments:
+            by_kind = dict(zip(KINDS, moment.live_bytes, strict=True))
+            assert by_kind["parameters"] == profile.parameter_bytes + profile.buffer_bytes
+            assert by_kind["optimizer state"] == profile.optimizer.state_bytes
+            assert by_kind["gradients"] == (
+                profile.parameter_bytes if moment.phase == "optimizer" else by_kind["gradients"]
+            )
+        assert {moment.phase for moment in step.moments} == {"forward", "backward", "optimizer"}
+    held = [
+        max(moment.live_bytes[KINDS.index("activations")] for moment in s.moments)
+        for s in (report.plain, report.planned)
+    ]
+    assert held[1] < held[0]
+
+
+def test_on_a_cpu_there_is_nothing_reserved(planned: tuple[Planner, Plan]) -> None:
+    job = Job(small(), Config(), Hardware.detect("cpu"), "adamw")
+    planner = Planner(job, Inputs((features(0, 4096, WIDTH),), {}))
+    step = step_memory(planner, (Checkpoint("blocks.0"),), job.config)
+    assert {moment.reserved_bytes for moment in step.moments} == {None}
+    assert "reserved" not in [
+        trace.get("name") for trace in Page(Report(planned[1], step).html()).figures["memory0"]["data"]
+    ]
+
+
+def test_state_that_travels_is_not_there_all_the_time() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    planner = Planner(Job(model, Config(), CARD, "adamw"), Inputs((torch.randn(2, 512),), {}))
+    step = step_memory(planner, (OffloadOptimizer(1 << 20),), planner.job.config)
+    state = {moment.live_bytes[KINDS.index("optimizer state")] for moment in step.moments}
+    assert max(state) < planner.profile.optimizer.state_bytes // 2
+
+
+def test_thinning_keeps_the_peaks() -> None:
+    moments = tuple(Moment("forward", "", (number % 97, 0, 0, 0, 0, 0), 0, number % 89) for number in range(5000))
+    step = StepMemory(moments, "predicted")
+    thinned = step.thinned(100)
+    assert len(thinned.moments) <= 104
+    assert thinned.peak_bytes == step.peak_bytes == 96
+    assert max(moment.reserved_bytes or 0 for moment in thinned.moments) == 88
+    assert step.thinned(5000) is step
+
+
+@pytest.mark.parametrize(
+    "name", ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "{0} %s \\u2028"]
+)
+def test_a_name_is_shown_and_never_run(report: Report, name: str) -> None:
+    rows = tuple(dataclasses.replace(row, module_fqn=name, class_name=name) for row in report.plan.rows)
+    hostile = dataclasses.replace(report.plan, model_class=name, device_name=name, inputs=(name,), rows=rows)
+    page = Page(Report(hostile).html())
+    assert len(page.scripts) == 2
+    assert page.loaded == ["data:,"]
+    assert any(name in text for text in page.shown)
+    for text in page.figures["layers"]["data"][0]["text"]:  # Plotly takes some tags in a text for markup
+        assert "<script" not in text
+        assert "<img" not in text
+
+
+def test_measured_numbers_stand_beside_the_predicted_ones(report: Report) -> None:
+    page = Page(Report(report.plan, measured=(("reserved", 1_000_000_000, 999_000_000), ("live", None, 5))).html())
+    assert page.charts == ["layers", "front"]
+    assert {"1.000 GB", "999.0 MB", "–"} <= set(page.shown)
+
+
+def test_a_plan_shows_itself_in_a_notebook(report: Report) -> None:
+    shown = report.plan._repr_html_()
+    page = Page(shown)
+    assert not page.loaded
+    assert not page.scripts
+    assert all(row.module_fqn in page.shown for row in report.plan.rows if row.techniques)
+    assert show_bytes(report.plan.predicted_reserved_bytes or 0) in page.shown
+
+
+def test_a_wrapped_model_reports_on_itself(tmp_path: pathlib.Path) -> None:
+    model = small()
+    with memscale.optimize(
+        model, config=Config(force_optimize=True), sample_input=features(0, 4096, WIDTH)
+    ) as executor:
+        executor.report(tmp_path / "run.html")
+        assert executor.plan is not None
+        assert executor.plan.explain() in " ".join(Page((tmp_path / "run.html").read_text()).shown)
+
+
+def test_without_a_plan_there_is_nothing_to_report(tmp_path: pathlib.Path) -> None:
+    model = memscale.wrap(small())
+    with pytest.raises(MemScaleError, match="no plan to report on yet"):
+        model._memscale_executor.report(tmp_path / "run.html")
+    memscale.detach(model)
+    assert not (tmp_path / "run.html").exists()
+
+
+def test_without_plotly_the_error_says_what_to_install(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "plotly.graph_objects", None)
+    with pytest.raises(MemScaleError, match=r'pip install -c constraints.txt "\.\[report\]"'):
+        report.html()

@@ -1,0 +1,74 @@
+"""The report in a real browser, without a network: charts are drawn, hovering answers, nothing complains.
+
+`make test-pages` runs this; it needs Chromium from the system's packages (Debian: apt-get install chromium).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from memscale.cli import main
+
+pytestmark = pytest.mark.full
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    assert main(["report", "bert-mini", "--gpu", "RTX 3090", "--budget", "0.3", "--output", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert chromium is not None, "this test needs Chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "laptop"])
+def test_a_report_opens_offline(browser: Any, page_file: pathlib.Path, scheme: str, width: int) -> None:
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800}, offline=True)
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on(
+        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(page_file.as_uri())
+    for chart in ("memory0", "memory1", "layers", "front"):
+        page.wait_for_selector(f"#{chart} .trace path", state="attached")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert dark == (scheme == "dark")
+    assert complaints == []
+    context.close()
+
+
+def test_hovering_and_the_keyboard_answer(browser: Any, page_file: pathlib.Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("#layers .trace path", state="attached")
+    page.locator("#layers").scroll_into_view_if_needed()
+    bars = [bar.bounding_box() for bar in page.locator("#layers .point path").all()]
+    box = max(bars, key=lambda bar: bar["height"])
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#layers .hovertext")
+    assert "activations" in page.locator("#layers .hovertext").first.inner_html()
+    summary = page.locator("summary").first
+    summary.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("details").first.evaluate("element => element.open")
+    page.close()
