@@ -15,7 +15,7 @@ from memscale._decide.bound import least_ms
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
-from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM, BackwardStep, OptimizerCost, StateShare
+from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM, BackwardStep, GuestCost, OptimizerCost, StateShare
 from tests._decide.test_search import models, seeds, shaped, shapes
 from tests.profiles import MB, Block, full_profile, hardware_of, profile_of
 
@@ -27,7 +27,7 @@ COST = OptimizerCost("adamw", 50 * MB, 10 * MB, 100 * MB, offloaded_step_bytes=1
 def test_where_everything_fits_it_is_what_computes() -> None:
     """402 ms forward and backward, 100 MB of the optimizer at a byte a nanosecond."""
     model = CostModel(profile_of(ONE, variants=(CHECKPOINT,), optimizer=COST), hardware_of())
-    assert least_ms(model, 10_000 * MB) == pytest.approx(402 + 100) == model.evaluate(Choice()).step_ms
+    assert least_ms(model, 10_000 * MB, host_step=True) == pytest.approx(402 + 100) == model.evaluate(Choice()).step_ms
 
 
 def test_what_does_not_fit_crosses_the_link() -> None:
@@ -39,9 +39,9 @@ def test_what_does_not_fit_crosses_the_link() -> None:
     model = CostModel(profile, hardware_of(link_bytes_per_s=1e6))
     excess = 25 + 1 + 50 + 101 - 30
     crossing = 5 + (excess - 90 - 15)
-    assert least_ms(model, 30 * MB) == pytest.approx(crossing * 1e3)
+    assert least_ms(model, 30 * MB, host_step=True) == pytest.approx(crossing * 1e3)
     by_turns = dataclasses.replace(model.hardware, link_directions=1)
-    assert least_ms(CostModel(model.profile, by_turns), 30 * MB) == pytest.approx(2 * crossing * 1e3)
+    assert least_ms(CostModel(model.profile, by_turns), 30 * MB, host_step=True) == pytest.approx(2 * crossing * 1e3)
 
 
 def test_what_does_not_fit_the_optimizers_step_crosses_the_link() -> None:
@@ -53,7 +53,7 @@ def test_what_does_not_fit_the_optimizers_step_crosses_the_link() -> None:
     profile = profile_of(light, variants=(CHECKPOINT,), optimizer=dataclasses.replace(COST, offloaded_step_bytes=None))
     model = CostModel(profile, hardware_of(link_bytes_per_s=1e6))
     excess = 25 + 1 + 6 + 50 - 20
-    assert least_ms(model, 20 * MB) == pytest.approx(excess / 4 * 1e3)
+    assert least_ms(model, 20 * MB, host_step=True) == pytest.approx(excess / 4 * 1e3)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -80,13 +80,43 @@ def check(model: CostModel) -> None:
     eligible = resolve(Config(memory_budget_gb=1.0), model.hardware)
     candidates = find_candidates(model, model.evaluate(Choice()), eligible)
     for candidate in candidates:
-        bound = least_ms(model, candidate.outcome.peak_bytes)
-        assert candidate.outcome.step_ms >= bound * (1 - 1e-9), candidate
+        streams = candidate.choice.run.streams_rest or any(how.streams for _, how in candidate.choice.blocks)
+        on_host = streams and not candidate.choice.run.steps_on_device
+        for host_step in {True, on_host}:
+            bound = least_ms(model, candidate.outcome.peak_bytes, host_step=host_step)
+            assert candidate.outcome.step_ms >= bound * (1 - 1e-9), (candidate, host_step)
+
+
+@given(found=models(max_size=4), link=st.sampled_from([1e7, 1e8, 1e10]), overlaps=st.booleans())
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_nor_one_that_steps_everything_on_the_device(found: dict[str, Block], link: float, overlaps: bool) -> None:
+    profile = full_profile(found)
+    assert profile.rest_optimizer is not None
+    state_bytes = profile.optimizer.state_bytes - profile.rest_optimizer.state_bytes
+    trained = sum(block.gradients for block in found.values()) * MB
+    work = profile.optimizer.moved_bytes
+    visiting = GuestCost(trained // 4, 2 * trained + state_bytes, trained + state_bytes, 8, 8, work, 4, MB)
+    check(
+        CostModel(dataclasses.replace(profile, guests=visiting), hardware_of(link_bytes_per_s=link), overlaps=overlaps)
+    )
+
+
+def test_what_the_device_steps_comes_behind_all_that_computes() -> None:
+    """6 MB of gradients, as many of parameters and 50 of state, of which 20 fit when backward ends; 36 ms come behind
+    402 ms of compute, in which the host's step of what is streamed could do with less."""
+    profile = profile_of(ONE, variants=(CHECKPOINT, STREAM), optimizer=COST)
+    model = CostModel(profile, hardware_of(link_bytes_per_s=1e8))
+    trained = min(profile.trainable_bytes, profile.plain.end_bytes) // MB
+    assert least_ms(model, 20 * MB, host_step=False) == pytest.approx(402 + 10 * (2 * trained + 50 - 20))
+    assert least_ms(model, 20 * MB, host_step=True) < least_ms(model, 20 * MB, host_step=False)
+    in_backward = dataclasses.replace(profile.optimizer, in_backward=BackwardStep(MB, 10, 2))
+    released = CostModel(dataclasses.replace(profile, optimizer=in_backward), model.hardware)
+    assert least_ms(released, 20 * MB, host_step=False) == least_ms(released, 20 * MB, host_step=True)
 
 
 def test_a_smaller_budget_has_no_lower_bound() -> None:
     model = CostModel(full_profile(4), hardware_of(link_bytes_per_s=1e7))
-    bounds = [least_ms(model, budget * MB) for budget in range(0, 600, 20)]
+    bounds = [least_ms(model, budget * MB, host_step=True) for budget in range(0, 600, 20)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[-1]
 
@@ -110,17 +140,17 @@ def test_activations_that_do_not_fit_are_computed_again_or_cross_the_link() -> N
     profile = profile_of(ONE, variants=(CHECKPOINT,), optimizer=dataclasses.replace(COST, offloaded_step_bytes=None))
     model = CostModel(profile, hardware_of(link_bytes_per_s=1e3))
     fits = 26 + 50 + 101
-    assert least_ms(model, fits * MB) == pytest.approx(402 + 100)
-    assert least_ms(model, (fits - 45) * MB) == pytest.approx(402 + 100 + 50)
+    assert least_ms(model, fits * MB, host_step=True) == pytest.approx(402 + 100)
+    assert least_ms(model, (fits - 45) * MB, host_step=True) == pytest.approx(402 + 100 + 50)
     checkpointed = Choice((("b", CHECKPOINT),))
-    assert least_ms(model, (fits - 90) * MB) == pytest.approx(model.evaluate(checkpointed).step_ms)
+    assert least_ms(model, (fits - 90) * MB, host_step=True) == pytest.approx(model.evaluate(checkpointed).step_ms)
 
 
 def test_over_a_fast_link_they_cross_it() -> None:
     """Sent and fetched beside what computes: of 98 MB, at 1 MB in 10 ms, one direction is busy for 980 ms."""
     model = CostModel(profile_of(ONE, variants=(OFFLOAD,)), hardware_of(link_bytes_per_s=1e8), overlaps=True)
     offloaded = model.evaluate(Choice((("b", OFFLOAD),)))
-    bound = least_ms(model, 26 * MB + model.profile.optimizer.state_bytes + 3 * MB)
+    bound = least_ms(model, 26 * MB + model.profile.optimizer.state_bytes + 3 * MB, host_step=True)
     assert 980 <= bound + 1e-9 <= offloaded.step_ms
 
 
@@ -142,4 +172,4 @@ def test_nothing_that_can_be_chosen_beats_it(found: dict[str, Block], link: floa
         for run, picked in itertools.product(runs, itertools.product(treatments, repeat=len(found))):
             chosen = tuple((fqn, how) for fqn, how in zip(found, picked, strict=True) if how != KEEP)
             outcome = model.evaluate(Choice(chosen, run))
-            assert outcome.step_ms >= least_ms(model, outcome.peak_bytes) * (1 - 1e-9), (chosen, run)
+            assert outcome.step_ms >= least_ms(model, outcome.peak_bytes, host_step=True) * (1 - 1e-9), (chosen, run)

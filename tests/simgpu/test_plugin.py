@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
 pytest_plugins = ["pytester"]
 
 

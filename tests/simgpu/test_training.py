@@ -30,6 +30,7 @@ from transformers import (
 import simgpu
 from tests.lanes import in_turns
 
+pytestmark = pytest.mark.full
 A = torch.accelerator
 STEPS = 3
 MODES = ("plain", "checkpoint", "save_on_cpu")

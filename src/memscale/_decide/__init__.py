@@ -20,7 +20,7 @@ from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import explain_misfit
 from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, undominated
 from memscale._decide.search import Candidate, search
-from memscale._decide.write_plan import asked_for, write_plan
+from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
@@ -252,7 +252,7 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
     for treatment in model.whole_treatments if RunOptions() in runs else ():
         if eligible.allows(treatment):
-            on_device = treatment.streams and not _may_step_on_host(model, eligible)
+            on_device = treatment.streams and not may_step_on_host(model, eligible)
             whole = Choice(tuple((fqn, treatment) for fqn in model.blocks), RunOptions(steps_on_device=on_device))
             found.append(Candidate(whole, model.evaluate_whole(whole)))
     counts_waiting = model.most_waiting_bytes() > budget.host_bytes
@@ -276,18 +276,13 @@ def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
             yield run
 
 
-def _may_step_on_host(model: CostModel, eligible: Eligible) -> bool:
-    """Streamed parameters, also where there is no other way."""
-    return eligible.host_step or model.profile.guests is None
-
-
 def _by_place_of_step(
     model: CostModel, eligible: Eligible, runs: list[RunOptions]
 ) -> Iterator[tuple[list[RunOptions], list[Treatment]]]:
     """Runs that step streamed parameters on the host, and on the device, with the treatments that go with them."""
     allowed = [treatment for treatment in model.treatments if eligible.allows(treatment)]
     on_host = [run for run in runs if not run.steps_on_device]
-    if _may_step_on_host(model, eligible):
+    if may_step_on_host(model, eligible):
         yield on_host, allowed
     else:
         resident = [treatment for treatment in allowed if not treatment.streams]

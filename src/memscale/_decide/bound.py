@@ -1,16 +1,18 @@
 """The least time that any exact plan could take within a budget, from a profile alone. No torch.
 
-    bound = least_ms(model, budget_bytes)      # of one step; no candidate of the search is below it
+    bound = least_ms(model, budget_bytes, host_step=False)      # of one step; no candidate of the search is below it
 
 It is a bound, not a plan: nothing need reach it. Three things work side by side at best, and the slowest of them is
 waited for: what computes, and each direction of the link. What computes takes at least every stretch of the step in the
 cheapest way that was rehearsed, and the optimizer's step over the faster of the two memories, that of the device and
-the host's. Two moments say what must come on top of that:
+the host's. Three moments say what must come on top of that:
 
 - In the optimizer's step parameters, gradients and state all exist, and what does not fit the budget is elsewhere.
   State that is elsewhere comes and goes in every step. A streamed layer takes its gradients and its state along: its
   parameters come at least once, and its gradients leave. So of each byte that does not fit at least a certain share
   crosses the link, whatever a plan chooses. (Gradients that are used up in backward do not exist then.)
+- Between backward and the step every gradient is final and nothing is stepped yet. Where the device steps everything,
+  what does not fit it at that moment has still to come: behind all that computes, not beside it. See NOTE [one by one].
 - When forward is over, what it has left for backward is there, beside parameters and state. What does not fit is
   computed again or is elsewhere: each block can let go of so many bytes, at best for so much recomputing and so many
   bytes across the link; parameters and state can leave, too. See NOTE [prices].
@@ -34,10 +36,13 @@ _SHARES = (0.0, *(2.0**-k for k in range(20, 0, -1)), *(1 - 2.0**-k for k in ran
 """Of compute in the sum of prices: bytes across a slow link cost thousands of times what computing them again does."""
 
 
-def least_ms(model: CostModel, budget_bytes: int) -> float:
-    """Of a step that peaks at no more than the budget."""
+def least_ms(model: CostModel, budget_bytes: int, *, host_step: bool) -> float:
+    """Of a step that peaks at no more than the budget; `host_step`: the host may step what is streamed."""
     computes_ms = model.least_compute_ms + _least_optimizer_ms(model)
-    return max(computes_ms, _step_ms(model, budget_bytes), _forward_ms(model, budget_bytes, computes_ms))
+    found = [computes_ms, _step_ms(model, budget_bytes), _forward_ms(model, budget_bytes, computes_ms)]
+    if not host_step and model.profile.optimizer.in_backward is None:
+        found.append(model.least_compute_ms + _arriving_ms(model, budget_bytes))
+    return max(found)
 
 
 def _byte_ms(model: CostModel) -> float:
@@ -55,6 +60,20 @@ def _step_ms(model: CostModel, budget_bytes: int) -> float:
     link_ms = _byte_ms(model) * excess_bytes
     in_ms, out_ms = link_ms * coming, link_ms * leaving
     return max(in_ms, out_ms) if model.hardware.link_directions > 1 else in_ms + out_ms
+
+
+def _arriving_ms(model: CostModel, budget_bytes: int) -> float:
+    """Of what is stepped on the device and is not there when backward ends.
+
+    NOTE [one by one]: a training loop may read, clip or drop gradients between backward and the step, so no parameter
+    is stepped before the last gradient is final. Trained parameters, their gradients and their state are all needed on
+    the device in the step. What of them exceeds the budget when backward ends comes after it, and what computes in
+    forward and backward cannot hide that. What nobody trains may be elsewhere for nothing, and is not counted.
+    """
+    profile = model.profile
+    gradients = min(profile.trainable_bytes, profile.plain.end_bytes)
+    parameters = min(gradients, sum(min(layer.param_bytes, layer.trainable_bytes) for layer in profile.layers))
+    return _byte_ms(model) * max(0, parameters + gradients + profile.optimizer.state_bytes - budget_bytes)
 
 
 def _bytes_in_step(model: CostModel) -> int:

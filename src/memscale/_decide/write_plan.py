@@ -9,7 +9,7 @@ from typing import Any
 
 from memscale._config import Config
 from memscale._decide.bound import least_ms
-from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
+from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.pareto import slowdown
@@ -71,7 +71,7 @@ def write_plan(
         front=front,
         front_note=front_note,
         conditions=conditions_of(config, model.hardware),
-        least_slowdown=_least_slowdown(model, baseline, _bounded_bytes(config, budget_bytes, outcome)),
+        least_slowdown=_least_slowdown(model, config, baseline, _bounded_bytes(config, budget_bytes, outcome)),
     )
 
 
@@ -80,11 +80,17 @@ def _bounded_bytes(config: Config, budget_bytes: int, outcome: Outcome) -> int:
     return outcome.peak_bytes if config.force_optimize else max(budget_bytes, outcome.peak_bytes)
 
 
-def _least_slowdown(model: CostModel, baseline: Outcome, budget_bytes: int) -> float | None:
+def _least_slowdown(model: CostModel, config: Config, baseline: Outcome, budget_bytes: int) -> float | None:
     """The bound on the slowdown, rounded down: a bound must not be above what it bounds."""
     if not baseline.step_ms:
         return None
-    return max(1.0, math.floor(least_ms(model, budget_bytes) / baseline.step_ms * 1e4) / 1e4)
+    least = least_ms(model, budget_bytes, host_step=may_step_on_host(model, resolve(config, model.hardware)))
+    return max(1.0, math.floor(least / baseline.step_ms * 1e4) / 1e4)
+
+
+def may_step_on_host(model: CostModel, eligible: Eligible) -> bool:
+    """Streamed parameters, also where there is no other way."""
+    return eligible.host_step or model.profile.guests is None
 
 
 def conditions_of(config: Config, hardware: Hardware) -> Conditions:
@@ -130,6 +136,10 @@ class Chosen:
     def streamed_bytes(self) -> int:
         """Trainable bytes of blocks that are streamed."""
         return sum(self.model.blocks[fqn].trainable_bytes for fqn, how in self.choice.blocks if how.streams)
+
+    def run_with(self, **options: Any) -> RunOptions:
+        """The run options that were chosen, but for these."""
+        return dataclasses.replace(self.choice.run, **options)
 
     @property
     def steps_on_host_allowed(self) -> bool:

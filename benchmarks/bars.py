@@ -1,0 +1,131 @@
+"""What plans are predicted to cost in time at given budgets, with the bound beside them and the bar that is set.
+
+    python -m benchmarks.bars [--only NAME ...] [--mode MODE]
+
+Each row is a model, a card and a budget. Plans are those of the default `Config` but for the mode; times are those of
+the model that plans are made by. "of plain": as a multiple of the step as it is. "bound": the least
+time that any exact plan could take at this budget (`_decide/bound.py`); a bar below it cannot be reached. "passes" and
+"optimizer" are the two parts of the step: forward and backward with all that is computed again or waited for, and the
+optimizer's step. Nothing is trained; a row takes minutes of processor time. GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from memscale import Config, Hardware, OptimizationMode, zoo
+from memscale._decide.choice import Choice, choice_of
+from memscale._decide.policy import choose_strategy
+from memscale._decide.travel import travel_of
+from memscale._plan import Plan
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._profile.inputs import derive_inputs
+from memscale.report.explain import what_is_done
+from memscale.report.tables import table
+
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bar:
+    """A model on a card within a budget, and how slow its plan may be."""
+
+    title: str
+    name: str
+    batch: int
+    length: int
+    budget_gb: float | None
+    """None: the card's default."""
+    most: float
+    """The bar, as a multiple of the plain step."""
+    card: str = "RTX 3090"
+    dtype: torch.dtype = torch.float32
+
+
+BARS = (
+    Bar("GPT-2 XL", "gpt2-xl", 1, 512, None, 1.4),
+    Bar("GPT-2 XL", "gpt2-xl", 1, 512, 9.25, 2.8),
+    Bar("GPT-2 Large", "gpt2-large", 2, 512, 4.68, 2.2),
+    Bar("GPT-2 Medium", "gpt2-medium", 4, 512, 2.61, 1.9),
+    Bar("BERT-Large", "bert-large", 16, 128, 2.02, 2.0),
+    Bar("BERT-Base", "bert-base", 16, 128, 0.84, 2.2),
+    Bar("Llama-3.2-1B", "llama-3.2-1b", 2, 1024, None, 1.15, "RTX 3070", torch.bfloat16),
+)
+HEADER = (
+    *("model", "batch", "card", "budget", "reserved", "step", "of plain", "bar", "bound"),
+    *("passes", "optimizer", "what is done"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A bar, and the plan that there is for it."""
+
+    bar: Bar
+    plan: Plan
+    plain_ms: float
+    optimizer_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.plain_ms * self.plan.predicted_slowdown
+
+
+def plan_bar(bar: Bar, mode: OptimizationMode) -> Row:
+    config = Config(mode=mode, memory_budget_gb=bar.budget_gb, enable_logging=False)
+    with zoo.quiet():
+        model = zoo.build(bar.name).to(bar.dtype)
+        inputs = derive_inputs(model, bar.batch, bar.length)
+        assert inputs is not None
+        planner = Planner(Job(model, config, Hardware.from_name(bar.card), "adamw"), inputs)
+        plan = planner.plan(choose_strategy(config))
+    way = planner.by(travel_of(plan, config, planner.hardware)).cost_model()
+    choice = choice_of(plan.actions, way.profile)
+    streamed = sum(way.blocks[fqn].trainable_bytes for fqn, treatment in choice.blocks if treatment.streams)
+    return Row(bar, plan, way.evaluate(Choice()).step_ms, float(way.optimizer.step_ms(choice.run, streamed)))
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    bar, plan = row.bar, row.plan
+    reserved = plan.predicted_reserved_bytes or plan.predicted_peak_bytes
+    bound = "-" if plan.least_slowdown is None else f"{plan.least_slowdown:.2f}x"
+    return (
+        bar.title,
+        f"{bar.batch} x {bar.length}",
+        bar.card,
+        f"{plan.budget_bytes / GB:.2f}",
+        f"{reserved / GB:.3f}" + ("" if plan.fits else " does not fit"),
+        f"{row.step_ms:.1f} ms",
+        f"{plan.predicted_slowdown:.2f}x",
+        f"{bar.most:.2f}x",
+        bound,
+        f"{row.step_ms - row.optimizer_ms:.1f} ms",
+        f"{row.optimizer_ms:.1f} ms",
+        what_is_done(plan),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bars", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=sorted({bar.name for bar in BARS}), help="these models")
+    parser.add_argument("--mode", type=OptimizationMode, default=OptimizationMode.BALANCED, help="balanced")
+    options = parser.parse_args(argv)
+    rows = []
+    for bar in BARS:
+        if not options.only or bar.name in options.only:
+            rows.append(cells(plan_bar(bar, options.mode)))
+            print(f"{bar.title}: {rows[-1][6]}", file=sys.stderr, flush=True)
+    print("\n".join(table([HEADER, *rows], left=(0, 1, 2, 11))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

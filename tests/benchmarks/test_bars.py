@@ -1,0 +1,37 @@
+"""The command that holds plans against the times that they are to reach."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks import bars
+from memscale import Config, OptimizationMode
+from memscale._decide import decide
+from tests.profiles import MB, full_profile, hardware_of
+
+
+def test_a_row_says_budget_time_bar_and_bound() -> None:
+    plan = decide(full_profile(4), hardware_of(), Config(memory_budget_gb=0.4, enable_logging=False))
+    row = bars.Row(dataclasses.replace(bars.BARS[1], most=1.5), plan, plain_ms=100.0, optimizer_ms=30.0)
+    assert plan.least_slowdown is not None
+    found = dict(zip(bars.HEADER, bars.cells(row), strict=True))
+    assert found["budget"] == "0.40"
+    assert found["step"] == f"{100 * plan.predicted_slowdown:.1f} ms"
+    assert found["passes"] == f"{100 * plan.predicted_slowdown - 30:.1f} ms"
+    assert (found["bar"], found["bound"]) == ("1.50x", f"{plan.least_slowdown:.2f}x")
+    unfit = dataclasses.replace(row, plan=dataclasses.replace(plan, fits=False, predicted_reserved_bytes=500 * MB))
+    assert bars.cells(unfit)[4] == "0.500 does not fit"
+
+
+def test_a_bar_is_planned_for_its_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bar = dataclasses.replace(bars.BARS[-1], name="bert-tiny", batch=2, length=16)
+    monkeypatch.setattr(bars, "BARS", (bar,))
+    row = bars.plan_bar(bar, OptimizationMode.CONSERVATIVE)
+    assert row.plan.device_name == "RTX 3070"
+    assert row.plan.predicted_slowdown == 1.0
+    assert 0 < row.optimizer_ms < row.step_ms
+    monkeypatch.setattr(bars, "plan_bar", lambda bar, mode: row)
+    assert bars.main(["--only", "bert-tiny"]) == 0
+    assert "1.15x" in capsys.readouterr().out
