@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytestmark = pytest.mark.full
 A = torch.accelerator
 
 

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.full
 pytest_plugins = ["pytester"]
 
 

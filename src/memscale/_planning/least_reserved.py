@@ -10,7 +10,7 @@ costs next to nothing: each makes the host wait for the device, and must be wort
 from __future__ import annotations
 
 from memscale._decide.allocator.settings import AllocatorSettings
-from memscale._execute.reserving import SMALL_PAGES
+from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.allocations import AllocationLog, Reached, Reserved, reserved_of
 
