@@ -319,6 +319,7 @@ class Recovery:
         try:
             with _in_words(failure, "backward"):
                 self._prepare(model, step, Inputs(step.args, step.kwargs), failure, "backward")
+            self._replanner.is_repeating = True
             with step.moment.repeated(), torch.enable_grad():
                 model(*step.args, **step.kwargs)
             outputs, self._outputs_again = self._outputs_again or [], None
@@ -333,6 +334,7 @@ class Recovery:
             return
         finally:
             self._is_again, self._outputs_again = False, None
+            self._replanner.is_repeating = False
             now.restore()
         raise _in_numbers(again, "The batch was run again, and ran out of memory again", self._numbers(device))
 

@@ -113,6 +113,8 @@ class Replanner(OwnHook):
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
         self._is_planning = False
+        self.is_repeating = False
+        """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
         self._is_tight = False
         """All gradients beside the planned peak would exceed the budget."""
         executor.on_detach(self._stop_observing)
@@ -123,7 +125,7 @@ class Replanner(OwnHook):
             if model.training and torch.is_grad_enabled():
                 refuse_compiler(type(model).__name__)
             return
-        if self._is_planning or is_redirected(model):
+        if self._is_planning or self.is_repeating or is_redirected(model):
             return
         if torch.is_grad_enabled():
             self._uncalled.stop()
