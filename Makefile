@@ -12,7 +12,7 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 # `===` asks for the build of the ordinary index, and keeps one without CUDA ("2.13.0+cpu") out.
 CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
-.PHONY: help demo check test test-all test-shuffled test-pages search-cases durations audit cuda lint format clean
+.PHONY: help demo check test test-all test-shuffled test-pages search-cases fuzz zoo durations audit cuda lint format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
@@ -23,6 +23,8 @@ help:
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make test-pages      reports in a real browser; needs Chromium (Debian: apt-get install chromium)"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
+	@echo "make fuzz            random models under random plans against plain ones: EXAMPLES=2000 for so many"
+	@echo "make zoo             every architecture at hand against a plain copy; goes on where it was stopped"
 	@echo "make audit   bandit over our code, pip-audit over what is installed (the latter asks a database on the network)"
 	@echo "make cuda    the CUDA build of PyTorch on an emulated card (no GPU needed): its tests, and a table; downloads 5 GB once"
 	@echo "make format  rewrite the code in our format"
@@ -69,6 +71,14 @@ test-shuffled: $(STAMP)
 
 search-cases: $(STAMP)
 	$(PYTEST) -q --dist worksteal -m hypothesis --hypothesis-profile search
+
+fuzz: EXAMPLES ?= 1000
+fuzz: $(STAMP)
+	MEMSCALE_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -n 0 tests/training/test_random_models.py --hypothesis-profile search
+
+zoo: $(STAMP)
+	mkdir -p build
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.zoo --log build/zoo.jsonl --out build/zoo.txt
 
 audit: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[audit]"

@@ -219,6 +219,25 @@ def test_estimate_says_when_nothing_fits(shell: Shell, model_file: str) -> None:
     assert "No mode fits: the lowest peak is" in text
 
 
+def test_estimate_of_ranks_counts_buckets_or_shares(shell: Shell, model_file: str) -> None:
+    def found(*options: str) -> dict[str, int]:
+        text = shell("estimate", f"{model_file}:build", "--mode", "conservative", "--json", *options)
+        breakdown: dict[str, int] = json.loads(text)["estimate"]["breakdown"]
+        return breakdown
+
+    alone, replica = found(), found("--world-size", "8", "--ddp")
+    trained = 4 * (6 * (2 * 64 * 256 + 256 + 64) + 64 * 10 + 10)
+    assert replica == alone | {"other": alone["other"] + trained}
+    share = found("--world-size", "8", "--fsdp")
+    assert trained / 8 <= share["params"] < trained / 8 * 1.02
+    assert alone["optimizer"] / 8 <= share["optimizer"] < alone["optimizer"] / 7  # small tensors are rounded up
+
+
+@pytest.mark.parametrize("options", [("--world-size", "8"), ("--ddp",), ("--world-size", "8", "--ddp", "--fsdp")])
+def test_ranks_are_said_with_how_they_train(shell: Shell, model_file: str, options: tuple[str, ...]) -> None:
+    assert "--fsdp" in shell.complaint("estimate", f"{model_file}:build", *options)
+
+
 def test_estimate_of_one_mode(shell: Shell, model_file: str) -> None:
     arguments = ("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--mode", "Aggressive", "--json")
     data = json.loads(shell(*arguments))["estimate"]

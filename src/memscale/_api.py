@@ -15,13 +15,14 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._decide.budget import full_budget
 from memscale._decide.eligible import resolve
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError
-from memscale._execute import parking
+from memscale._execute import parking, reserving
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
@@ -30,12 +31,15 @@ from memscale._hardware import Hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.job import Job, device_of
+from memscale._planning.recovery import Recovery
 from memscale._planning.replanning import Replanner
 from memscale._planning.saved_plans import device_for, refuse_plan
 from memscale._planning.shapes import Lengths, samples_of
+from memscale._planning.together import withheld_from
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable
+from memscale._profile.ranks import ALONE, find_group, refuse_flat_parameters
 from memscale._torch.optimizer_steps import owns_any
 from memscale._torch.overrides import undo_with
 from memscale.report import console, outcomes
@@ -94,7 +98,8 @@ def wrap(
             raise ValueError("lengths= is for a model: a Trainer's batches are planned for as they come")
         return cast(Target, wrap_trainer(target, config, attach_unplanned))
     samples = samples_of(sample_input, lengths, _model_of(target))
-    _attach(_model_of(target), config, samples[0] if samples else None, None, smaller=samples[1:])
+    first, replica = samples[0] if samples else None, _replica_of(target)
+    _attach(_model_of(target), config, first, None, smaller=samples[1:], replica=replica)
     return target
 
 
@@ -128,7 +133,7 @@ def optimize(
     inputs = None if sample_input is None else Inputs.from_sample(sample_input)
     known = _checked_optimizer(optimizer)
     _warn_of_stranger(_model_of(model), known)
-    executor = _attach(_model_of(model), _checked_config(config), inputs, known)
+    executor = _attach(_model_of(model), _checked_config(config), inputs, known, replica=_replica_of(model))
     del inputs, sample_input  # this frame lives as long as the `with` block, and the sample may be on the device
     try:
         yield executor
@@ -316,7 +321,8 @@ def apply_all_optimizations(
             undo.callback(conversion.undo)
         # What came is the baseline of the plan; a copy, since nothing of ours keeps a replaced optimizer alive.
         report, baseline = _StackReport(config, detail), known if conversion is None else copy.copy(known)
-        executor = _attach(_model_of(model), config, inputs, used, baseline=baseline, reporter=report)
+        replica = _replica_of(model)
+        executor = _attach(_model_of(model), config, inputs, used, baseline=baseline, reporter=report, replica=replica)
         executor.on_detach(undo.pop_all().close)
     return model, used
 
@@ -385,27 +391,35 @@ def _attach(
     holds_gradients: bool = False,
     begun: Inputs | None = None,
     smaller: Sequence[Inputs] = (),
+    replica: DistributedDataParallel | None = None,
 ) -> Executor:
     """Wrap all or nothing: an error half-way leaves the model as it was.
 
     `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
     says that the loop adds up gradients over several batches; `begun` are the inputs of a forward that is under way;
-    `smaller` are other batches that will come.
+    `smaller` are other batches that will come; `replica` is the DDP around the model, if it has one already.
     """
     _refuse_parked(model)
     _detach_earlier(model)
     _refuse_unusable(model, config)
+    group = find_group(model, replica)
+    ranks = ALONE if group is None else group.ranks
+    config = withheld_from(config, ranks)
     device = device_of(model, config)
     with console.progress(config.enable_logging):
         hardware = Hardware.detect(device, config.offload_dir)
     executor = Executor(model, _settings(config, device, hardware), optimizer)
     try:
         executor.adopt()
+        if replica is not None:
+            executor.show_on(replica)
         _introduce(executor, config, hardware)
         recorder = _serve_metrics(executor, config)
         known, replacement = _roles(optimizer, baseline)
-        job = Job(model, config, hardware, known, replacement, holds_gradients)
-        replanner = Replanner(executor, job, reporter)
+        job = Job(model, config, hardware, known, replacement, holds_gradients, ranks)
+        replanner = Replanner(executor, job, reporter, replica)
+        if config.recover_from_oom and device.type != "cpu" and not hardware.unified_memory:
+            _recover(model, executor, replanner, device)
         is_guess = inputs is None and derive
         if is_guess:
             inputs = derive_inputs(model)
@@ -421,6 +435,14 @@ def _attach(
         executor.detach()
         raise
     return executor
+
+
+def _recover(model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device) -> None:
+    """From here on, steps that run out of memory are run again."""
+    undo = contextlib.ExitStack()
+    executor.on_detach(undo.close)
+    reserving.refuse_to_spill(device, undo)
+    Recovery(executor, replanner).attach(model, undo)
 
 
 def _plan_now(replanner: Replanner, model: nn.Module, samples: Sequence[Inputs], *, is_guess: bool) -> None:
@@ -512,6 +534,7 @@ def _refuse_parked(model: nn.Module) -> None:
 
 def _refuse_unusable(model: nn.Module, config: Config) -> None:
     refuse_unprofilable(model)
+    refuse_flat_parameters(model)
     refuse_compiled_around_blocks(model)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise MemScaleError(
@@ -535,11 +558,17 @@ def _check_directory(offload_dir: str) -> None:
 
 
 def _model_of(target: object) -> nn.Module:
+    if isinstance(target, DistributedDataParallel):
+        return _model_of(target.module)  # what DDP itself does is communication, which no plan changes
     if isinstance(target, nn.Module):
         return target
     if _is_trainer(target):
         return _model_of(target.model)
     raise TypeError(f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
+
+
+def _replica_of(target: object) -> DistributedDataParallel | None:
+    return target if isinstance(target, DistributedDataParallel) else None
 
 
 def _is_trainer(target: Any) -> TypeGuard[Any]:

@@ -163,6 +163,8 @@ class Config:
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
     """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
+    recover_from_oom: bool = True
+    """Where a training step runs out of device memory, tighten the plan and run the batch once more (exact)."""
     warmup_steps: int = 2
     """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True
@@ -183,6 +185,7 @@ class Config:
     auto_policy: bool | Literal["rule"] = False
     """Let a policy choose the mode and the techniques that are not set here: True, or "rule" for the rule table."""
     _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
+    _withheld: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("device", "offload_dir", "log_file"):
@@ -217,6 +220,11 @@ class Config:
         if self.async_config is not None and not isinstance(self.async_config, AsyncOffloadConfig):
             raise _bad("async_config", self.async_config, "an AsyncOffloadConfig or None")
 
+    @property
+    def withheld(self) -> frozenset[str]:
+        """Techniques, by their names, that the way in which a model is trained rules out; nobody's wish."""
+        return self._withheld
+
     def asks_for(self, technique: str) -> bool:
         """Whether this technique was set to True by name, not by the mode."""
         return technique in self._explicit and bool(getattr(self, technique))
@@ -229,6 +237,10 @@ class Config:
     def travelling(self, *, overlaps: bool, transfers: AsyncOffloadConfig) -> Config:
         """A copy in which tensors travel in just this way, and nothing else is another."""
         return self._changed(async_offload=overlaps, async_config=transfers)
+
+    def without(self, withheld: frozenset[str]) -> Config:
+        """A copy in which these techniques are not eligible, whatever is wished."""
+        return self if withheld == self._withheld else self._changed(_withheld=withheld)
 
     def _changed(self, **changes: Any) -> Config:
         """A copy of every field as it is, but for these; none of them becomes anybody's explicit wish."""
@@ -257,7 +269,7 @@ class Config:
             for field in dataclasses.fields(self)
             if field.init and (field.name not in SWITCHES or field.name in self._explicit)
         }
-        return Config(**{**kept, **changes})
+        return Config(**{**kept, **changes}).without(self._withheld)
 
 
 SWITCHES = tuple(_TECHNIQUES_OF_MODE[OptimizationMode.BALANCED])
@@ -267,6 +279,7 @@ _BOOLEAN_FIELDS = (
     "force_optimize",
     "use_static_profiling",
     "use_empirical_fallback",
+    "recover_from_oom",
     "enable_logging",
     "verify_correctness",
 )

@@ -130,6 +130,11 @@ def estimate(
     force: ForceOption = False,
     overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", min=1, max=MAX_SIZE, help="Ranks that train it together.")
+    ] = None,
+    ddp: Annotated[bool, typer.Option("--ddp", help="Every rank has the whole model, as with DDP.")] = False,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Ranks share it out, as with fully_shard (FSDP2).")] = False,
     snapshot: Annotated[
         pathlib.Path | None,
         typer.Option("--snapshot", help="Write the step there for pytorch.org/memory_viz: plain, or that of --mode."),
@@ -145,21 +150,43 @@ def estimate(
         async_offload=overlaps,
     )
     _check_writable("--snapshot", snapshot)
+    _check_ranks(world_size, ddp=ddp, fsdp=fsdp, snapshot=snapshot)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
     if snapshot is not None and not subject.hardware.has_caching_allocator:
         raise ConfigError(
             '--snapshot shows the memory of a card, which this machine does not have: add --gpu "RTX 3090"'
         )
     with _progress(f"profiling {model} on fake tensors"), _quiet():
-        result = memscale.estimate(
-            subject.model, subject.inputs, optimizer=optimizer, config=config, hardware=subject.hardware
-        )
+        result = _estimate_of(subject, config, optimizer, world_size or 1, shards=fsdp)
     result = result if mode is None else _of_mode(result, config.mode)
-    _print_estimate(model, subject, result, as_json=as_json)
+    way = "shared out by FSDP2" if fsdp else "replicated by DDP"
+    name = model if world_size is None else f"{model}, {way} over {world_size} ranks, each of them"
+    _print_estimate(name, subject, result, as_json=as_json)
+    if fsdp and subject.hardware.has_caching_allocator and not as_json:
+        print("What PyTorch reserves for it is not predicted: whether it fits is said of live bytes alone.")
     if snapshot is not None:
         planned = None if mode is None else result.by_mode[config.mode].plan
         with _progress(f"writing {snapshot}"), _quiet():
             _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, planned))
+
+
+def _check_ranks(world_size: int | None, *, ddp: bool, fsdp: bool, snapshot: pathlib.Path | None) -> None:
+    if ddp and fsdp:
+        raise ConfigError("--ddp and --fsdp do not go together: choose one")
+    if (world_size is not None) != (ddp or fsdp):
+        raise ConfigError("--world-size says how many ranks train it, and --ddp or --fsdp how: give both")
+    if fsdp and snapshot is not None:
+        raise ConfigError("--snapshot shows a model that is not shared out: leave --fsdp away")
+
+
+def _estimate_of(subject: _Subject, config: Config, optimizer: str, num_ranks: int, *, shards: bool) -> Estimate:
+    from memscale._planning.estimate import estimate_job
+    from memscale._planning.job import Job
+    from memscale._profile.ranks import ALONE, Ranks
+
+    together = Ranks(num_ranks, shards=True) if shards else Ranks.replicated(subject.model, num_ranks)
+    ranks = ALONE if num_ranks == 1 else together
+    return estimate_job(Job(subject.model, config, subject.hardware, optimizer, ranks=ranks), subject.inputs)
 
 
 def _of_mode(result: Estimate, mode: OptimizationMode) -> Estimate:

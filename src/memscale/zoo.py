@@ -103,6 +103,22 @@ def _vit(layers: int, width: int, heads: int, patch: int) -> Entry:
     )
 
 
+def _causal(
+    family: str, layers: int, width: int, inner_width: int, heads: int, kv_heads: int | None, **more: Any
+) -> Entry:
+    """A decoder of the shape that Llama has made usual; `more` are numbers of its own."""
+    numbers: dict[str, Any] = {
+        "vocab_size": 32000,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner_width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+    return Entry(f"{family}Config", f"{family}ForCausalLM", numbers)
+
+
 def _llama(
     layers: int,
     width: int,
@@ -114,20 +130,42 @@ def _llama(
     positions: int = 4096,
     tied: bool = False,
 ) -> Entry:
-    return Entry(
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {
-            "vocab_size": vocabulary,
-            "max_position_embeddings": positions,
-            "num_hidden_layers": layers,
-            "hidden_size": width,
-            "intermediate_size": inner_width,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "tie_word_embeddings": tied,
-        },
-    )
+    more = {"vocab_size": vocabulary, "max_position_embeddings": positions, "tie_word_embeddings": tied}
+    return _causal("Llama", layers, width, inner_width, heads, kv_heads, **more)
+
+
+def _qwen(layers: int, width: int, inner_width: int, heads: int, kv_heads: int, vocabulary: int = 151936) -> Entry:
+    """The small ones use the matrix of their embeddings for the head, too."""
+    tied = vocabulary == 151936
+    more = {"vocab_size": vocabulary, "tie_word_embeddings": tied, "max_position_embeddings": 32768}
+    return _causal("Qwen2", layers, width, inner_width, heads, kv_heads, **more)
+
+
+def _whisper(layers: int, width: int, heads: int) -> Entry:
+    sides = {"layers": layers, "attention_heads": heads, "ffn_dim": 4 * width}
+    numbers = {f"{side}_{name}": number for side in ("encoder", "decoder") for name, number in sides.items()}
+    return Entry("WhisperConfig", "WhisperForConditionalGeneration", {"vocab_size": 51865, "d_model": width, **numbers})
+
+
+def _clip(text: tuple[int, int, int], vision: tuple[int, int, int], patch: int, projection: int) -> Entry:
+    """Layers, width and heads of both sides."""
+    sides = [
+        {"num_hidden_layers": n, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}
+        for n, width, heads in (text, vision)
+    ]
+    vision_config = {**sides[1], "patch_size": patch, "image_size": 224}
+    numbers = {"text_config": sides[0], "vision_config": vision_config, "projection_dim": projection}
+    return Entry("CLIPConfig", "CLIPModel", numbers)
+
+
+def _resnet(depths: list[int], widths: list[int], layer: str = "bottleneck") -> Entry:
+    numbers = {"depths": depths, "hidden_sizes": widths, "layer_type": layer, "num_labels": 1000}
+    return Entry("ResNetConfig", "ResNetForImageClassification", numbers)
+
+
+def _convnext(depths: list[int], widths: list[int]) -> Entry:
+    numbers = {"depths": depths, "hidden_sizes": widths, "num_labels": 1000}
+    return Entry("ConvNextConfig", "ConvNextForImageClassification", numbers)
 
 
 MODELS: dict[str, Entry] = {
@@ -159,9 +197,35 @@ MODELS: dict[str, Entry] = {
     "llama-3-8b": _llama(32, 4096, 14336, 32, 8, vocabulary=128256, positions=8192),
     "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, vocabulary=128256, positions=131072, tied=True),
     "llama-3.2-3b": _llama(28, 3072, 8192, 24, 8, vocabulary=128256, positions=131072, tied=True),
+    "qwen2.5-0.5b": _qwen(24, 896, 4864, 14, 2),
+    "qwen2.5-1.5b": _qwen(28, 1536, 8960, 12, 2),
+    "qwen2.5-7b": _qwen(28, 3584, 18944, 28, 4, 152064),
+    "qwen3-0.6b": _causal("Qwen3", 28, 1024, 3072, 16, 8, vocab_size=151936, head_dim=128, tie_word_embeddings=True),
+    "mistral-7b": _causal("Mistral", 32, 4096, 14336, 32, 8),
+    "gemma-2b": _causal("Gemma", 18, 2048, 16384, 8, 1, vocab_size=256000, head_dim=256),
+    "gemma-2-2b": _causal("Gemma2", 26, 2304, 9216, 8, 4, vocab_size=256000, head_dim=256),
+    "phi-2": _causal("Phi", 32, 2560, 10240, 32, None, vocab_size=51200),
+    "phi-3-mini": _causal("Phi3", 32, 3072, 8192, 32, 32, vocab_size=32064),
+    "whisper-tiny": _whisper(4, 384, 6),
+    "whisper-small": _whisper(12, 768, 12),
+    "whisper-medium": _whisper(24, 1024, 16),
+    "clip-vit-base-patch32": _clip((12, 512, 8), (12, 768, 12), 32, 512),
+    "clip-vit-large-patch14": _clip((12, 768, 12), (24, 1024, 16), 14, 768),
+    "resnet-18": _resnet([2, 2, 2, 2], [64, 128, 256, 512], "basic"),
+    "resnet-50": _resnet([3, 4, 6, 3], [256, 512, 1024, 2048]),
+    "resnet-101": _resnet([3, 4, 23, 3], [256, 512, 1024, 2048]),
+    "convnext-tiny": _convnext([3, 3, 9, 3], [96, 192, 384, 768]),
+    "convnext-base": _convnext([3, 3, 27, 3], [128, 256, 512, 1024]),
 }
 
-_ALIASES = {"gpt2-small": "gpt2", "distilbert": "distilbert-base", "tinyllama": "tinyllama-1.1b"}
+_ALIASES = {
+    "gpt2-small": "gpt2",
+    "distilbert": "distilbert-base",
+    "tinyllama": "tinyllama-1.1b",
+    "mistral-7b-v0.1": "mistral-7b",
+    "phi-3-mini-4k-instruct": "phi-3-mini",
+    "convnext-tiny-224": "convnext-tiny",
+}
 _INSTALL = install_command("hf")
 _SUFFIXES = ("-uncased", "-cased", "-hf")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +220,31 @@ def test_it_is_said_and_saved() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert "unused memory goes back before the backward pass, the forward of head" in plan.explain()
     assert "otherwise 1.500 GB would be reserved" in plan.explain()
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_where_the_driver_would_spill_the_allocator_takes_no_more_than_the_card_has(
+    spills: bool, cap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulated device has no such limit of its own; CUDA's function takes these arguments."""
+    fractions: list[tuple[float, torch.device]] = []
+    module, device = torch.get_device_module("simgpu"), torch.device("simgpu", 0)
+    limit = lambda fraction, device: fractions.append((fraction, device))  # noqa: E731
+    monkeypatch.setattr(module, "set_per_process_memory_fraction", limit, raising=False)
+    monkeypatch.setattr(reserving, "spills_silently", lambda: spills)
+    cap(64 << 20)
+    with contextlib.ExitStack() as undo:
+        reserving.refuse_to_spill(device, undo)
+        assert fractions == ([(1.0, device)] if spills else [])
+    assert fractions == [(1.0, device)] * (2 * spills)
+
+
+def test_linux_by_itself_does_not_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserving.sys, "platform", "linux")
+    names = reserving.platform.uname()
+    monkeypatch.setattr(reserving.platform, "uname", lambda: names._replace(release="6.1.0-generic"))
+    assert not reserving.spills_silently()
+    monkeypatch.setattr(reserving.platform, "uname", lambda: names._replace(release="5.15-Microsoft-WSL2"))
+    assert reserving.spills_silently()
+    monkeypatch.setattr(reserving.sys, "platform", "win32")
+    assert reserving.spills_silently()

@@ -7,7 +7,7 @@ import pathlib
 import psutil
 import pytest
 
-from memscale._hardware.host import _cgroup_limit, host_memory
+from memscale._hardware.host import _cgroup_limit, host_memory, local_ranks
 
 pytestmark = pytest.mark.unit
 GIB = 1024**3
@@ -105,3 +105,14 @@ def test_missing_use_counts_as_none(root: pathlib.Path, own: pathlib.Path) -> No
 def test_host_memory_is_within_the_machine() -> None:
     total, available = host_memory()
     assert 0 < available <= total <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("said", "expected"), [("8", 8), ("0", 1), ("many", 1), (None, 1)])
+def test_ranks_of_one_machine_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, expected: int
+) -> None:
+    if said is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert local_ranks() == expected

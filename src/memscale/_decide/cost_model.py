@@ -327,8 +327,7 @@ class CostModel:
 
     def base_bytes(self) -> int:
         """What is live before a step but for optimizer state, when nothing is streamed."""
-        profile = self.profile
-        return profile.parameter_bytes + profile.buffer_bytes + profile.input_bytes
+        return self.profile.base_bytes
 
     def _static_bytes(self, run: RunOptions, extras: Extras) -> int:
         state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))

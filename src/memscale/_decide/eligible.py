@@ -59,7 +59,8 @@ class Eligible:
 
 def resolve(config: Config, hardware: Hardware) -> Eligible:
     """What this config makes eligible on this hardware."""
-    techniques = tuple(t for t in TECHNIQUES if getattr(config, t.switch) and not t.hindrance(config, hardware))
+    wished = (t for t in TECHNIQUES if getattr(config, t.switch) and t.name not in config.withheld)
+    techniques = tuple(t for t in wished if not t.hindrance(config, hardware))
     ways = travels(config, hardware)
     return Eligible(
         techniques=techniques,

@@ -113,6 +113,12 @@ class Executor:
         self._undo.callback(_forget, self._model, weakref.ref(self))
         keep_copies_clean(model, self._undo)
 
+    def show_on(self, module: nn.Module) -> None:
+        """Be found on a module around the model, too."""
+        vars(module)[EXECUTOR_ATTRIBUTE] = self
+        self._undo.callback(_forget, weakref.ref(module), weakref.ref(self))
+        keep_copies_clean(module, self._undo)
+
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
         settings = self.settings.under(plan.conditions)
@@ -157,6 +163,11 @@ class Executor:
     def keeps_waiting(self) -> bool:
         """Whether parameters or optimizer state wait elsewhere from step to step."""
         return self.streams or self._offloading.parked is not None
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether gradients are multiplied with a scale in backward, and divided by it later."""
+        return self._precision is not None and self._precision.scale is not None
 
     @property
     def offload_users(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, living_optimizers, owns_any, watch_steps
 from memscale._torch.overrides import OwnHook, keep_copies_clean, undo_with
 from memscale._units import show_bytes
-from memscale.techniques.offload.optimizer.buckets import Bucket, Waiting
+from memscale.techniques.offload.optimizer.buckets import Bucket, Waiting, values_here
 from memscale.techniques.offload.parameters.parameter_homes import CPU, Slot, overlapping, relocate, slots_of
 
 logger = logging.getLogger("memscale")
@@ -190,7 +190,8 @@ class Parking(StepWatcher):
         """Those that do not wait elsewhere, with their parameters and names."""
         for optimizer in self._living_optimizers():
             for parameter, entry in optimizer.state.items():
-                yield from ((parameter, name, value) for name, value in _values(entry) if _is_tensor(value))
+                values = values_here(entry).items()
+                yield from ((parameter, name, value) for name, value in values if _is_tensor(value))
 
     def _packed(self) -> list[Bucket]:
         """Buckets of state that waits on the device itself."""
@@ -252,13 +253,6 @@ def _refuse(what: str, class_name: str) -> NoReturn:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "meta" and not private.is_fake(value)
-
-
-def _values(entry: Any) -> list[tuple[Any, Any]]:
-    """A parameter's state, without what waits elsewhere."""
-    if isinstance(entry, Waiting) and entry.bucket is not None:
-        return list(entry.kept.items())
-    return list(dict.items(entry)) if isinstance(entry, dict) else []
 
 
 def _attributes_of(model: nn.Module) -> list[torch.Tensor]:

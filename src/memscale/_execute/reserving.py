@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import platform
 import sys
 import threading
 import weakref
@@ -70,6 +71,29 @@ def _release() -> None:
         _num_users -= 1
         if _num_users == 0:
             private.set_allocator_settings(_AS_IT_COMES)
+
+
+# ---- drivers that spill
+
+
+def spills_silently() -> bool:
+    """Whether the driver lets a full card use host memory instead of failing: on Windows, and on Linux inside it."""
+    return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
+
+
+def refuse_to_spill(device: torch.device, undo: contextlib.ExitStack) -> None:
+    """Where the driver would spill, let the allocator take no more than the card has now, until undone.
+
+    What spilled would be slower by an order of magnitude, and nobody would be told. So it is an error, which a step can
+    be run again after.
+    """
+    set_fraction = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
+    if set_fraction is None or not spills_silently():
+        return
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    fraction = min(1.0, (free_bytes + torch.accelerator.memory_reserved(device)) / total_bytes)
+    set_fraction(fraction, device)
+    undo.callback(set_fraction, 1.0, device)
 
 
 def _give_back(point: ReleasePoint) -> None:

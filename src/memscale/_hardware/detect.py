@@ -21,7 +21,15 @@ from memscale._hardware import (
 )
 from memscale._hardware.cards import Card, find_card
 from memscale._hardware.footprints import footprint_of
-from memscale._hardware.host import cpu_flags, cpu_name, disk_free, host_memory, nearest_existing, resident_bytes
+from memscale._hardware.host import (
+    cpu_flags,
+    cpu_name,
+    disk_free,
+    host_memory,
+    local_ranks,
+    nearest_existing,
+    resident_bytes,
+)
 
 logger = logging.getLogger("memscale")
 
@@ -45,7 +53,7 @@ _UNKNOWN_CARD = Card(
 def detect_hardware(device: str | torch.device | None = None, offload_dir: str | None = None) -> Hardware:
     """What `Hardware.detect` returns."""
     chosen = _choose_device(device)
-    host_total, host_available = host_memory()
+    host_total, host_available = (num_bytes // local_ranks() for num_bytes in host_memory())
     disk = None if offload_dir is None else disk_free(offload_dir)
     if chosen.type == "cpu":
         hardware = _measured(_cpu_hardware(host_total, host_available, disk), chosen)

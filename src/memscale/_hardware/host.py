@@ -5,6 +5,7 @@ Read anew at every call; needs no torch.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import platform
 import shutil
@@ -20,6 +21,12 @@ def host_memory() -> tuple[int, int]:
     if limit is not None and limit[0] < total:
         total, available = limit[0], min(available, max(0, limit[0] - limit[1]))
     return total, available
+
+
+def local_ranks() -> int:
+    """How many processes of this machine train together and share its memory, as `torchrun` says it; else 1."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def _cgroup_limit(

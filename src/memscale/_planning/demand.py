@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._profile import TensorSpec
 from memscale._profile.inputs import Inputs
+from memscale._profile.ranks import ALONE, Ranks
 from memscale._torch import private
 
 _OPTION_TYPES = (bool, str, type(None))
@@ -34,6 +35,7 @@ class Demand:
     options: tuple[Any, ...]
     attention: str | None
     """The implementation of attention that a `transformers` model uses."""
+    ranks: Ranks = ALONE
     reaches: tuple[tuple[str, Reach], ...] = ()
     """How far the values of inputs that decide something reach, by their place."""
 
@@ -63,11 +65,12 @@ class Demand:
         return dataclasses.replace(self, reaches=wider)
 
     def _agrees_with(self, other: Demand) -> bool:
-        return (self.device, self.parameters, self.options, self.attention) == (
+        return (self.device, self.parameters, self.options, self.attention, self.ranks) == (
             other.device,
             other.parameters,
             other.options,
             other.attention,
+            other.ranks,
         )
 
 
@@ -106,7 +109,11 @@ def _reach_of(tensor: torch.Tensor) -> Reach:
 
 
 def read_demand(
-    model: nn.Module, inputs: Inputs, device: torch.device, deciding: frozenset[str] = frozenset()
+    model: nn.Module,
+    inputs: Inputs,
+    device: torch.device,
+    deciding: frozenset[str] = frozenset(),
+    ranks: Ranks = ALONE,
 ) -> Demand:
     """The demand of a forward of this model with these inputs; the values of those in `deciding` count."""
     leaves = tree_leaves((inputs.args, inputs.kwargs))
@@ -117,5 +124,6 @@ def read_demand(
         inputs=inputs.specs(),
         options=tuple(leaf for leaf in leaves if isinstance(leaf, _OPTION_TYPES)),
         attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+        ranks=ranks,
         reaches=tuple((name, _reach_of(tensor)) for name, tensor in looked_at),
     )

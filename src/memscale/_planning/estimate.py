@@ -17,8 +17,9 @@ from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.advice import find_smaller
-from memscale._planning.job import open_job
+from memscale._planning.job import Job, open_job
 from memscale._planning.planner import Planner
+from memscale._planning.together import withheld_from
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.optimizer_twin import OPTIMIZERS
@@ -54,7 +55,8 @@ class Estimate:
 
     baseline_peak_bytes: int
     breakdown: dict[str, int]
-    """The baseline's bytes at its peak: params, grads, optimizer, activations, temporaries, other (inputs, buffers)."""
+    """The baseline's bytes at its peak: params, grads, optimizer, activations, temporaries, other (inputs, buffers,
+    and through which ranks exchange gradients)."""
     budget_bytes: int
     baseline_fits: bool
     by_mode: dict[OptimizationMode, ModeEstimate]
@@ -111,10 +113,13 @@ def estimate(
     inputs = Inputs.from_sample(sample_input) if sample_input is not None else derive_inputs(model)
     if inputs is None:
         raise MemScaleError(f"no inputs can be derived for {type(model).__name__}; pass sample_input")
-    return _estimate_of(Planner(open_job(model, config, optimizer, hardware), inputs), config)
+    return estimate_job(open_job(model, config, optimizer, hardware), inputs)
 
 
-def _estimate_of(planner: Planner, config: Config) -> Estimate:
+def estimate_job(job: Job, inputs: Inputs) -> Estimate:
+    """What a step of this job would peak at, on each of the ranks that train it."""
+    job = job.under(withheld_from(job.config, job.ranks))
+    planner, config = Planner(job, inputs), job.config
     by_mode = {mode: _estimate_mode(planner, config.replace(mode=mode, auto_policy=False)) for mode in OptimizationMode}
     profile, hardware = planner.profile, planner.hardware
     baseline = planner.cost_model().peak_of(profile.plain, Choice())
@@ -180,7 +185,7 @@ def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:
         "grads": profile.plain.gradients_at_peak,
         "optimizer": profile.optimizer.state_bytes,
         "activations": profile.plain.activations_at_peak,
-        "other": profile.buffer_bytes + profile.input_bytes,
+        "other": profile.buffer_bytes + profile.input_bytes + profile.communication_bytes,
     }
     if peak_bytes > profile.static_bytes + profile.plain.peak_bytes:  # the optimizer step is the peak
         parts |= {"grads": profile.plain.end_bytes, "activations": 0}

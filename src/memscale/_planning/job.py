@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from memscale._config import Config
 from memscale._hardware import Hardware
+from memscale._profile.ranks import ALONE, Ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Job:
     """What steps in the optimizer's place, in 8 bits."""
     holds_gradients: bool = False
     """The loop adds up gradients over several batches."""
+    ranks: Ranks = ALONE
+    """Who trains it together."""
 
     def under(self, config: Config) -> Job:
         """The same work, with other wishes."""

@@ -220,6 +220,7 @@ class ObservedSteps(StepWatcher):
         costs = costs.by(self.travel)
         highest = max(self._seen, key=lambda step: step.trace.peak_bytes)
         profile = profile_observed(model, highest, costs.cost(), self.hardware.device_type, self._treatment)
+        profile = dataclasses.replace(profile, communication_bytes=costs.ranks.bucket_bytes)
         self._profile = self._with_optimizer(model, profile, costs)
         return self._decide()
 

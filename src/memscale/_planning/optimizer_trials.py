@@ -23,6 +23,7 @@ from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
 from memscale._profile import GuestCost, OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, guest_cost, optimizer_cost, optimizer_over
+from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
 from memscale.techniques.offload.optimizer.buckets import (
@@ -74,6 +75,10 @@ class OptimizerCosts:
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int], bool], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._job.ranks
 
     def by(self, travel: Travel) -> OptimizerCosts:
         """The same, with state that travels so."""
@@ -134,6 +139,7 @@ class OptimizerCosts:
             without=without,
             idle=self._idle,
             prepare=self._preparation(optimizer),
+            num_shards=self.ranks.num_shards,
         )
 
     def rules(self, step: PlannedStep, *, window_bytes: int) -> BucketRules | None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from memscale._config import Config
 from memscale._decide import confirmed, decide, decide_on, full_front
+from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, block_actions, choice_of
@@ -37,6 +38,7 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._hardware.allocator_environment import may_switch
 from memscale._plan import (
     Action,
+    AllocatorUse,
     FrontPoint,
     MixedPrecision,
     Plan,
@@ -97,7 +99,8 @@ class Planner:
         """Of the same step, by how its tensors travel."""
         untrained = self.rehearsal.untrained
         self.costs.leave_idle(frozenset(id(p) for name, p in job.model.named_parameters() if name in untrained))
-        self.profile = profile_model(job.model, self.rehearsal, self.stage.plain, self.costs.cost(), inputs)
+        profile = profile_model(job.model, self.rehearsal, self.stage.plain, self.costs.cost(), inputs)
+        self.profile = dataclasses.replace(profile, communication_bytes=job.ranks.bucket_bytes)
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self._leaner_by: dict[Hashable, Held] = {}
@@ -214,8 +217,8 @@ class Planner:
     def held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
         """By the model of the caching allocator, fed with whole steps; None where there is no such allocator, or where
         the steps cannot be recorded."""
-        if not self.hardware.has_caching_allocator:
-            return None
+        if not self.hardware.has_caching_allocator or self.rehearsal.sharding is not None:
+            return None  # what gathering allocates, and in which order, is in no log
         key = self._key(actions)
         if key not in self.stage.held:
             self.stage.held[key] = self._record_held(key, actions, config)
@@ -241,7 +244,14 @@ class Planner:
             )
         use = dataclasses.replace(use, otherwise_reserved_bytes=held.reserved_bytes)
         reserved_bytes = round_up(int(found.reserved_peak_bytes * (1 + _MARGIN)), MIB)
-        return Held.on(self.hardware, found.allocated_peak_bytes, reserved_bytes, use)
+        return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
+
+    def _held_on(self, allocated_bytes: int, reserved_bytes: int, use: AllocatorUse | None = None) -> Held:
+        """With the buckets of ranks that train together, which are there before any step."""
+        buckets = self.job.ranks.bucket_sizes()
+        allocated_bytes += sum(round_up(size, MIN_BLOCK_BYTES) for size in buckets)
+        reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in buckets)
+        return Held.on(self.hardware, allocated_bytes, reserved_bytes, use)
 
     def _record_held(self, key: Hashable, actions: tuple[Action, ...], config: Config) -> Held | None:
         try:
@@ -253,7 +263,7 @@ class Planner:
         self._last_log = key, log
         with stage("playing the caching allocator"):
             found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
-        return Held.on(self.hardware, found.allocated_peak_bytes, found.reserved_peak_bytes)
+        return self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
 
     def steps(self, actions: tuple[Action, ...], config: Config, *, names_modules: bool = False) -> AllocationLog:
         """The allocations of whole steps under these actions, in order, with the moments at which memory could be given

@@ -4,6 +4,8 @@ NOTE [values that decide]: a plan holds for shapes, and where values of integer 
 (a mask, lengths), for values that go no further than those. A batch that goes further is rehearsed, and planned for if
 it takes more. That is bounded: new records become rare by themselves, and after `_MAX_LOOKS` of them, or a few that
 changed nothing, the plan for the largest step seen stays.
+
+Ranks that train together agree on their first plan (`together.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import collections
 import dataclasses
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch import nn
 from memscale._config import Config
 from memscale._decide.budget import full_budget
 from memscale._decide.travel import travel_of
-from memscale._errors import DoesNotFitError, StaticProfileError
+from memscale._errors import DoesNotFitError, MemScaleError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
@@ -34,10 +37,12 @@ from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
 from memscale._planning.step_watch import Excess, StepWatch
+from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, withheld_from
 from memscale._planning.uncalled import UncalledWatch
 from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
+from memscale._profile.ranks import ALONE, Group, Ranks, find_group, refuse_flat_parameters
 from memscale._progress import stage
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, is_redirected, refuse_compiler
@@ -79,8 +84,15 @@ class Replanner(OwnHook):
     already and for which the plan leaves no room. A model that cannot be rehearsed is observed in its first steps, and
     so is one of which a step took more than its plan had promised."""
 
-    def __init__(self, executor: Executor, job: Job, reporter: Report | None = None) -> None:
+    def __init__(
+        self, executor: Executor, job: Job, reporter: Report | None = None, replica: nn.Module | None = None
+    ) -> None:
+        """`replica`: the DDP around the model, where it was there before."""
         self.executor = executor
+        self._replica = None if replica is None else weakref.ref(replica)
+        self.ranks = job.ranks
+        self._has_met = False
+        """The other ranks. See NOTE [no collective] in `together.py`."""
         # The model is not among them: it holds this hook, and must not be held by it.
         self.config, self.hardware, self.optimizer = job.config, job.hardware, job.optimizer
         self.replacement, self.holds_gradients = job.replacement, job.holds_gradients
@@ -101,6 +113,8 @@ class Replanner(OwnHook):
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
         self._is_planning = False
+        self.is_repeating = False
+        """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
         self._is_tight = False
         """All gradients beside the planned peak would exceed the budget."""
         executor.on_detach(self._stop_observing)
@@ -111,7 +125,7 @@ class Replanner(OwnHook):
             if model.training and torch.is_grad_enabled():
                 refuse_compiler(type(model).__name__)
             return
-        if self._is_planning or is_redirected(model):
+        if self._is_planning or self.is_repeating or is_redirected(model):
             return
         if torch.is_grad_enabled():
             self._uncalled.stop()
@@ -130,7 +144,13 @@ class Replanner(OwnHook):
 
     def _prepare(self, model: nn.Module, inputs: Inputs) -> None:
         """Put a plan in force that holds for the training forward that begins."""
-        demand = read_demand(model, inputs, self._device(model), self._deciding)
+        group = find_group(model, None if self._replica is None else self._replica())
+        self._train_with(ALONE if group is None else group.ranks)
+        if group is not None and meets(group) and not self._has_met:
+            self._has_met = True
+            if self._plan_together(model, inputs, group):
+                return
+        demand = self._demand(model, inputs)
         known = self._find(demand)
         if self._observed is not None:
             self._go_on_observing(model, inputs, demand, is_known=known is not None)
@@ -146,6 +166,9 @@ class Replanner(OwnHook):
             self._put_in_force(known.plan, inputs)
         elif self._is_tight and _held_bytes(model):
             self._plan_for_held(model, inputs)
+
+    def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
+        return read_demand(model, inputs, self._device(model), self._deciding, self.ranks)
 
     def _find(self, demand: Demand) -> _Known | None:
         """Of the plans that hold, the one for the least batch: it does the least."""
@@ -167,7 +190,7 @@ class Replanner(OwnHook):
         if self._observed is not None:
             return  # what fake tensors cannot show is seen as the batches come
         for sample in samples[1:]:
-            known = self._find(read_demand(model, sample, self._device(model), self._deciding))
+            known = self._find(self._demand(model, sample))
             if known is None:
                 self.plan(model, sample)
             else:
@@ -207,7 +230,7 @@ class Replanner(OwnHook):
             self._is_planning = False
         if looser is None:
             return None
-        new = _Known(read_demand(model, largest, self._device(model), self._deciding), looser, planner.profile.plain)
+        new = _Known(self._demand(model, largest), looser, planner.profile.plain)
         self._remember(new)
         logger.info(
             "batches up to %s get a plan of their own, with %d of the %d actions of the plan for larger ones",
@@ -233,9 +256,19 @@ class Replanner(OwnHook):
                 stacklevel=2,
             )
 
-    def plan(self, model: nn.Module, inputs: Inputs, *, inside: bool = False, is_guess: bool = False) -> None:
-        """`inside`: in the first moment of a forward, which is to follow the plan already. `is_guess`: the inputs were
-        derived, not given, so an error about them is no error of the user's."""
+    def plan(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        *,
+        inside: bool = False,
+        is_guess: bool = False,
+        begun: Inputs | None = None,
+    ) -> None:
+        """`inside`: in the first moment of a forward, which is to follow the plan already; `begun`: with which it was
+        called, where the plan is for more. `is_guess`: the inputs were derived, not given, so an error about them is no
+        error of the user's."""
+        refuse_flat_parameters(model)
         device = self._device(model)
         if inside:  # else it is being wrapped, and its hardware was looked at a moment ago
             self._turn_to(device)
@@ -251,7 +284,7 @@ class Replanner(OwnHook):
             is_sample = not inside and not is_guess
             if not self.config.use_empirical_fallback or (is_sample and not error.needs_values):
                 raise
-            self._observe_instead(model, inputs, error, inside=inside)
+            self._observe_instead(model, begun or inputs, error, inside=inside)
             return
         plain = None  # of a plan that was kept: it is for steps where no value of an input decides anything
         if profiles:
@@ -260,14 +293,29 @@ class Replanner(OwnHook):
                 self._deciding |= frozenset(profiles[-1].deciding_inputs)
             if slot is not None and not profiles[-1].deciding_inputs:
                 slot.write(plan)
-        demand = read_demand(model, inputs, device, self._deciding)
+        demand = self._demand(model, inputs)
         self._remember(self._widened(_Known(demand, plan, plain)))
-        self._put_in_force(plan, inputs if inside else None)
+        self._put_in_force(plan, (begun or inputs) if inside else None)
         self._announce(plan)
 
+    def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
+        """Plan for this batch, and for all that come, within a smaller budget. If nothing fits, all stays as it is."""
+        earlier = self.config, self._known
+        self.config, self._known = self.config.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False), []
+        try:
+            self.plan(model, inputs, inside=inside)
+        except BaseException:
+            self.config, self._known = earlier
+            raise
+
+    @property
+    def is_observing(self) -> bool:
+        """The plan in force is the careful one, under which steps are observed."""
+        return self._observed is not None
+
     def _job(self, model: nn.Module) -> Job:
-        config = self._travelling()
-        return Job(model, config, self.hardware, self.optimizer, self.replacement, self.holds_gradients)
+        holds = self.holds_gradients or self.ranks.keeps_gradients
+        return Job(model, self._travelling(), self.hardware, self.optimizer, self.replacement, holds, self.ranks)
 
     def _travelling(self) -> Config:
         """What waits in memory that is not pinned goes on to block: to be moved, it would have to fit the device."""
@@ -289,6 +337,64 @@ class Replanner(OwnHook):
                 return make_plan(self._job(model), inputs, on_profile=on_profile)
         finally:
             self._is_planning = False
+
+    # ---- ranks that train together
+
+    def _train_with(self, ranks: Ranks) -> None:
+        """What these ranks cannot do with a model is not planned for it."""
+        self.ranks = ranks
+        self.config = withheld_from(self.config, ranks)
+
+    def _plan_together(self, model: nn.Module, inputs: Inputs, group: Group) -> bool:
+        """Agree with the other ranks on a plan for the largest of their batches. False: each goes on by itself."""
+        self._turn_to(self._device(model))
+        meeting = Meeting(group, type(model).__name__)
+        try:
+            needs = meeting.gather(Need(inputs.specs(), full_budget(self.hardware, self.config).device_bytes))
+            largest = largest_of(needs)
+            if largest is None:
+                logger.info("the batches of the ranks are of different kinds: each rank plans by itself")
+                return False
+            common = enlarged(inputs, largest)
+            if meeting.leads(needs, largest):
+                return self._lead(model, common, inputs, min(need.budget_bytes for need in needs), meeting)
+            return self._follow(model, common, inputs, meeting.read_answer())
+        except NobodyCameError as error:
+            logger.warning("%s to plan together: was the model wrapped on all ranks? This one plans by itself", error)
+            return False
+
+    def _lead(self, model: nn.Module, common: Inputs, begun: Inputs, budget_bytes: int, meeting: Meeting) -> bool:
+        """Plan for all, within the smallest budget, and tell them; also where no plan is found."""
+        answer: dict[str, Any] = {"error": "planning failed there; its own message says why"}
+        own = self.config
+        try:
+            if budget_bytes < full_budget(self.hardware, own).device_bytes:
+                self.config = own.replace(memory_budget_gb=budget_bytes / 1e9)
+            self.plan(model, common, inside=True, begun=begun)
+            plan = self.executor.plan
+            is_for_all = plan is not None and not plan.provisional and not self._deciding
+            answer = {"plan": plan.to_json()} if plan is not None and is_for_all else {}
+        except DoesNotFitError as error:
+            answer = {"misfit": str(error)}
+            raise
+        finally:
+            self.config = own
+            meeting.answer(answer)
+        return True
+
+    def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, answer: dict[str, Any]) -> bool:
+        """Do what the leader has planned. False: that was for itself alone."""
+        if "misfit" in answer:
+            raise DoesNotFitError(f"of the rank with the largest batch: {answer['misfit']}")
+        if "error" in answer:
+            raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
+        if "plan" not in answer:
+            return False
+        plan = Plan.from_json(answer["plan"])
+        self._remember(_Known(self._demand(model, common), plan))
+        self._put_in_force(plan, begun)
+        self._announce(plan)
+        return True
 
     # ---- values that decide
 
@@ -324,7 +430,9 @@ class Replanner(OwnHook):
         self._is_planning = True
         try:
             device, static = torch.device(self.hardware.device_type), self.config.use_static_profiling
-            return open_rehearsal(model, inputs, device, static=static, holds_gradients=self.holds_gradients)[1]
+            holds = self.holds_gradients or self.ranks.keeps_gradients
+            shards = self.ranks.num_shards
+            return open_rehearsal(model, inputs, device, static=static, holds_gradients=holds, num_shards=shards)[1]
         finally:
             self._is_planning = False
 
@@ -434,7 +542,7 @@ class Replanner(OwnHook):
             self._observed.give_up("what they showed was exceeded by later ones, above the budget")
         self._put_in_force(self._observed.careful, inputs if inside else None)
         if inside:
-            self._open(model, inputs, read_demand(model, inputs, self._device(model)))
+            self._open(model, inputs, self._demand(model, inputs))
 
     def _go_on_observing(self, model: nn.Module, inputs: Inputs, demand: Demand, *, is_known: bool) -> None:
         """A further training step begins: what the one before has shown is used."""

@@ -28,6 +28,7 @@ class Stage:
             torch.device(self.device_type),
             static=job.config.use_static_profiling,
             holds_gradients=job.holds_gradients,
+            num_shards=job.ranks.num_shards,
         )
         """With the trace of the plain step, which was the first to be tried."""
         self.tried: dict[Hashable, StepTrace | None] = {}
@@ -39,8 +40,8 @@ class Stage:
 
     @functools.cached_property
     def shallow(self) -> ShallowRehearsal | None:
-        if not self.rehearsal.is_fake or self.rehearsal.holds_gradients:
-            return None  # what is held belongs to all blocks, and to none of their stretches
+        if not self.rehearsal.is_fake or self.rehearsal.holds_gradients or self.rehearsal.sharding is not None:
+            return None  # what is held is gathered or held belongs to all blocks
         return open_shallow(self._model, self._inputs, self.device_type, self.rehearsal.blocks, self.plain)
 
     @functools.cached_property

@@ -93,7 +93,7 @@ class StepWatch(StepWatcher):
             device=torch.device(device.type, index),
             allocated_bytes=counted[0],
             peak_bytes=counted[1],
-            input_bytes=_bytes_on(inputs.tensors(), device.type),
+            input_bytes=bytes_on(inputs.tensors(), device.type),
             holds_gradients=first is not None and held_gradient(first) is not None,
         )
 
@@ -155,9 +155,9 @@ class StepWatch(StepWatcher):
             return
         trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
         device_type = window.device.type
-        held = _bytes_on(trained, device_type) if window.holds_gradients else 0
+        held = bytes_on(trained, device_type) if window.holds_gradients else 0
         state = self._state_before(optimizer)
-        ours = _bytes_on([*model.parameters(), *model.buffers(), *state], device_type) + window.input_bytes + held
+        ours = bytes_on([*model.parameters(), *model.buffers(), *state], device_type) + window.input_bytes + held
         others_bytes = max(0, window.allocated_bytes - ours)
         shown_bytes = peak_bytes - others_bytes - held
         if _is_above(shown_bytes, window.plan):
@@ -172,7 +172,7 @@ def _is_above(peak_bytes: int, plan: Plan) -> bool:
     return peak_bytes - promised_bytes > tolerated_bytes
 
 
-def _bytes_on(tensors: Iterable[Any], device_type: str) -> int:
+def bytes_on(tensors: Iterable[Any], device_type: str) -> int:
     """The bytes of unique storages on that device, rounded up to the blocks in which it hands out memory."""
     sizes = {}
     for tensor in tensors:

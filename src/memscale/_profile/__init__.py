@@ -304,11 +304,18 @@ class Profile:
     deciding_inputs: tuple[str, ...] = ()
     """Inputs whose values, not only shapes, decided something in this step: with others it may be another step. By
     their place, as "0.1" (the second positional) or "1.attention_mask"."""
+    communication_bytes: int = 0
+    """Buffers through which ranks exchange gradients, there all the time."""
 
     @property
     def static_bytes(self) -> int:
         """What is live before a step begins."""
-        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.optimizer.state_bytes
+        return self.base_bytes + self.optimizer.state_bytes
+
+    @property
+    def base_bytes(self) -> int:
+        """The same, without the optimizer's state."""
+        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.communication_bytes
 
     @property
     def trainable_bytes(self) -> int:

@@ -17,6 +17,8 @@ from memscale._errors import MemScaleError
 from memscale._profile import TensorSpec
 
 DERIVED_SEQUENCE_LENGTH = 512
+IMAGE_SIZE = 224
+"""Of models that do not say one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,10 +134,15 @@ def derive_inputs(model: nn.Module, batch: int = 1, sequence_length: int | None 
     if config is None or not hasattr(config, "model_type"):
         return None
     names = set(inspect.signature(type(model).forward).parameters)
+    if {"input_ids", "pixel_values", "return_loss"} <= names:  # pairs of texts and images, as CLIP takes them
+        text, image = _text_inputs(model, config, names, batch, sequence_length), _image_inputs(config, names, batch)
+        return Inputs(kwargs={**text.kwargs, **image.kwargs, "return_loss": True})
+    if "input_features" in names and getattr(config, "is_encoder_decoder", False):
+        return _speech_inputs(config, batch)
     if "input_ids" in names:
         return _text_inputs(model, config, names, batch, sequence_length)
     if "pixel_values" in names:
-        return _image_inputs(model, config, names, batch)
+        return _image_inputs(config, names, batch)
     return None
 
 
@@ -170,8 +177,19 @@ def _has_position_table(model: nn.Module, longest: int) -> bool:
     return any(isinstance(m, nn.Embedding) and m.num_embeddings == longest for m in model.modules())
 
 
-def _image_inputs(model: nn.Module, config: Any, names: set[str], batch: int) -> Inputs:
-    size = config.image_size
+def _speech_inputs(config: Any, batch: int) -> Inputs | None:
+    """A window of sound, and the longest text for it; None where the config does not say how long that is."""
+    positions, length = getattr(config, "max_source_positions", None), getattr(config, "max_target_positions", None)
+    bands = getattr(config, "num_mel_bins", None)
+    if positions is None or length is None or bands is None:
+        return None
+    sound = _meta((batch, bands, 2 * positions), torch.float32)  # the first convolutions halve it
+    return Inputs(kwargs={"input_features": sound, "labels": _meta((batch, length), torch.long)})
+
+
+def _image_inputs(config: Any, names: set[str], batch: int) -> Inputs:
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", None) or IMAGE_SIZE  # nets of convolutions take images of any size
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     kwargs: dict[str, Any] = {
         "pixel_values": _meta((batch, getattr(config, "num_channels", 3), height, width), torch.float32)

@@ -18,6 +18,7 @@ from memscale._errors import quoted
 from memscale._profile import BackwardStep, GuestCost, OptimizerCost, StateShare
 from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
+from memscale._profile.sharding import share_rows
 from memscale._torch import private
 from memscale._torch.any_value import AnyValue
 from memscale._torch.live_bytes import rounding_of
@@ -104,6 +105,7 @@ def optimizer_cost(
     without: Collection[int] = (),
     idle: Collection[int] = (),
     prepare: Prepare | None = None,
+    num_shards: int = 1,
 ) -> OptimizerCost:
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
@@ -111,13 +113,13 @@ def optimizer_cost(
     it cannot; `in_buckets` how where that is chosen, its state where it is, `in_backward` how where that is; `guests`
     how parameters that are streamed visit the device to be stepped there, None: they are stepped on the host.
     `is_separable`: it can be stepped in parts. `without` leaves out parameters that are streamed, `idle` those that get
-    no gradient, both by id; `prepare` is called before any step.
+    no gradient, both by id; `prepare` is called before any step. `num_shards`: it steps one share of each parameter.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
         with quiet_steps():
-            twin = _Twin(model, optimizer, device_type, without, idle, prepare, guests)
+            twin = _Twin(model, optimizer, device_type, without, idle, prepare, guests, num_shards)
             cost = twin.cost(resident, offloaded, is_separable=is_separable)
             cost = cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
             return cost if in_backward is None else dataclasses.replace(cost, in_backward=twin.in_backward(in_backward))
@@ -131,7 +133,8 @@ def optimizer_cost(
         )
         logger.debug("%s failed on fake tensors", type(optimizer).__name__, exc_info=True)
         with quiet_steps():
-            cost = _Twin(model, "adamw", device_type, without, idle).cost(None, None, is_separable=False)
+            twin = _Twin(model, "adamw", device_type, without, idle, num_shards=num_shards)
+            cost = twin.cost(None, None, is_separable=False)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
@@ -290,8 +293,10 @@ class _Twin:
         idle: Collection[int],
         prepare: Prepare | None = None,
         guests: Stepping | None = None,
+        num_shards: int = 1,
     ) -> None:
         self._left_out = left_out
+        self._num_shards = num_shards
         self._guests_step = guests
         self._idle = idle
         self._prepare = prepare
@@ -345,6 +350,8 @@ class _Twin:
         if id(parameter) not in fakes:
             with self.mode:
                 shape, stride = parameter.shape, parameter.stride()
+                if self._num_shards > 1 and shape:
+                    shape = torch.Size((share_rows(parameter, self._num_shards), *shape[1:]))
                 empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
             fakes[id(parameter)] = nn.Parameter(empty)
         return fakes[id(parameter)]

@@ -17,6 +17,7 @@ from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
 from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
+from memscale._profile.sharding import sharding_of
 from memscale._progress import stage
 from memscale._torch import private
 
@@ -35,16 +36,25 @@ def refuse_unprofilable(model: nn.Module) -> None:
 
 
 def open_rehearsal(
-    model: nn.Module, inputs: Inputs, device: torch.device, *, static: bool = True, holds_gradients: bool = False
+    model: nn.Module,
+    inputs: Inputs,
+    device: torch.device,
+    *,
+    static: bool = True,
+    holds_gradients: bool = False,
+    num_shards: int = 1,
 ) -> tuple[FakeRehearsal, StepTrace]:
     """A stage of fake tensors, and the plain step on it; `StaticProfileError` where those do not suffice.
 
-    `holds_gradients`: steps are those of a loop that accumulates gradients over several batches.
+    `holds_gradients`: steps are those of a loop that accumulates gradients over several batches. `num_shards`: the
+    ranks that share the model out.
     """
     if not static:
         raise _needs_observation(model, "use_static_profiling is off")
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise _needs_observation(model, "a rehearsal of a distributed model would communicate")
+    if reason := private.why_not_rehearsed(model):
+        raise _needs_observation(model, reason)
     try:
         with (
             stage(f"rehearsing a training step of {type(model).__name__} on fake tensors"),
@@ -52,6 +62,8 @@ def open_rehearsal(
         ):
             rehearsal = FakeRehearsal(model, inputs, device.type)
             rehearsal.holds_gradients = holds_gradients
+            if num_shards > 1:
+                rehearsal.sharding = sharding_of(model, rehearsal.blocks, num_shards)
             plain = rehearsal.run()
             if holds_gradients and rehearsal.untrained:
                 plain = rehearsal.run()  # without gradients that no batch leaves behind
@@ -99,12 +111,13 @@ def profile_model(
     buffer_bytes = books.by_kind["other"]
     books.see_all(rehearsal.inputs.tensors(), "activations")
     layers = tuple(_with_calls(layer, rehearsal.num_calls) for layer in describe_layers(model, rehearsal.blocks))
+    sharding = rehearsal.sharding
     return Profile(
         device_type=rehearsal.target_type,
         source=rehearsal.source,
         model_class=type(model).__name__,
         inputs=inputs.specs(),
-        parameter_bytes=books.by_kind["parameters"],
+        parameter_bytes=books.by_kind["parameters"] if sharding is None else sharding.parameter_bytes,
         buffer_bytes=buffer_bytes,
         input_bytes=books.by_kind["activations"],
         layers=layers,

@@ -24,6 +24,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
+from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
 from memscale._profile.values import (
     LOWEST_DRAW,
@@ -38,6 +39,7 @@ from memscale._profile.values import (
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
 from memscale._torch.live_bytes import LiveBytes, rounding_of
+from memscale._torch.overrides import plain_attributes
 from memscale._torch.state_beside import Beside
 
 logger = logging.getLogger("memscale")
@@ -85,6 +87,8 @@ class Rehearsal:
         """Steps begin with the gradients of earlier batches, to which theirs are added."""
         self.untrained: frozenset[str] = frozenset()
         """The names of trainable parameters that get no gradient in any step, as far as the plain step shows it."""
+        self.sharding: Sharding | None = None
+        """How ranks that train together share the model out; None: each has all of it."""
 
     def books(self) -> LiveBytes:
         """Empty books for this stage's tensors."""
@@ -124,7 +128,7 @@ class Rehearsal:
                 self._step(recorder)
             trace = recorder.close()
         self.num_calls = recorder.num_calls
-        return trace
+        return trace if self.sharding is None else self.sharding.applied(trace)
 
     def _step(self, recorder: SegmentRecorder) -> None:
         if self.holds_gradients:
@@ -310,6 +314,8 @@ def fake_copy(model: nn.Module, mode: Any, device: torch.device) -> nn.Module:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
                 memo[id(leaf)] = _fake_like(leaf, mode, device)
     kept_alive = list(memo.values())  # deepcopy looks the replacements up by the originals' ids
+    for original, shell in private.plain_shells(model, memo):
+        private.fill_shell(original, shell, copy.deepcopy(plain_attributes(original), memo))
     duplicate = copy.deepcopy(model, memo)
     del kept_alive
     for module in duplicate.modules():

@@ -252,6 +252,12 @@ def _drop_hooks(state: dict[str, Any]) -> None:
             state[related] = type(table)((key, value) for key, value in list(table.items()) if key not in ours)
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes without anything of ours, for a copy that is made by hand."""
+    keeper = getattr(vars(module).get("__getstate__"), "__self__", None)
+    return keeper._plain_dict(module) if isinstance(keeper, _CleanCopies) else vars(module).copy()
+
+
 def keep_copies_clean(module: nn.Module, undo: contextlib.ExitStack) -> None:
     """Make copies of this module plain, as long as anyone of ours is on it."""
     keeper = getattr(vars(module).get("__getstate__"), "__self__", None)

@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -478,6 +478,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def mark_node(node: Any, key: str, value: Any) -> None:
+    """Leave something on a node of a graph, which lives as long as the node does."""
+    node.metadata[key] = value
+
+
+def mark_of(node: Any, key: str) -> Any:
+    """What was left on a node; None: nothing."""
+    return node.metadata.get(key)
+
+
 class _Engine(torch._C._ImperativeEngine):
     """Autograd's engine, with somebody around every backward pass that Python starts."""
 
@@ -502,6 +512,12 @@ def replace_engine(run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None
     return restore
 
 
+def _only_called() -> Iterator[None]:
+    """What a checkpoint steps through before and after it calls its function, which does nothing. An error of the
+    function, also the one that ends an outer recompute early, is thrown into it and comes out again."""
+    yield
+
+
 def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str], None]) -> Callable[[], None]:
     """While `is_inside()`, `torch.utils.checkpoint` computes its function as if it were not there.
 
@@ -517,7 +533,7 @@ def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str
             return before(fn, preserve, context_fn, *args, **kw)
         if context_fn is not module.noop_context_fn:
             refuse("context_fn")
-        return iter([None])
+        return _only_called()
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         if is_inside():
@@ -630,3 +646,101 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 def set_allocator_settings(text: str) -> None:
     """Change what this text names of `PYTORCH_ALLOC_CONF`, also after memory was allocated; the rest stays as it is."""
     torch._C._accelerator_setAllocatorSettings(text)
+
+
+# ---- processes that train together
+
+
+def active_ddp() -> Any:
+    """The `DistributedDataParallel` whose forward is running; None outside of one."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 has made this parameter a part of a flat one, or it is such a flat one."""
+    from torch.distributed.fsdp import FlatParameter
+
+    flat = (parameter, parameter._base)  # in a forward, parameters are views of the flat one
+    return any(isinstance(one, FlatParameter) for one in flat) or bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def fully_sharded(model: Any) -> dict[str, Any]:
+    """The modules on which `fully_shard` was called, by their names."""
+    sharding = sys.modules.get("torch.distributed.fsdp")  # not loaded: then nobody can have called it
+    if sharding is None:
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, sharding.FSDPModule)}
+
+
+def _groups_of(module: Any) -> list[Any]:
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def unsharded_between(model: Any) -> list[str]:
+    """Names of modules, but for the model itself, that `fully_shard` leaves whole between forward and backward."""
+    found = {name: _groups_of(module) for name, module in fully_sharded(model).items() if name}
+    return [name for name, groups in found.items() if any(not group._reshard_after_forward for group in groups)]
+
+
+def why_not_rehearsed(model: Any) -> str:
+    """What `fully_shard` was asked for that a rehearsal does not show; "": nothing."""
+    for module in fully_sharded(model).values():
+        state = module._get_fsdp_state()
+        if not hasattr(state._pre_forward_hook_handle, "id"):
+            return "fully_shard was called on several modules at once"
+        policy = state._mp_policy
+        if any((policy.param_dtype, policy.reduce_dtype, policy.output_dtype)):
+            return "fully_shard computes in another precision"
+        if any(type(group.offload_policy).__name__ != "OffloadPolicy" for group in _groups_of(module)):
+            return "fully_shard offloads parameters"
+    return ""
+
+
+def plain_shells(model: Any, memo: dict[int, Any]) -> list[tuple[Any, Any]]:
+    """Empty modules of the classes that `fully_shard` has replaced, each with its original; `memo` of a deep copy knows
+    them, and leaves PyTorch's own records of sharding where they are."""
+    shells = []
+    for module in fully_sharded(model).values():
+        state = module._get_fsdp_state()
+        for group in _groups_of(module):
+            memo.update((id(each), each) for each in (group, *group.fsdp_params))
+        memo[id(state)] = state
+        shell: Any = object.__new__(type(module).__mro__[2])
+        memo[id(module)] = shell
+        shells.append((module, shell))
+    return shells
+
+
+def fill_shell(module: Any, shell: Any, attributes: dict[str, Any]) -> None:
+    """Give a shell these copied attributes of its original, but for what `fully_shard` has put there."""
+    state = module._get_fsdp_state()
+    vars(shell).update(attributes)
+    for hooks, handle in (
+        (("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"), state._pre_forward_hook_handle),
+        (
+            ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+            state._post_forward_hook_handle,
+        ),
+    ):
+        for name in hooks:
+            vars(shell)[name].pop(handle.id, None)
+
+
+def meeting_store() -> Any:
+    """The key-value store through which the processes of the default group have found each other."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def timeout_of(process_group: Any) -> Any:
+    """How long a collective of this group waits for the other ranks, as a `timedelta`."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        backend = process_group._get_backend(torch.device("cpu"))
+        return backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return distributed_c10d.default_pg_timeout

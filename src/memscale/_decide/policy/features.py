@@ -41,7 +41,7 @@ def _bytes(situation: Situation) -> dict[str, float]:
     gradients, state = profile.plain.end_bytes, profile.optimizer.state_bytes
     static = profile.static_bytes
     in_blocks = sum(layer.param_bytes for layer in blocks.values())
-    at_rest = profile.parameter_bytes - in_blocks + profile.buffer_bytes + profile.input_bytes
+    at_rest = profile.base_bytes - in_blocks
     one_block = largest + rise + gradients + around
     sizes = {
         "baseline": situation.baseline.peak_bytes,

@@ -24,7 +24,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -41,6 +41,41 @@ class Owner(Protocol):
     def devices(self) -> Iterable[torch.device]:
         """Where it computes."""
         ...
+
+
+class Rescuer(Protocol):
+    """Who may be able to do what is left of a backward pass that ran out of memory."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+        ...
+
+    def end(self) -> None:
+        """It has ended well."""
+        ...
+
+    def rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
+        """The pass ran out of memory, and autograd's threads are done with it. True: what was left of it is done.
+
+        May raise an error that says more. Nobody holds what the pass was doing but its graph.
+        """
+        ...
+
+
+class BackwardCall(NamedTuple):
+    """What a pass was asked for."""
+
+    roots: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+    is_simple: bool
+    """Gradients are added to those of all leaves, once, and the graph is not needed again."""
+
+    @classmethod
+    def of(cls, backward: Callable[[], Any]) -> BackwardCall:
+        roots, gradients, keeps, creates, inputs = cast(Any, backward).args[:5]
+        options = cast(Any, backward).keywords
+        is_simple = not keeps and not creates and not inputs and options.get("accumulate_grad", False)
+        return cls(tuple(roots), tuple(gradients), bool(is_simple))
 
 
 class _InnerPasses:
@@ -78,6 +113,10 @@ class _Guard:
         self._lock = threading.RLock()  # garbage may be collected in here, and with it a model of ours
         self._undo = contextlib.ExitStack()
         self._settling = threading.local()
+        self._rescuers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add_rescuer(self, rescuer: Rescuer) -> None:
+        self._rescuers.add(rescuer)
 
     def enter(self, owner: Owner) -> None:
         with self._lock:
@@ -105,11 +144,28 @@ class _Guard:
                 return backward()
             finally:
                 self._inner.leave()
+        rescuers: list[Rescuer] = [*self._rescuers]
+        for rescuer in rescuers:
+            rescuer.begin()
         try:
-            return backward()
+            result = backward()
+        except torch.OutOfMemoryError as error:
+            self._settle()
+            failure = error.with_traceback(None)  # its frames hold activations
         except BaseException:
             self._settle()
             raise
+        else:
+            for rescuer in rescuers:
+                rescuer.end()
+            return result
+        return self._rescued(backward, rescuers, failure)
+
+    def _rescued(self, backward: Callable[[], Any], rescuers: list[Rescuer], failure: torch.OutOfMemoryError) -> Any:
+        call = BackwardCall.of(backward)
+        if not any(rescuer.rescue(call, failure) for rescuer in rescuers):
+            raise failure
+        return ()
 
     def _settle(self) -> None:
         """Wait for autograd's threads. An interrupt does not cut that short: it is raised when it is over."""
@@ -154,6 +210,12 @@ def _pass_through(device: torch.device) -> None:
 
 
 _GUARD = _Guard()
+
+
+def rescue_with(rescuer: Rescuer, owner: Owner, module: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Until undone, or until the module is gone, this one is asked when a backward pass runs out of memory."""
+    _GUARD.add_rescuer(rescuer)
+    wait_on_errors(owner, module, undo)
 
 
 def wait_on_errors(owner: Owner, module: nn.Module, undo: contextlib.ExitStack) -> None:

@@ -55,6 +55,8 @@ Slot: TypeAlias = tuple[int, str]
 Flags: TypeAlias = tuple[bool, ...]
 
 RUN_AGAIN = "Run the step again: MemScale remembers it from now on. If it recurs, leave the layer out of checkpointing."
+LARGEST_HOST_COPY_BYTES = 1 << 20
+"""The largest buffer that is copied to the host before it is known to change."""
 _NUM_TABLES = 4
 """How many tables each part of a model has: attributes, parameters, buffers, children."""
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) | OWN_ATTRIBUTES
@@ -213,15 +215,20 @@ def _forget_parts(state_ref: weakref.ref[ModuleState], _: object) -> None:
 class ModuleState:
     """Everything about one module that its recompute must see as its forward saw it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, on_host: bool = False) -> None:
+        """`on_host`: copies of buffers are in host memory, for `restore`; else on their device, for `show`."""
         self._module = weakref.ref(module, functools.partial(_forget_parts, weakref.ref(self)))
         self._layout = Layout(module)
-        self._buffers, self._attributes, self._held = _Buffers(), _Attributes(), _Held()
+        self._on_host = on_host
+        self._forget()
+
+    def _forget(self) -> None:
+        self._buffers, self._attributes, self._held = _Buffers(self._on_host), _Attributes(), _Held()
 
     def forget_parts(self) -> None:
         """The module is gone: whoever still holds its executor does not hold the parameters of its parts."""
         self._layout.forget_parts()
-        self._buffers, self._attributes, self._held = _Buffers(), _Attributes(), _Held()
+        self._forget()
 
     def before(self) -> Memory:
         """To be called right before the forward."""
@@ -241,7 +248,7 @@ class ModuleState:
         assert module is not None, "a module's forward runs while the module lives"
         layout = Layout(module)
         if not layout.has_the_parts_of(self._layout):
-            self._buffers, self._attributes, self._held = _Buffers(), _Attributes(), _Held()
+            self._forget()
         self._layout = layout
         values = layout.read()
         assert values is not None, "nothing has happened since"
@@ -280,6 +287,29 @@ class ModuleState:
             shown.hidden.append(held.show())
         return shown
 
+    def restore(self, memory: Memory) -> None:
+        """Let the module be as that forward found it, for good. Refuses before it changes anything."""
+        layout = memory.layout
+        if versions_of(memory.values[layout.parameters]) != memory.versions:
+            _refuse_changed(memory)
+        for slot, value, version in memory.buffers:
+            if version_of(value) != version:
+                _refuse_buffer(layout, slot)
+        self._attributes.refuse_changed(memory)
+        self._held.refuse_lost(memory)
+        _show_others(memory, Shown())
+        before = dict(zip(layout.slots, memory.values, strict=True))
+        with torch.no_grad():
+            for slot, copied in memory.copies.items():
+                if isinstance(copied, torch.Tensor):
+                    before[slot].copy_(copied)
+        _put((layout.table(slot[0]), slot[1], before[slot]) for slot in memory.copies if slot in before)
+        _put((layout.table(n), name, stand_in_for(value)) for (n, name), value in memory.attributes.items())
+        for generator, state in memory.generators:
+            set_state(generator, state)
+        for held in memory.held.values():
+            held.show()
+
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
         for hidden in reversed(shown.hidden):
@@ -313,7 +343,8 @@ def _refuse_changed(memory: Memory) -> None:
 class _Buffers:
     """Knows which buffers a forward changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: bool) -> None:
+        self._on_host = on_host
         self._changing: dict[Flags, set[Slot]] = {}
         self._looked_at: list[weakref.ref[Any]] = []
         self._shared: frozenset[Slot] = frozenset()
@@ -322,14 +353,20 @@ class _Buffers:
         found = dict(zip(memory.layout.buffer_slots, memory.values[memory.layout.buffers], strict=True))
         known = self._changing.get(memory.flags)
         if known is None:
-            copied = {slot: value for slot, value in found.items() if value is not None and may_change_silently(value)}
+            copied = {slot: value for slot, value in found.items() if value is not None and self._may_change(value)}
         else:
             copied = {slot: found.pop(slot) for slot in known if slot in found}
         if found:
             memory.buffers = [(slot, value, version_of(value)) for slot, value in found.items()]
-        if copied:
+        if copied and self._on_host:
+            memory.copies = {slot: _copied_to_host(value) for slot, value in copied.items()}
+        elif copied:
             memory.shared = self._find_shared(copied)
             memory.copies = clones_of(copied, memory.shared)
+
+    def _may_change(self, value: torch.Tensor) -> bool:
+        """Of large ones that are written to as usual, their versions tell."""
+        return may_change_silently(value) and not (self._on_host and value.nbytes > LARGEST_HOST_COPY_BYTES)
 
     def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:
         """Looked for anew only when there are other tensors than last time: asking for storages takes its time."""
@@ -367,8 +404,21 @@ class _Buffers:
         memory.buffers = [entry for entry in memory.buffers if entry[0] not in known]
 
 
+def _copied_to_host(value: Any) -> Any:
+    """On its way, in the order of the current stream: nobody waits for it until it is needed."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+    return copy.copy_(value, non_blocking=True)
+
+
 def _is_as_copied(copied: torch.Tensor, now: Any) -> bool:
-    return isinstance(now, torch.Tensor) and has_same_values(copied, now)
+    if not isinstance(now, torch.Tensor):
+        return False
+    if copied.device != now.device:
+        torch.accelerator.current_stream(now.device).synchronize()
+        now = now.cpu()
+    return has_same_values(copied, now)
 
 
 def _refuse_buffer(layout: Layout, slot: Slot) -> None:
@@ -442,7 +492,7 @@ class _Held:
         """A tensor was changed in place of which there is no copy; the next forward makes one."""
         for slot, held in memory.held.items():
             if held.is_lost():
-                self._changing[memory.flags][slot] = True
+                self._changing.get(memory.flags, {})[slot] = True
                 _refuse_attribute(memory.layout, slot)
 
 

@@ -312,12 +312,18 @@ def test_who_joins_all_gradients_is_refused_before_anything_has_changed():
     assert same(weights(model), weights(plain))
 
 
-def test_who_joins_all_gradients_steps_where_all_is_streamed():
-    model, plain = build(), build().to("cpu")
-    with streamed(model, "0", "1", "2"):
+def test_who_joins_all_gradients_steps_where_all_is_streamed_and_afterwards():
+    """Its state is lists of tensors, which follow the parameters back to the device, too."""
+    results = []
+    for is_streamed in (True, False):
+        model = build()
         optimizer = O.LBFGS(model.parameters(), max_iter=3)
-        optimizer.step(lambda: model.zero_grad() or backward(model, 0))
-        assert not same(weights(model), weights(plain))
+        with streamed(model, "0", "1", "2") if is_streamed else contextlib.nullcontext():
+            for number in range(2):
+                optimizer.step(lambda: model.zero_grad() or backward(model, number))  # noqa: B023
+        optimizer.step(lambda: model.zero_grad() or backward(model, 2))  # noqa: B023
+        results.append(weights(model))
+    assert same(*results)
 
 
 def test_a_wrapped_model_in_16_bits(simgpu_device: Any):

@@ -73,6 +73,45 @@ def test_what_would_not_be_the_same_is_refused(options: dict[str, Any]):
         assert all(parameter.is_leaf for parameter in model.parameters())
 
 
+class EndsInside(nn.Module):
+    """The last that its backward needs is computed inside of its own checkpoint: its recompute ends in there, early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(inplace=True), nn.Dropout(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@MODES
+def test_a_recompute_may_end_inside_of_the_layers_own_checkpoint(asynchronous: bool):
+    plain, model = pair(lambda: nn.Sequential(*(EndsInside() for _ in range(3))))
+    with streamed(model, asynchronous):
+        for one in (model, plain):
+            torch.manual_seed(0)
+            one(inputs()).square().sum().backward()
+        assert same(gradients(model), gradients(plain))
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIZE, SIZE)
+
+    def fail(self, x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError(f"{tuple(self.inner(x).shape)} is what was computed")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.fail, x, use_reentrant=False)
+
+
+def test_an_error_inside_of_the_layers_own_checkpoint_reaches_the_caller():
+    _, model = pair(lambda: nn.Sequential(*(Raises() for _ in range(3))))
+    with streamed(model), pytest.raises(ArithmeticError, match="is what was computed"):
+        model(inputs())
+
+
 def test_nothing_is_refused_where_nothing_is_computed_again():
     plain, model = pair(lambda: build(use_reentrant=False, context_fn=contexts))
     with streamed(model), torch.no_grad():

@@ -52,7 +52,7 @@ from memscale.techniques.offload.optimizer.separable import (
     steps_each_element,
     take_over,
 )
-from memscale.techniques.offload.parameters.state_placement import stays_on_host
+from memscale.techniques.offload.parameters.state_placement import contents_beside, stays_on_host
 from memscale.techniques.offload.store.stores import Layout, Stretch
 
 
@@ -160,7 +160,9 @@ class AdoptedOptimizer:
                 entry = optimizer.state.get(parameter)
                 values: dict[Any, Any] = entry.kept if isinstance(entry, Waiting) and entry.bucket else entry or {}
                 for name, value in [*values.items()]:
-                    if isinstance(value, torch.Tensor) and not stays_on_host(name, value, group):
+                    if not isinstance(value, torch.Tensor):
+                        values[name] = contents_beside(value, parameter.device)
+                    elif not stays_on_host(name, value, group):
                         values[name] = value.to(parameter.device)
 
     def _is_sound(self, bucket: Bucket) -> bool:

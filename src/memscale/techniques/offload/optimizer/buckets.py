@@ -317,6 +317,13 @@ class Waiting(dict[Any, Any]):
         return self._plain()
 
 
+def values_here(entry: Any) -> dict[Any, Any]:
+    """A parameter's entry in `optimizer.state` without what waits elsewhere; looks at it without bringing that here."""
+    if isinstance(entry, Waiting) and entry.bucket is not None:
+        return entry.kept
+    return dict(dict.items(entry)) if isinstance(entry, dict) else {}
+
+
 def _looking(name: str) -> Any:
     method = getattr(dict, name)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memscale._torch import private
 from memscale._torch.interception import intercept
@@ -78,7 +79,10 @@ class Followers(StepWatcher):
 
     def _move_state(self, state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
         for name, value in [*state.items()]:
-            if not isinstance(value, torch.Tensor) or value.device == parameter.device:
+            if not isinstance(value, torch.Tensor):
+                state[name] = contents_beside(value, parameter.device)
+                continue
+            if value.device == parameter.device:
                 continue
             key = (id(parameter), name)
             if value.dim() == 0 and value.device.type != "cpu":
@@ -86,6 +90,12 @@ class Followers(StepWatcher):
             elif stays_on_host(name, value, group) and key not in self._moved_scalars:
                 continue
             state[name] = value.to(parameter.device)
+
+
+def contents_beside(value: Any, device: torch.device) -> Any:
+    """State that is no tensor: those in its containers (LBFGS keeps lists of them) go to this device."""
+    is_away = any(isinstance(leaf, torch.Tensor) and leaf.device != device for leaf in tree_leaves(value))
+    return tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), value) if is_away else value
 
 
 def stays_on_host(name: str, value: torch.Tensor, group: dict[str, Any]) -> bool:

@@ -1,0 +1,119 @@
+"""Trials in a process of their own, which is ended and started again when one hangs or ends it.
+
+A command that tries things answers `--serve` with `serve(attempt)`: words come in, one line a trial, and a line of JSON
+goes out. `Server` is the other end, and `run` asks it for everything that a log does not know yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+
+import benchmarks
+
+Result = dict[str, str]
+
+
+def said(error: BaseException) -> str:
+    """Another's error, in the width of a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+
+
+def serve(attempt: Callable[..., Result]) -> int:
+    """Answer lines of words with results until there are no more of them."""
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        print(json.dumps(attempt(*json.loads(line))), file=answers, flush=True)
+    return 0
+
+
+class Server:
+    """A process that tries things; one that hangs is ended."""
+
+    def __init__(self, module: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=benchmarks.environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", OMP_NUM_THREADS="1"),
+        )
+        self.answers: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.answers.put(line)
+        self.answers.put("")
+
+    def ask(self, words: tuple[str, ...], seconds: float) -> Result | str:
+        """What it answers, or a sentence where it died or took too long; it is of no use after that."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+        try:
+            line = self.answers.get(timeout=seconds)
+        except queue.Empty:
+            self.close()
+            return f"over {seconds:.0f} s"
+        if line:
+            found: Result = json.loads(line)
+            return found
+        code = self.process.wait()
+        self.close()
+        return f"the process ended with code {code}"
+
+    def close(self) -> None:
+        """End the process and what reads from it. A second call does nothing."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # a question that was never read
+                    pipe.close()
+
+
+def run(
+    module: str, cases: Iterable[tuple[str, ...]], seconds: float, log: pathlib.Path | None
+) -> dict[tuple[str, ...], Result]:
+    """Results by case. What is in the log is not tried again, and what is tried is appended to it."""
+    results = known(log)
+    server = None
+    wanted = list(cases)
+    for number, words in enumerate(wanted, 1):
+        if words in results:
+            continue
+        server = server or Server(module)
+        answer = server.ask(words, seconds)
+        if isinstance(answer, str):
+            server, answer = None, {"status": "too slow" if answer.startswith("over") else "ended", "why": answer}
+        results[words] = answer
+        print(f"{number}/{len(wanted)} {' '.join(words)}: {answer['status']} {answer.get('why', '')}", file=sys.stderr)
+        if log is not None:
+            with log.open("a") as file:
+                file.write(json.dumps({"case": words, **answer}) + "\n")
+    if server is not None:
+        server.close()
+    return {words: results[words] for words in wanted}
+
+
+def known(log: pathlib.Path | None) -> dict[tuple[str, ...], Result]:
+    """What a log of earlier trials says; the last line about a case counts."""
+    if log is None or not log.exists():
+        return {}
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    return {tuple(each.pop("case")): each for each in found}

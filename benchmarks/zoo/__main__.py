@@ -1,0 +1,233 @@
+"""Every architecture at hand, trained under MemScale and plain; the table says where the two are the same.
+
+    python -m benchmarks.zoo [--library NAME] [--way NAME] [--only NAME ...] [--seconds N] [--log FILE] [--out FILE]
+
+Architectures are those of `benchmarks.architectures` (tiny models of transformers, timm and diffusers, where they are
+installed) and of PyTorch's own tests of its modules and optimizers. Each is trained for three steps of AdamW (of its
+own optimizer in the last suite), detached, and trained for one more, beside a plain copy. Losses, gradients, weights,
+buffers, optimizer state and random states are compared bit for bit, in every way of `benchmarks.zoo.ways` but tiling,
+whose sums are in another order and are held to a bound.
+
+`exact` is the same training; `refused` is an error of MemScale's own; `plain` means that the plain model cannot be
+used: it does not build or train here, or its second run differs from its first. `WRONG` is a difference, `crashed`
+another error. Results go to `--log`, one line a trial, and what is there is not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import pathlib
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+import memscale
+from benchmarks import architectures, trials
+from benchmarks.architectures import called
+from benchmarks.trials import Result, said
+from benchmarks.zoo import torch_suites
+from benchmarks.zoo.twins import STEPS, Subject, Training, differences, largest_error, seed
+from benchmarks.zoo.ways import ROUNDING, WAYS, Way, plan_of, treat
+from memscale._execute.executor import executor_of
+
+SUITES = (*architectures.LIBRARIES, torch_suites.MODULES, torch_suites.OPTIMIZERS)
+FIRST_WAY = next(iter(WAYS))
+SECONDS = 120
+STATUSES = ("exact", "refused", "plain", "WRONG", "crashed", "too slow")
+
+
+# ---- one of them
+
+
+def attempt(suite: str, name: str, way: str) -> Result:
+    """Its status, what the plan did, and what was wrong."""
+    import simgpu  # noqa: F401  (before the first backward: autograd makes its threads then)
+
+    where = WAYS[way]
+    try:
+        subject, expected = _plain(suite, name, where)
+    except Exception as error:  # whatever a library raises on a configuration or inputs that it does not take
+        return {"status": "plain", "why": said(error)}
+    result = compare(subject, expected, where)
+    if result["status"] == "refused" and where.otherwise is not None:
+        result = compare(subject, expected, dataclasses.replace(where, actions=where.otherwise))
+    if result["status"] == "WRONG":
+        again = differences(_trained(subject.on(where.device)), expected)
+        if again:
+            return {"status": "plain", "why": f"its second run differs from its first: {again[0]}"}
+    return {"class": type(subject.model).__name__, **result}
+
+
+def _plain(suite: str, name: str, way: Way) -> tuple[Subject, dict[str, object]]:
+    reason: Exception = ValueError("no model class")
+    for build in _builders(suite, name):
+        seed(0)
+        try:
+            subject = build()
+            subject.model.train()
+            expected = _trained(subject.on(way.device))
+        except Exception as error:
+            reason = error
+            continue
+        if not all(bool(torch.isfinite(torch.as_tensor(expected[f"loss of step {n}"])).all()) for n in range(STEPS)):
+            reason = ValueError("its loss is not finite")
+            continue
+        return subject, expected
+    raise reason
+
+
+def _builders(suite: str, name: str) -> Iterator[Callable[[], Subject]]:
+    if suite in architectures.LIBRARIES:
+        for build in architectures.build(suite, name):
+            yield functools.partial(_subject, build)
+    else:
+        yield functools.partial(torch_suites.build, suite, name)
+
+
+def _subject(build: Callable[[], architectures.Built]) -> Subject:
+    return Subject(*build(), called)
+
+
+def _trained(subject: Subject) -> dict[str, object]:
+    training = Training(subject)
+    for _ in range(STEPS + 1):
+        training.step()
+    return training.result()
+
+
+def compare(subject: Subject, expected: dict[str, object], way: Way) -> Result:
+    """Train a copy of the subject under MemScale, detach it, and go on for a step."""
+    ours = subject.on(way.device)
+    done: Result = {}
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            seed(0)
+            treat(way, ours, directory)
+            training = Training(ours)
+            for _ in range(STEPS):
+                training.step()
+            done["actions"] = _actions(ours)
+            memscale.detach(ours.model)
+            training.step()
+            result = training.result()
+        except memscale.MemScaleError as error:
+            return {"status": "refused", "why": said(error), **done}
+        except Exception as error:
+            return {"status": "crashed", "why": said(error), **done}
+        finally:
+            if executor_of(ours.model) is not None:
+                memscale.detach(ours.model)
+    if way.exact:
+        wrong = differences(result, expected)
+        why = f"{len(wrong)} of {len(expected)}: {wrong[0]}" if wrong else ""
+    else:
+        off = largest_error(result, expected)
+        why = f"off by {off:.1e}" if off > ROUNDING else ""
+    return {"status": "WRONG" if why else "exact", "why": why, **done}
+
+
+def _actions(subject: Subject) -> str:
+    counts = collections.Counter(type(action).__name__ for action in plan_of(subject.model).actions)
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+
+
+# ---- all of them
+
+
+def measure(
+    suites: Iterable[str],
+    ways: Iterable[str],
+    names: Callable[[str], list[str]],
+    seconds: float,
+    log: pathlib.Path | None,
+) -> dict[tuple[str, ...], Result]:
+    """Results by suite, name and way. What cannot be trained plain on the CPU is not tried in other ways."""
+    results: dict[tuple[str, ...], Result] = {}
+    for suite in suites:
+        cases = [(suite, name) for name in names(suite)]
+        for way in ways:
+            usable = [case for case in cases if results.get((*case, FIRST_WAY), {}).get("status") != "plain"]
+            results |= trials.run("benchmarks.zoo", [(*case, way) for case in usable], seconds, log)
+    return results
+
+
+def _chosen(suite: str, options: argparse.Namespace) -> list[str]:
+    names = architectures.names(suite) if suite in architectures.LIBRARIES else torch_suites.names(suite)
+    return [name for name in names[:: options.every] if not options.only or name in options.only]
+
+
+def describe(results: dict[tuple[str, ...], Result], missing: list[str]) -> str:
+    """The table, what the plans did, and each trial that was not exact."""
+    lines = [
+        f"torch {importlib.metadata.version('torch')}, transformers {importlib.metadata.version('transformers')}, "
+        f"Python {platform.python_version()}, on {platform.machine()}.",
+        *(f"{library} is not installed, so nothing of it was tried." for library in missing),
+        "",
+        f"{'suite':13} {'way':13} {'tried':>6} "
+        + " ".join(f"{status:>8}" for status in STATUSES)
+        + "  exact of usable",
+    ]
+    groups = dict.fromkeys((suite, way) for suite, _, way in results)
+    for suite, way in groups:
+        found = collections.Counter(
+            "too slow" if r["status"] == "ended" else r["status"]
+            for (s, _, w), r in results.items()
+            if (s, w) == (suite, way)
+        )
+        usable = sum(found.values()) - found["plain"] - found["too slow"]
+        share = f"{100 * found['exact'] / usable:.1f} %" if usable else ""
+        counts = " ".join(f"{found[status]:8}" for status in STATUSES)
+        lines.append(f"{suite:13} {way:13} {sum(found.values()):6} {counts}  {share:>15}")
+    lines += ["", "What the plans did, in exact trials:"]
+    lines += [f"  {way}: {_techniques(results, way)}" for way in dict.fromkeys(way for _, way in groups)]
+    for status in ("WRONG", "crashed", "refused", "too slow", "ended"):
+        there = [(case, result) for case, result in results.items() if result["status"] == status]
+        lines += ["", f"{status}:"] if there else []
+        lines += [f"  {' '.join(case)} ({result.get('class', '')}): {result['why']}" for case, result in there]
+    return "\n".join(lines) + "\n"
+
+
+def _techniques(results: dict[tuple[str, ...], Result], way: str) -> str:
+    found: collections.Counter[str] = collections.Counter()
+    for (_, _, each), result in results.items():
+        if each == way and result["status"] == "exact":
+            found.update(action.split()[1] for action in result.get("actions", "").split(", ") if action)
+    return ", ".join(f"{kind} in {count}" for kind, count in found.most_common())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", choices=SUITES, action="append", help="only this suite; default: all")
+    parser.add_argument("--way", choices=list(WAYS), action="append", help="only this way; default: all")
+    parser.add_argument("--only", nargs="*", default=[], help="only these architectures")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th of each suite")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="at most so long for one trial")
+    parser.add_argument("--out", type=pathlib.Path, help="write the table here, too")
+    parser.add_argument("--log", type=pathlib.Path, help="one line a trial; what is in it is not tried again")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve:
+        return trials.serve(attempt)
+    wanted = options.library or list(SUITES)
+    missing = [suite for suite in wanted if suite in architectures.LIBRARIES and not importlib.util.find_spec(suite)]
+    there = [suite for suite in wanted if suite not in missing]
+    results = measure(
+        there, options.way or list(WAYS), lambda suite: _chosen(suite, options), options.seconds, options.log
+    )
+    text = describe(results, missing)
+    print(text, end="")
+    if options.out is not None:
+        options.out.write_text(text)
+    return 1 if any(result["status"] in ("WRONG", "crashed") for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

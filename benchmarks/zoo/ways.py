@@ -1,0 +1,145 @@
+"""The ways in which a model is treated: by plans that do all they can to every block, and as each mode wraps it.
+
+A model that is tiny enough for hundreds to be tried has little to gain, and a plan made for it leaves most of it alone.
+So two ways execute a plan written here, which treats every block, whether that pays or not; the others are planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import nn
+
+import memscale
+from benchmarks.zoo.twins import Subject, Training
+from memscale import AsyncOffloadConfig, Config, Plan
+from memscale._plan import (
+    Action,
+    Checkpoint,
+    Conditions,
+    OffloadActivations,
+    OffloadOptimizer,
+    Reason,
+    StreamParameters,
+)
+from memscale._profile.layers import find_blocks
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+from memscale.techniques.offload.parameters.streaming import rest_of
+
+TIGHTNESS = 0.3
+"""Where between the lowest peak and the plain one a tight budget lies: some blocks are treated, and others are not."""
+ROUNDING = 2e-4
+"""How far sums in another order may be away, by the largest entry of a gradient, in single precision."""
+BUCKET_BYTES = 20_000
+EVERY_TENSOR = AsyncOffloadConfig(min_tensor_bytes=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One row of the table."""
+
+    device: str
+    settings: dict[str, Any]
+    actions: Callable[[nn.Module], list[Action]] | None = None
+    """What is done to a model, for a plan that is not made but written."""
+    otherwise: Callable[[nn.Module], list[Action]] | None = None
+    """What is done instead to a model that refuses those."""
+    tight: bool = False
+    exact: bool = True
+
+    def config(self, directory: str, **changes: Any) -> Config:
+        common = {"force_optimize": True, "enable_logging": False, "async_config": EVERY_TENSOR}
+        return Config(**{**common, "offload_dir": directory, "device": self.device, **self.settings, **changes})
+
+
+def _recomputed(model: nn.Module, keep: tuple[Literal["matmul", "attention"], ...] = ()) -> list[Action]:
+    """Every second block keeps some of its outputs."""
+    blocks = list(find_blocks(model))
+    return [
+        *(Checkpoint(fqn, keep=keep if number % 2 else ()) for number, fqn in enumerate(blocks)),
+        *(OffloadActivations(fqn) for fqn in blocks),
+        OffloadOptimizer(BUCKET_BYTES),
+    ]
+
+
+def _partly_recomputed(model: nn.Module) -> list[Action]:
+    return _recomputed(model, keep=("matmul", "attention"))
+
+
+def _streamed(model: nn.Module) -> list[Action]:
+    blocks = list(find_blocks(model))
+    return [
+        *(StreamParameters(fqn) for fqn in (*rest_of(model, blocks), *blocks)),
+        *(OffloadActivations(fqn) for fqn in blocks),
+        OffloadOptimizer(BUCKET_BYTES),
+        StepOnDevice(BUCKET_BYTES),
+    ]
+
+
+_EXACT_TILES = {"use_mixed_precision": False, "use_8bit_optimizer": False}
+WAYS = {
+    "recomputed": Way("cpu", {"async_offload": False}, _partly_recomputed, otherwise=_recomputed),
+    "streamed": Way("simgpu", {"async_offload": True}, _streamed),
+    "balanced": Way("cpu", {"mode": "balanced"}),
+    "conservative": Way("cpu", {"mode": "conservative"}),
+    "tiling": Way("cpu", {"mode": "aggressive", **_EXACT_TILES}, exact=False),
+    "simgpu": Way("simgpu", {"mode": "balanced", "async_offload": True}),
+    "tight": Way("simgpu", {"mode": "balanced", "async_offload": False}, tight=True),
+}
+
+
+def treat(way: Way, subject: Subject, directory: str) -> None:
+    """Put the subject's model under MemScale. What is planned is planned at the first batch, as for most users."""
+    if way.actions is not None:
+        memscale.execute(subject.model, written_plan(way, way.actions(subject.model)), way.config(directory))
+        return
+    changes = {}
+    if way.tight:
+        budget_bytes = _tight_budget_bytes(way, subject.on(way.device), directory)
+        changes = {"force_optimize": False, "memory_budget_gb": budget_bytes / 1e9}
+    memscale.wrap(subject.model, way.config(directory, **changes))
+
+
+def written_plan(way: Way, actions: list[Action]) -> Plan:
+    """A plan with these actions, whose numbers promise nothing."""
+    return Plan(
+        actions=tuple(actions),
+        baseline_peak_bytes=2,
+        predicted_peak_bytes=1,
+        predicted_slowdown=1.0,
+        budget_bytes=3,
+        fits=True,
+        decision_source="user_config",
+        mode="balanced",
+        device_type=way.device,
+        device_name=way.device,
+        optimizer_name="adamw",
+        profile_source="static",
+        model_class="",
+        inputs=(),
+        summary=Reason("asked for"),
+        rows=(),
+        conditions=Conditions(
+            async_offload=way.settings["async_offload"],
+            prefetch_depth=EVERY_TENSOR.prefetch_depth,
+            prefetch_bytes=EVERY_TENSOR.prefetch_bytes,
+            window_bytes=EVERY_TENSOR.window_bytes,
+            min_tensor_bytes=0,
+        ),
+    )
+
+
+def _tight_budget_bytes(way: Way, subject: Subject, directory: str) -> float:
+    """Asked of another copy, which is planned for as little memory as possible."""
+    memscale.wrap(subject.model, way.config(directory))
+    Training(subject).step()
+    plan = plan_of(subject.model)
+    memscale.detach(subject.model)
+    return float(plan.predicted_peak_bytes + TIGHTNESS * (plan.baseline_peak_bytes - plan.predicted_peak_bytes))
+
+
+def plan_of(model: Any) -> Any:
+    """What is done to a model that is under MemScale."""
+    return model._memscale_executor.plan

@@ -1,0 +1,237 @@
+"""A step that runs out of memory is run again under a tighter plan, exactly, or refused with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memscale
+import simgpu
+from memscale._execute.executor import executor_of
+from tests.parity import seed
+from tests.techniques.offload.runs import DEVICE, VOCABULARY, Gpt, same, tokens, weights
+
+SHAPE = (4, 64)
+CONFIG = memscale.Config(enable_logging=False)
+pytestmark = pytest.mark.usefixtures("no_races", "no_leaks")
+
+
+class WithLoss(Gpt):
+    """Returns the loss and the logits; counts in a buffer, in an attribute, and by statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls, self.trail = 0, [0]
+        self.batch_norm = nn.BatchNorm1d(32)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.calls += 1
+        self.trail.append(self.calls)
+        self.seen.add_(1)
+        x = self.batch_norm(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        logits = self.head(self.norm(self.run(x * self.seen.clamp(max=1))))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1)), logits
+
+
+def build() -> WithLoss:
+    seed(1)
+    return WithLoss().to(DEVICE)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, *, inside: bool) -> torch.Tensor:
+    if inside:
+        loss, _ = model(ids, labels)
+        return loss
+    return F.cross_entropy(model(ids).reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+@contextlib.contextmanager
+def failing(nth: int | None) -> Iterator[list[bool]]:
+    fired: list[bool] = []
+    if nth is None:
+        yield fired
+        return
+    with simgpu.fail_allocation(nth) as fault:
+        yield fired
+    fired.append(fault.fired)
+
+
+class Loop:
+    """Steps of two batches each; with what the loop saw."""
+
+    def __init__(self, model: nn.Module, *, inside: bool) -> None:
+        self.model, self.inside = model, inside
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.losses: list[torch.Tensor] = []
+        self.refusals: list[str] = []
+        self.batch: Any = None
+        self.num_recovered = 0
+        self.num_clean = 0
+
+    def step(self, step: int, nth: int | None = None) -> None:
+        """A batch that is refused is run again by the loop itself, as loops do."""
+        for part in (2 * step, 2 * step + 1):
+            ids = tokens(part, SHAPE)
+            self.batch = ids, ids.roll(1, 1)
+            gradients = {p: None if p.grad is None else p.grad.cpu() for p in self.model.parameters()}
+            buffers = {name: value.cpu() for name, value in self.model.named_buffers()}
+            calls = self.model.calls
+            torch.manual_seed(part)
+            try:
+                with failing(nth if part % 2 else None) as fired:
+                    loss = loss_of(self.model, *self.batch, inside=self.inside)
+                    loss.backward()
+            except torch.OutOfMemoryError as error:
+                self.refusals.append(str(error))
+                for parameter, gradient in gradients.items():
+                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+                for name, value in self.model.named_buffers():
+                    value.copy_(buffers[name])
+                self.model.calls = calls
+                del self.model.trail[calls + 1 :], error
+                torch.manual_seed(part)
+                loss = loss_of(self.model, *self.batch, inside=self.inside)
+                loss.backward()
+            self.num_recovered += sum(fired)
+            self.num_clean += len(fired) - sum(fired)
+            self.losses.append(loss.detach().cpu())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def state(loop: Loop) -> dict[str, Any]:
+    model = loop.model
+    numbers = {"calls": torch.tensor(model.calls), "trail": torch.tensor(model.trail), "random": torch.get_rng_state()}
+    device = {"device": torch.get_device_module(DEVICE).get_rng_state(DEVICE)}
+    return {**weights(model), **numbers, **device, **{f"loss {k}": loss for k, loss in enumerate(loop.losses)}}
+
+
+def plainly(num_steps: int, *, inside: bool) -> dict[str, Any]:
+    loop = Loop(build(), inside=inside)
+    for step in range(num_steps):
+        loop.step(step)
+    return state(loop)
+
+
+def wrapped(model: nn.Module, *, inside: bool = True, **wishes: Any) -> Any:
+    """Its executor."""
+    sample = (tokens(0, SHAPE), tokens(0, SHAPE)) if inside else tokens(0, SHAPE)
+    memscale.wrap(model, CONFIG.replace(**wishes), sample)
+    return executor_of(model)
+
+
+def check(every: int, *, inside: bool, mode: str) -> Loop:
+    """Let one allocation after another fail, until a step is over before."""
+    model = build()
+    executor = wrapped(model, inside=inside, mode=mode)
+    first, loop, num_steps = executor.plan, Loop(model, inside=inside), 0
+    while loop.num_clean < 2:
+        loop.step(num_steps, 1 + every * num_steps)
+        num_steps += 1
+    assert same(state(loop), plainly(num_steps, inside=inside))
+    assert executor.plan.predicted_peak_bytes < first.predicted_peak_bytes
+    in_model = [text for text in loop.refusals if "is not run again" in text]
+    assert len(loop.refusals) - len(in_model) <= 2, "the loop's own operators are not the model's"
+    assert all("return the loss from the model's forward" in text for text in in_model)
+    executor.detach()
+    return loop
+
+
+def test_where_allocations_fail_a_step_is_repeated_and_training_is_the_same(simgpu_device: Any) -> None:
+    loop = check(23, inside=True, mode="conservative")
+    assert loop.num_recovered >= 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["conservative", "balanced"])
+@pytest.mark.parametrize("inside", [True, False], ids=["the model's own loss", "a loss outside"])
+def test_at_every_tenth_allocation_a_step_is_repeated_or_refused_and_training_is_the_same(
+    inside: bool, mode: str, simgpu_device: Any
+) -> None:
+    loop = check(10, inside=inside, mode=mode)
+    assert loop.num_recovered > (3 if inside else 2) * len(loop.refusals)
+
+
+def test_memory_that_others_take_is_done_without(cap: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    loop = Loop(model, inside=True)
+    loop.step(0)
+    executor = wrapped(model, mode="conservative")
+    first = executor.plan
+    assert not first.actions
+    others = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+    cap(others.nbytes + int(0.88 * first.predicted_peak_bytes))
+    loop.step(1)
+    assert "the plan was tightened from" in caplog.text
+    assert "the batch runs again from the same weights and random state" in caplog.text
+    assert executor.plan.actions
+    cap(others.nbytes + int(0.5 * first.predicted_peak_bytes))
+    with pytest.raises(torch.OutOfMemoryError, match=r"no tighter plan fits.*raise the budget to"):
+        loss_of(model, *loop.batch, inside=True).backward()
+    cap(1 << 30)
+    assert same(weights(model), {k: v for k, v in plainly(2, inside=True).items() if k in weights(model)})
+    executor.detach()
+
+
+class Scaled(WithLoss):
+    """Has a parameter that the loss outside needs, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_what_might_not_be_exact_is_refused_with_the_reason(simgpu_device: Any) -> None:
+    seed(1)
+    model = Scaled().to(DEVICE)
+    executor = wrapped(model, mode="conservative")
+    plan, ids = executor.plan, tokens(0, SHAPE)
+
+    def refused(reason: str, root: torch.Tensor, **options: Any) -> None:
+        words = f"is not run again after this failure in backward: .*{reason}"
+        with pytest.raises(torch.OutOfMemoryError, match=words), simgpu.fail_allocation(20):
+            root.backward(**options)
+        model.zero_grad()
+
+    refused("its graph is kept", loss_of(model, ids, ids, inside=True), retain_graph=True)
+    refused("beside what the model returns", loss_of(model, ids, ids, inside=True) + model.scale.sum())
+    loss, logits = model(ids, ids)
+    refused("one of which depends on another", loss + logits.sum())
+    del loss, logits
+    assert executor.plan is plan
+    executor.detach()
+
+
+def test_nothing_is_done_where_it_is_not_wished(simgpu_device: Any) -> None:
+    model = build()
+    executor = wrapped(model, mode="conservative", recover_from_oom=False)
+    loss = loss_of(model, *[tokens(0, SHAPE)] * 2, inside=True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"\(injected fault\)$"), simgpu.fail_allocation(20):
+        loss.backward()
+    assert "forward" not in vars(model)
+    del loss
+    executor.detach()
+
+
+def test_a_step_that_succeeds_takes_no_byte_more_on_the_device(simgpu_device: Any) -> None:
+    peaks = []
+    for recovers in (False, True):
+        model = build()
+        executor = wrapped(model, mode="conservative", recover_from_oom=recovers)
+        loop = Loop(model, inside=True)
+        loop.step(0)
+        torch.accelerator.reset_peak_memory_stats()
+        loop.step(1)
+        peaks.append(torch.accelerator.max_memory_allocated())
+        executor.detach()
+        del model, executor, loop
+    assert peaks[0] == peaks[1]
