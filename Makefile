@@ -48,12 +48,12 @@ check: lint
 	$(PYTEST) -q --dist worksteal -m "unit and not slow and not full"
 
 test: lint
-	$(PYTEST) --dist loadfile --junitxml=$(DURATIONS)
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS)
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-all: lint
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages]"
-	$(PYTEST) --dist loadfile --junitxml=$(DURATIONS) -m ""
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS) -m ""
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-pages: $(STAMP)

@@ -36,6 +36,8 @@ from memscale._torch.overrides import ForwardOverride, OwnHook
 _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()
 _STARTED_S = pytest.StashKey[float]()
+_OF_A_SLOW_TEST = 20
+"""How many ordinary tests take as long as one that is marked `slow`."""
 MOST_KEPT_BYTES = 1_000_000
 """Constants that libraries make on their first use."""
 _AUTOGRAD_LETS_GO_S = 60.0
@@ -68,20 +70,37 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if "mark.unit" not in collection_path.read_text() else None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """After the tests of other lanes have been left out."""
     seed = config.getoption("shuffle_files")
-    if seed is not None:
-        items[:] = with_files_shuffled(items, seed)
+    items[:] = with_long_files_first(items) if seed is None else with_files_shuffled(items, seed)
 
 
 def with_files_shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
     """The same tests file by file, the files in another order: fixtures of a file are set up once, as before."""
-    by_file: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        by_file.setdefault(item.nodeid.split("::")[0], []).append(item)
+    by_file = _by_file(items)
     files = sorted(by_file)
     random.Random(seed).shuffle(files)
     return [item for file in files for item in by_file[file]]
+
+
+def with_long_files_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The same tests file by file, so that short files are left for the end: a long one there would keep one core busy
+    and leave the others idle. A slow test counts as many."""
+    by_file = _by_file(items)
+    lengths = {
+        file: sum(_OF_A_SLOW_TEST if item.get_closest_marker("slow") else 1 for item in mine)
+        for file, mine in by_file.items()
+    }
+    return [item for file in sorted(by_file, key=lambda file: -lengths[file]) for item in by_file[file]]
+
+
+def _by_file(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.split("::")[0], []).append(item)
+    return by_file
 
 
 def _load_profile(config: pytest.Config) -> None:

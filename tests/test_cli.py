@@ -209,6 +209,8 @@ def test_estimate_under_a_budget_lowers_the_peak(shell: Shell, model_file: str) 
     assert tight["recommended_mode"] == "conservative"
     plan = tight["by_mode"]["conservative"]["plan"]
     assert plan["predicted_peak_bytes"] < plan["predicted_reserved_bytes"] <= tight["budget_bytes"]
+    for entry in tight["by_mode"].values():
+        assert entry["host_bytes"] + entry["disk_bytes"] == entry["plan"]["host_bytes"] + entry["plan"]["movable_bytes"]
 
 
 def test_estimate_says_when_nothing_fits(shell: Shell, model_file: str) -> None:

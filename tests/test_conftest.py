@@ -15,7 +15,14 @@ from hypothesis import settings
 
 import memscale
 from memscale._torch.live_bytes import LiveBytes
-from tests.conftest import _BORN, freeze_what_is_left, pytest_collectstart, pytest_ignore_collect, with_files_shuffled
+from tests.conftest import (
+    _BORN,
+    freeze_what_is_left,
+    pytest_collectstart,
+    pytest_ignore_collect,
+    with_files_shuffled,
+    with_long_files_first,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -62,6 +69,23 @@ def test_files_are_shuffled_and_their_tests_are_not(request: pytest.FixtureReque
     state = random.getstate()
     assert with_files_shuffled(items, 1) == with_files_shuffled(items[::1], 1)
     assert random.getstate() == state
+
+
+def test_files_with_slow_tests_come_first_and_short_ones_last(request: pytest.FixtureRequest) -> None:
+    def tests_of(file: str, *names: str) -> list[pytest.Item]:
+        module = pytest.Module.from_parent(request.session, path=Path(request.config.rootpath, "tests", file))
+        return [pytest.Function.from_parent(module, name=name, callobj=lambda: None) for name in names]
+
+    slow = tests_of("d.py", "test_2", "test_1")
+    slow[0].add_marker("slow")
+    files = [
+        tests_of("a.py", "test_1"),
+        tests_of("b.py", *(f"test_{i}" for i in range(4))),
+        tests_of("c.py", "t"),
+        slow,
+    ]
+    ordered = with_long_files_first([item for file in files for item in file])
+    assert ordered == [item for file in (slow, files[1], files[0], files[2]) for item in file]
 
 
 def test_what_is_left_is_out_of_sight_and_little() -> None:

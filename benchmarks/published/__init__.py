@@ -3,10 +3,16 @@
     python -m benchmarks.published [--only SECTION ...] [--results FILE] [--page FILE] [--liger FILE] [--timm FILE]
 
 Sections: `liger` (341 rows of plain operators on five cards, to the byte; about five minutes), `table` (the published
-table of five models; a minute), and on request `timm` (which batches of vision models fit an RTX 3090; it needs timm,
-takes five seconds a model and goes on from what is kept). Each section's figures are in benchmarks/data/published, with
-their sources; `--liger` and `--timm` read the publishers' own CSV files instead. What is found is kept in `--results`,
-section by section, so that the page can be written without running anything (`--page-only`).
+table of five models; a minute), and on request those that need packages which are no dependencies of ours:
+
+    images   FLUX.2 with PEFT's methods on an L40S, reserved; needs diffusers
+    texts    Llama-3.2-3B with PEFT's methods on an L40S, by ratio
+    models   LitGPT's LoRA runs on an A100, and BERT-Large on a V100; needs litgpt
+    timm     which batches of vision models fit an RTX 3090; needs timm 0.6, takes seconds a model
+
+Each section's figures are in benchmarks/data/published, with their sources; `--liger` and `--timm` read the publishers'
+own CSV files instead. What is found is kept in `--results`, section by section, so that the page can be written without
+running anything (`--page-only`); `images` and `timm` go on from what is kept.
 
 Nothing is trained: programs and models run on fake tensors, and PyTorch's allocator is a model.
 """
@@ -21,7 +27,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from benchmarks.published import liger, table, vision
+from benchmarks.published import adapters, liger, models, old_timm, table, vision
 from benchmarks.published.page import SECTIONS, Entry, to_markdown
 from memscale import MemScaleError
 
@@ -70,20 +76,45 @@ def _table_entry(outcome: table.Outcome) -> Entry:
 
 
 def _run_timm(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
-    if importlib.util.find_spec("timm") is None:
-        raise MemScaleError("the section timm needs timm, which is no dependency of ours: pip install timm")
+    old_timm.load()
     rows = vision.read_csv(options.timm) if options.timm else vision.read_table(DATA / "timm.json")
-    chosen = [row for row in rows if row.is_transformer or options.all_vision]
-    first = {row.model: index for index, row in reversed(list(enumerate(chosen)))}  # both layouts of a model together
-    left = sorted((row for row in chosen if vision.name_of(row) not in kept), key=lambda row: first[row.model])
+    left = [row for row in vision.chosen(rows, options.others) if vision.name_of(row) not in kept]
     return map(vision.entry, vision.predict_all(left, _say))
+
+
+def _run_images(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    _need("diffusers", adapters.INSTALL)
+    rows = [row for row in adapters.read_table(DATA / "peft_images.json") if row.name not in kept]
+    return map(adapters.image_entry, adapters.predict_all(rows, adapters.predict_images, _say))
+
+
+def _run_texts(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    rows = adapters.read_table(DATA / "peft_llama.json")
+    reference = adapters.predict_texts(next(row for row in rows if row.name == adapters.REFERENCE))
+    for outcome in adapters.predict_all(rows, adapters.predict_texts, _say):
+        yield adapters.text_entry(outcome, reference)
+
+
+def _run_models(options: argparse.Namespace, kept: Collection[str]) -> Iterator[Entry]:
+    _need("litgpt", models.INSTALL)
+    return models.predict_all(models.read_table(DATA / "models.json"), _say)
+
+
+def _need(package: str, install: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MemScaleError(f"this section needs {package}, which is no dependency of ours: {install}")
 
 
 RUNS: dict[str, Callable[[argparse.Namespace, Collection[str]], Iterator[Entry]]] = {
     "liger": _run_liger,
     "table": _run_table,
+    "images": _run_images,
+    "texts": _run_texts,
+    "models": _run_models,
     "timm": _run_timm,
 }
+LONG = ("images", "timm")
+"""Sections that go on from what is kept."""
 
 
 # ---- the command
@@ -122,7 +153,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--page", type=pathlib.Path, default=DOCS / "published.md", help="the page")
     found.add_argument("--liger", type=pathlib.Path, metavar="FILE", help="Liger's all_benchmark_data.csv")
     found.add_argument("--timm", type=pathlib.Path, metavar="FILE", help="a CSV of timm's sweep, with fits and fails")
-    found.add_argument("--all-vision", action="store_true", help="of timm's models not only transformers")
+    found.add_argument("--others", type=int, default=0, metavar="N", help="every Nth of timm's other models as well")
+    found.add_argument("--anew", action="store_true", help="begin long sections anew, whatever is kept of them")
     return found
 
 
@@ -132,14 +164,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections = _read(options.results)
         for name in () if options.page_only else options.only or ("liger", "table"):
             _say(f"{name} ...")
-            # The long section goes on from what is kept.
-            sections[name] = sections.get(name, []) if name == "timm" else []
+            sections[name] = sections.get(name, []) if name in LONG and not options.anew else []
             for entry in RUNS[name](options, {entry.name for entry in sections[name]}):
                 sections[name].append(entry)
-                if name == "timm":
+                if name in LONG:
                     _write(options.results, sections)
             _write(options.results, sections)
-        page = to_markdown(sections)
+        page = to_markdown(sections, {"timm": vision.inequality_lines})
         options.page.write_text(page)
     except (MemScaleError, OSError) as error:
         print(f"memscale: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """A card for small programs on a machine without one: fake tensors, and PyTorch's allocator as a model.
 
-    card = Card(architecture=80)
+    card = Card(Hardware.from_name("A100"))
     with card.stage():
         step = program(...)                 # makes its tensors, returns what is repeated
         card.peak_of(step)                  # max_memory_allocated() of the last of some repetitions
@@ -18,28 +18,22 @@ from typing import Any
 
 import torch
 
+from memscale import Hardware
 from memscale._decide.allocator import SMALL_BYTES, CachingAllocator
 from memscale._decide.allocator.blocks import Block
-from memscale._planning.allocations import PRODUCTS, WORKSPACE_BYTES, Thread
-from memscale._planning.kernel_temporaries import temporary_bytes
+from memscale._planning.allocations import PRODUCTS, Thread
+from memscale._planning.kernel_temporaries import KernelTemporaries
 from memscale._profile.device_kernels import gpu_kernels
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private
 from memscale._torch.live_bytes import ACCELERATOR_ROUNDING_BYTES
-from memscale._units import MIB, round_up
+from memscale._units import round_up
 
-WIDE_WORKSPACE_BYTES = 32 * MIB
-WIDE_FROM_ARCHITECTURE = 90
 _aten = torch.ops.aten
 SCATTERS = frozenset((_aten.scatter.src, _aten.scatter_add.default, _aten.index_put.default))
 """In backward they go into zeros that were made for them: in place, unless tensors are fake."""
 NUM_REPETITIONS = 4
 """In the first one there are no gradients from before; from the second on all are alike."""
-
-
-def workspace_bytes_of(architecture: int) -> int:
-    """Of cuBLAS, e.g. for 86."""
-    return WIDE_WORKSPACE_BYTES if architecture >= WIDE_FROM_ARCHITECTURE else WORKSPACE_BYTES
 
 
 class _Blocks:
@@ -79,19 +73,20 @@ class Card(SegmentRecorder):
     """Counts what programs would allocate on a card.
 
     Args:
-        architecture: e.g. 80 for an A100.
+        hardware: its kernels split long sums over its processors, and its cuBLAS takes a workspace.
         has_multiplied: what ran in the process before has left cuBLAS's workspaces of both threads.
         adds_in_place: autograd adds gradients that meet into the first of them where nobody else holds it. On fake
             tensors it never does. An addition inside a node's own backward looks the same from here, so this is for
             programs without one.
     """
 
-    def __init__(self, architecture: int, *, has_multiplied: bool = False, adds_in_place: bool = False) -> None:
+    def __init__(self, hardware: Hardware, *, has_multiplied: bool = False, adds_in_place: bool = False) -> None:
         super().__init__("cpu", ACCELERATOR_ROUNDING_BYTES, counts_fakes=True)
         self.memory = CachingAllocator()
         self.log = self.blocks = _Blocks(self.memory)
         self.adds_in_place = adds_in_place
-        self._workspace_bytes = workspace_bytes_of(architecture)
+        self._workspace_bytes = hardware.workspace_bytes
+        self._kernels = KernelTemporaries(hardware)
         self._threads: set[Thread] = set()
         if has_multiplied:
             self._multiply("forward")
@@ -106,9 +101,9 @@ class Card(SegmentRecorder):
         if is_backward and (func in SCATTERS or (self.adds_in_place and func is _aten.add.Tensor)):
             self._give_up(args[0])
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        blocks = [self.memory.allocate(num_bytes) for num_bytes in temporary_bytes(func, args)]
-        for block in blocks:
-            self.memory.free(block)
+        for sizes in self._kernels.inside(func, args, result, kwargs):
+            for block in [self.memory.allocate(num_bytes) for num_bytes in sizes]:
+                self.memory.free(block)
         return result
 
     def _multiply(self, thread: Thread) -> None:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -32,6 +32,7 @@ from memscale._plan import Plan
 from memscale._planning.job import Job, device_of
 from memscale._planning.replanning import Replanner
 from memscale._planning.saved_plans import device_for, refuse_plan
+from memscale._planning.shapes import Lengths, samples_of
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable
@@ -52,6 +53,8 @@ def wrap(
     sample_input: Any = None,
     async_offload: bool | None = None,
     async_config: AsyncOffloadConfig | None = None,
+    *,
+    lengths: Lengths | None = None,
 ) -> Target:
     """Make a model train in less memory; the training loop stays as it was.
 
@@ -66,10 +69,13 @@ def wrap(
         config: What may be done, and the budget; None: the mode BALANCED.
         sample_input: A training batch: a tensor, a tuple of positional or a dict of keyword inputs. It is read for
             shapes, dtypes and the values of integers, and lets the plan be made now. Without one, inputs are derived
-            from a `transformers` config, or the plan is made at the first training forward.
+            from a `transformers` config, or the plan is made at the first training forward. A list is several batches,
+            from the shortest to the longest that will come: each shape gets its plan now.
         async_offload: Overlap transfers with compute, or not; None: as `MEMSCALE_ASYNC_OFFLOAD` says, else the config,
             which leaves it to the plan unless it is set there.
         async_config: How transfers overlap; None: as the config says.
+        lengths: The lengths of the sequences that will come, or a histogram of them: the sample is planned for in all
+            of these lengths.
 
     Returns:
         The same object. A model's executor is `model._memscale_executor`, and `model._memscale_executor.plan.explain()`
@@ -84,9 +90,11 @@ def wrap(
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
+        if lengths is not None:
+            raise ValueError("lengths= is for a model: a Trainer's batches are planned for as they come")
         return cast(Target, wrap_trainer(target, config, attach_unplanned))
-    inputs = None if sample_input is None else Inputs.from_sample(sample_input)
-    _attach(_model_of(target), config, inputs, None)
+    samples = samples_of(sample_input, lengths, _model_of(target))
+    _attach(_model_of(target), config, samples[0] if samples else None, None, smaller=samples[1:])
     return target
 
 
@@ -376,11 +384,13 @@ def _attach(
     reporter: _StackReport | None = None,
     holds_gradients: bool = False,
     begun: Inputs | None = None,
+    smaller: Sequence[Inputs] = (),
 ) -> Executor:
     """Wrap all or nothing: an error half-way leaves the model as it was.
 
     `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
-    says that the loop adds up gradients over several batches; `begun` are the inputs of a forward that is under way.
+    says that the loop adds up gradients over several batches; `begun` are the inputs of a forward that is under way;
+    `smaller` are other batches that will come.
     """
     _refuse_parked(model)
     _detach_earlier(model)
@@ -400,7 +410,7 @@ def _attach(
         if is_guess:
             inputs = derive_inputs(model)
         if inputs is not None:
-            _plan_now(replanner, model, inputs, is_guess=is_guess)
+            _plan_now(replanner, model, [inputs, *smaller], is_guess=is_guess)
         handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
         if begun is not None:  # PyTorch goes through the hooks that were there when the forward began
@@ -413,11 +423,11 @@ def _attach(
     return executor
 
 
-def _plan_now(replanner: Replanner, model: nn.Module, inputs: Inputs, *, is_guess: bool) -> None:
+def _plan_now(replanner: Replanner, model: nn.Module, samples: Sequence[Inputs], *, is_guess: bool) -> None:
     """Plan before the first forward. Inputs that nobody gave may be too large, and what does not fit the host may fit
     the device that the model moves to: then its first training forward decides."""
     try:
-        replanner.plan(model, inputs, is_guess=is_guess)
+        replanner.plan_shapes(model, samples, is_guess=is_guess)
     except DoesNotFitError as error:
         may_move = replanner.config.device is None and replanner.hardware.device_type == "cpu"
         if not (is_guess and may_move and torch.accelerator.is_available()):

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from memscale._errors import ConfigError
 from memscale._torch import private
+from memscale._torch.device_memory import total_peak_bytes
 from memscale._torch.live_bytes import KINDS, Kind, LiveBytes, parts_of_sparse, rounding_of
 from memscale._torch.optimizer_steps import StepWatcher, parameters_of, watch_steps
 
@@ -48,10 +49,18 @@ class Measurement:
         """The device allocator's own peak of what it has handed out, where the device has one."""
         self.reserved_peak_bytes: int | None = None
         """Its peak of what it holds: a budget in GB bounds this."""
+        self.total_peak_bytes: int | None = None
+        """That, the context and what others hold of the device, as `nvidia-smi` shows it; None on a CPU."""
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{kind} {self.breakdown[kind] / 1e9:.3f}" for kind in KINDS)
-        return f"Measurement({self.device_type}: peak {self.peak_bytes / 1e9:.3f} GB; {kinds})"
+        held = {
+            "allocated": self.allocator_peak_bytes,
+            "reserved": self.reserved_peak_bytes,
+            "total": self.total_peak_bytes,
+        }
+        card = "".join(f", {name} {value / 1e9:.3f}" for name, value in held.items() if value is not None)
+        return f"Measurement({self.device_type}: peak {self.peak_bytes / 1e9:.3f} GB{card}; {kinds})"
 
 
 @contextlib.contextmanager
@@ -95,6 +104,7 @@ def measure(device: str | torch.device | None = None) -> Iterator[Measurement]:
             if on_accelerator:
                 measurement.allocator_peak_bytes = torch.accelerator.max_memory_allocated()
                 measurement.reserved_peak_bytes = torch.accelerator.max_memory_reserved()
+                measurement.total_peak_bytes = total_peak_bytes()
 
 
 def _device_type(device: str | torch.device | None) -> str:

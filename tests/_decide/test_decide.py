@@ -317,7 +317,7 @@ from memscale._profile.inputs import Inputs
 from tests.profiles import hardware_of
 torch.set_num_threads(1)
 with torch.device("meta"):
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(2)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
     inputs = Inputs((torch.zeros(8, 32, 64),))
 config = Config(mode=sys.argv[1], force_optimize=True)
 sys.stdout.write(make_plan(Job(model, config, hardware_of()), inputs).to_json())

@@ -17,7 +17,7 @@ from memscale._decide.eligible import resolve
 from memscale._decide.pareto import describe, pareto_front
 from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileHead, TileMlp
 from memscale._profile import CHECKPOINT, STREAM, Profile, TraceKey
-from memscale.report.pareto_svg import draw
+from memscale.report.charts import front_chart
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
 pytestmark = pytest.mark.unit
@@ -180,18 +180,21 @@ def test_choices_in_words() -> None:
 
 def test_the_drawing_has_every_point_and_the_budget() -> None:
     plan = plan_within(0.7 * BASELINE)
-    svg = draw(plan, plan.front)
-    assert svg.count("<circle") == len(plan.front)
-    assert "this plan: " in svg
-    assert f"budget {plan.budget_bytes / 1e6:.1f} MB" in svg
-    assert draw(plan, plan.front) == svg
+    figure = front_chart(plan)
+    drawn = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    exact = [(point.slowdown, point.peak_bytes) for point in plan.front if point.is_exact]
+    assert drawn["exact"] == exact
+    assert plan.chosen is not None
+    assert drawn["this plan"] == [(plan.chosen.slowdown, plan.chosen.peak_bytes)]
+    assert f"budget {plan.budget_bytes / 1e6:.1f} MB" in [note.text for note in figure.layout.annotations]
+    assert front_chart(plan).to_json() == figure.to_json()
 
 
 def test_a_front_of_one_point_can_be_drawn() -> None:
-    plan = plan_within(2 * BASELINE)
-    svg = draw(plan, (FrontPoint(10, 1.0, "a < b", is_chosen=True),))
-    assert "a &lt; b" in svg
-    assert ", above" in svg
+    point = FrontPoint(10, 1.0, "a < b", is_chosen=True)
+    figure = front_chart(dataclasses.replace(plan_within(2 * BASELINE), front=(point,), predicted_peak_bytes=10))
+    assert "a &lt; b" in figure.data[-1].text[0]
+    assert "budget" not in str(figure.layout.annotations)
 
 
 def test_thinning_keeps_the_chosen_one_and_both_ends() -> None:

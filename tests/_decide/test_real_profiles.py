@@ -35,23 +35,22 @@ MODES = tuple(OptimizationMode)
 
 
 @functools.cache
-def profile_of(name: str) -> Profile:
-    """With all that the modes allow looked into."""
+def profile_of(name: str, mode: OptimizationMode) -> Profile:
+    """With all that the mode allows looked into."""
     entry = case(name)
     planner = Planner(Job(entry.build(), Config(device="cpu"), CARD), Inputs.from_sample(entry.batch(0)))
-    for mode in MODES:
-        planner.look_into_everything(Config(mode=mode))
+    planner.look_into_everything(Config(mode=mode))
     return planner.profile
 
 
 @functools.cache
-def model_of(name: str) -> CostModel:
-    """One for all budgets: what can be chosen is searched once for each mode."""
-    return CostModel(profile_of(name), CARD, overlaps=False)
+def model_of(name: str, mode: OptimizationMode) -> CostModel:
+    """One for all budgets: what can be chosen is searched once."""
+    return CostModel(profile_of(name, mode), CARD, overlaps=False)
 
 
 def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:
-    return decide_on(model_of(name), Config(mode=mode, memory_budget_gb=budget_bytes / 1e9))
+    return decide_on(model_of(name, mode), Config(mode=mode, memory_budget_gb=budget_bytes / 1e9))
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turns(NAMES, MODES))
@@ -97,7 +96,7 @@ class Again(nn.Module):
         return hidden
 
 
-def t5(num_layers: int = 3) -> nn.Module:
+def t5(num_layers: int) -> nn.Module:
     numbers = {"d_kv": 8, "d_ff": 64, "num_heads": 2, "num_layers": num_layers, "max_length": 8}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**SMALL, **numbers))
 
@@ -120,7 +119,7 @@ def albert() -> nn.Module:
 
 
 SHAPES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "t5": (t5, TEXT),
+    "t5": (lambda: t5(2), TEXT),
     "bart": (bart, TEXT),
     "whisper": (whisper, {"input_features": torch.zeros(2, 8, 32), "labels": LABELS}),
     "albert": (albert, {"input_ids": IDS, "labels": IDS}),
@@ -181,10 +180,10 @@ def test_a_deep_encoder_and_decoder_fit_what_they_can() -> None:
     assert planner.plan(choose_strategy(within)).fits
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_fits_as_it_is_is_left_alone_in_every_mode(name: str) -> None:
+@pytest.mark.parametrize(("name", "known"), [("mlp", OptimizationMode.AGGRESSIVE), ("gpt2", OptimizationMode.BALANCED)])
+def test_what_fits_as_it_is_is_left_alone_in_every_mode(name: str, known: OptimizationMode) -> None:
     for mode in MODES:
-        plan = plan_at(name, mode, 10**12)
+        plan = decide_on(model_of(name, known), Config(mode=mode, memory_budget_gb=1000.0))
         assert plan.actions == ()
         assert plan.predicted_slowdown == 1.0
 

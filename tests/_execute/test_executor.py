@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ import memscale
 from memscale import Plan, PlanError
 from memscale._execute.executor import execute, executor_of
 from memscale._execute.settings import ExecutionSettings
-from memscale._plan import Checkpoint
+from memscale._plan import Checkpoint, OffloadOptimizer, StreamParameters
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
 from memscale._profile.inputs import Inputs
@@ -80,7 +82,29 @@ def test_stats_of_a_cpu() -> None:
     assert stats.device_type == "cpu"
     assert stats.peak_bytes is None
     assert stats.reserved_peak_bytes is None
+    assert stats.total_peak_bytes is None
+    assert stats.host_bytes == stats.disk_bytes == 0
     assert stats.num_recomputes == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_stats_and_measurements_have_what_the_card_and_the_host_hold(overlaps: bool, simgpu_device: Any) -> None:
+    model = Mlp().to("simgpu")
+    streamed, state_bytes = model.blocks[0], 2 * sum(p.nbytes for p in model.blocks[1:].parameters())
+    streamed_bytes = sum(p.nbytes for p in streamed.parameters())
+    actions = [StreamParameters("blocks.0"), OffloadOptimizer(1 << 24)]
+    settings = ExecutionSettings(device=torch.device("simgpu"), asynchronous=overlaps)
+    executor = execute(model, plan_of(actions, device_type="simgpu"), settings)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memscale.measure() as measured:
+        square_loss(model(torch.randn(4, 64, device="simgpu"))).backward()
+        optimizer.step()
+    stats = executor.stats()
+    assert measured.total_peak_bytes == stats.total_peak_bytes
+    assert stats.total_peak_bytes >= stats.reserved_peak_bytes >= stats.peak_bytes > 0
+    assert stats.host_bytes >= state_bytes + streamed_bytes
+    assert stats.disk_bytes == 0
+    executor.detach()
 
 
 def test_the_whole_model_may_be_one_checkpoint() -> None:

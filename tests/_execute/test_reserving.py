@@ -13,6 +13,7 @@ from torch import nn
 from memscale import Config, Plan
 from memscale._execute import reserving
 from memscale._execute.executor import execute
+from memscale._hardware.allocator_environment import SMALL_PAGES, may_switch
 from memscale._plan import AllocatorUse, ReleasePoint, TileHead
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
@@ -118,25 +119,25 @@ def test_copies_are_left_in_peace(undo: contextlib.ExitStack) -> None:
 
 def test_settings_are_put_back(undo: contextlib.ExitStack, settings: list[str]) -> None:
     model = small()
-    reserving.attach(AllocatorUse(reserving.SMALL_PAGES), model, undo)
-    assert settings == [reserving.SMALL_PAGES]
+    reserving.attach(AllocatorUse(SMALL_PAGES), model, undo)
+    assert settings == [SMALL_PAGES]
     undo.close()
-    assert settings == [reserving.SMALL_PAGES, "expandable_segments:False,large_segment_size_mb:20"]
+    assert settings == [SMALL_PAGES, "expandable_segments:False,large_segment_size_mb:20"]
 
 
 def test_two_models_share_them(settings: list[str]) -> None:
     models, stacks = [small(), small()], [contextlib.ExitStack(), contextlib.ExitStack()]
     for model, stack in zip(models, stacks, strict=True):
-        reserving.attach(AllocatorUse(reserving.SMALL_PAGES), model, stack)
+        reserving.attach(AllocatorUse(SMALL_PAGES), model, stack)
     stacks[0].close()
-    assert settings == [reserving.SMALL_PAGES]
+    assert settings == [SMALL_PAGES]
     stacks[1].close()
     assert len(settings) == 2
 
 
 def test_they_are_put_back_when_the_model_is_gone(undo: contextlib.ExitStack, settings: list[str]) -> None:
     model = small()
-    reserving.attach(AllocatorUse(reserving.SMALL_PAGES), model, undo)
+    reserving.attach(AllocatorUse(SMALL_PAGES), model, undo)
     del model
     assert len(settings) == 2
     undo.close()
@@ -150,8 +151,8 @@ def test_what_the_user_has_set_stays(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert not reserving.may_switch()
-    reserving.attach(AllocatorUse(reserving.SMALL_PAGES), small(), undo)
+    assert not may_switch()
+    reserving.attach(AllocatorUse(SMALL_PAGES), small(), undo)
     assert not settings
     assert "max_split_size_mb:64" in caplog.text
     undo.close()
@@ -189,9 +190,7 @@ def test_training_is_the_same_and_memory_goes_back(settings: list[str], monkeypa
         empty_cache()
 
     monkeypatch.setattr(torch.accelerator, "empty_cache", counted)
-    plan = dataclasses.replace(
-        planned(model), allocator=AllocatorUse(reserving.SMALL_PAGES, (BEFORE_HEAD, BACKWARD), 10**9)
-    )
+    plan = dataclasses.replace(planned(model), allocator=AllocatorUse(SMALL_PAGES, (BEFORE_HEAD, BACKWARD), 10**9))
     executor = execute(model, plan)
     shown = trained(model, "simgpu")
     assert num_released == 6
@@ -204,8 +203,8 @@ def test_training_is_the_same_and_memory_goes_back(settings: list[str], monkeypa
 def test_a_plan_that_asks_otherwise_is_attached_anew(settings: list[str]) -> None:
     model = small()
     plan = planned(model)
-    executor = execute(model, dataclasses.replace(plan, allocator=AllocatorUse(reserving.SMALL_PAGES)))
-    executor.apply(dataclasses.replace(plan, allocator=AllocatorUse(reserving.SMALL_PAGES, (), 5)))
+    executor = execute(model, dataclasses.replace(plan, allocator=AllocatorUse(SMALL_PAGES)))
+    executor.apply(dataclasses.replace(plan, allocator=AllocatorUse(SMALL_PAGES, (), 5)))
     assert len(settings) == 1, "it asks for the same"
     executor.apply(plan)
     assert len(settings) == 2
@@ -213,7 +212,7 @@ def test_a_plan_that_asks_otherwise_is_attached_anew(settings: list[str]) -> Non
 
 
 def test_it_is_said_and_saved() -> None:
-    use = AllocatorUse(reserving.SMALL_PAGES, (BACKWARD, BEFORE_HEAD), 1_500_000_000)
+    use = AllocatorUse(SMALL_PAGES, (BACKWARD, BEFORE_HEAD), 1_500_000_000)
     plan = dataclasses.replace(
         planned(small()), allocator=use, predicted_allocated_bytes=10**9, predicted_reserved_bytes=10**9
     )

@@ -28,7 +28,6 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
 from tests.conftest import freeze_what_is_left
-from tests.lanes import some
 from tests.models import WIDTH, features, small, square_loss
 
 MIB = 1 << 20
@@ -302,9 +301,10 @@ What is predicted differs by a page of 20 MiB in the last row, and not at all in
 BATCHES = {"bert-base": (16, 128), "gpt2-medium": (4, 512)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some(list(BATCHES), "bert-base"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(BATCHES))
 def test_whole_models(name: str) -> None:
+    """`make test` holds a whole step of GPT-2 against the emulated card in test_cuda_results.py."""
     model = zoo.build(name)
     ids = torch.zeros(BATCHES[name], dtype=torch.long)
     rehearsal = FakeRehearsal(model, Inputs((), {"input_ids": ids, "labels": ids}), "cuda")

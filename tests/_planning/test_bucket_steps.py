@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from memscale import Config, Hardware
+from memscale import AsyncOffloadConfig, Config, Hardware
+from memscale._plan import StreamParameters
 from memscale._planning.allocations import Allocated, AllocationLog, Freed, record_steps, reserved_of
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.technique import PlannedStep
 from tests.models import features, small
 
@@ -51,6 +54,30 @@ def test_what_waits_elsewhere_is_gone_after_a_step(overlaps: bool) -> None:
     log = log_of(model, costs, moves=True)
     assert bytes_after(log, 1) - bytes_after(log, 0) == costs.cost().offloaded_state_bytes
     assert bytes_after(log, 2) == bytes_after(log, 1)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_first_step_makes_the_state(learns: bool) -> None:
+    """Also where the second may differ, and is recorded for itself."""
+    model = small()
+    log = record_steps(FakeRehearsal(model, Inputs((features(0),), {}), "cuda"), model, "adamw", learns=learns)
+    first, second = ({event.serial for event in step if isinstance(event, Allocated)} for step in log.steps)
+    assert bytes_after(log, 0) < bytes_after(log, 1) == bytes_after(log, 2)
+    assert len(second) < len(first)
+    assert learns == first.isdisjoint(second)
+
+
+def test_a_step_inside_of_autocast_is_the_same_each_time() -> None:
+    """Weights that were cast for a forward are let go behind it, as a loop does that leaves autocast for backward."""
+    model = small()
+    rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
+    with torch.autocast("cpu", torch.bfloat16):
+        traces = [rehearsal.run() for _ in range(2)]
+        logs = [record_steps(rehearsal, model, "adamw", num_steps=1) for _ in range(2)]
+        assert torch.is_autocast_enabled("cpu")
+    assert traces[0] == traces[1]
+    assert logs[0].steps == logs[1].steps
+    assert bytes_after(logs[0], 1) == bytes_after(record_steps(rehearsal, model, "adamw", num_steps=1), 1)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -103,3 +130,31 @@ def test_a_step_in_buckets_takes_less_and_keeps_its_state() -> None:
 def test_a_plan_that_leaves_the_optimizer_alone_has_no_rules() -> None:
     costs = costs_of(small(), overlaps=False)
     assert costs.rules(PlannedStep(), window_bytes=64 * MIB) is None
+
+
+@pytest.mark.parametrize(("window_bytes", "still_there"), [(1 << 20, False), (64 * MIB, True)])
+def test_guests_that_exceed_the_window_are_gone_when_their_state_is_laid_out(
+    window_bytes: int, still_there: bool
+) -> None:
+    """The executor waits for what the window cannot hold, and its memory is free for the state."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(2)))
+    config = Config(
+        async_offload=True, async_config=AsyncOffloadConfig(window_bytes=window_bytes), enable_logging=False
+    )
+    planner = Planner(
+        Job(model, config, Hardware.from_name("RTX 3090"), "adamw"),
+        Inputs((torch.empty(8, 1024, device="meta"),), {}),
+    )
+    log = planner.steps((StreamParameters("0"), StreamParameters("1"), StepOnDevice(1 << 24)), config)
+    live = dict[int, Allocated]()
+    for event in log.steps[0]:
+        if isinstance(event, Freed):
+            live.pop(event.serial, None)
+        elif isinstance(event, Allocated) and event.place is not None and event.place.phase == "optimizer":
+            if event.place.operator == "aten.empty.memory_format" and event.num_bytes > MIB:
+                break
+            live[event.serial] = event
+    large = [each for each in live.values() if each.num_bytes == 4 * MIB and each.place is not None]
+    guests = [each for each in large if each.place.operator == "aten.empty_like.default"]  # type: ignore[union-attr]
+    assert bool(guests) == still_there

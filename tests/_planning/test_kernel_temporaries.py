@@ -42,6 +42,9 @@ def test_a_larger_card_divides_the_work_further() -> None:
 def test_along_the_rows_there_is_no_buffer() -> None:
     summed = torch.empty(2048, 768, device="meta")
     assert not list(KernelTemporaries(CARD).inside(SUM, (summed, [1]), summed.sum(1)))
+    square = torch.empty(2048, 2048, device="meta")
+    assert not list(KernelTemporaries(CARD).inside(SUM, (square, [-1], True), square.sum(-1, keepdim=True)))
+    assert list(KernelTemporaries(CARD).inside(SUM, (square, [0]), square.sum(0)))
 
 
 def test_other_operators_are_not_known() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memscale._decide.allocator.settings import AllocatorSettings
-from memscale._execute.reserving import SMALL_PAGES
+from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.allocations import AllocationLog, reserved_of
 from memscale._planning.least_reserved import WORTH, growing, least_reserved

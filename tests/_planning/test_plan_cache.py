@@ -178,6 +178,32 @@ def test_hooks_of_ours_do_not_count() -> None:
     assert key_of(model) == before
 
 
+def test_how_many_hooks_the_process_has_had_does_not_count() -> None:
+    """A model that is planned at its first forward has the hook that plans; hooks are numbered by the process."""
+    first, second = small(), small()
+    first.register_forward_pre_hook(_Ours(), with_kwargs=True)
+    _inputs_seen(first)
+    for _ in range(3):
+        second.register_forward_pre_hook(_inputs, with_kwargs=True).remove()
+    second.register_forward_pre_hook(_Ours(), with_kwargs=True)
+    _inputs_seen(second)
+    assert key_of(first) == key_of(second)
+    other = small()
+    other.register_forward_pre_hook(_inputs)
+    assert key_of(other) != key_of(first), "whether a hook sees keywords counts"
+
+
+def _inputs(module: nn.Module, args: Any, kwargs: Any = None) -> None: ...
+
+
+def _inputs_seen(model: nn.Module) -> None:
+    model.register_forward_pre_hook(_inputs, with_kwargs=True)
+
+
+class _Ours(OwnHook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None: ...
+
+
 def test_circles_end_and_sets_have_no_order() -> None:
     model, other = small(), small()
     model.names, other.names = {"a", "b", "c"}, {"c", "b", "a"}

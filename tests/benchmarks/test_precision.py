@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import defaultdict
@@ -49,8 +50,12 @@ def test_a_distance_above_the_bar_fails(monkeypatch, capsys):
 
 
 def test_bounds_are_shown_beside_what_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(precision, "NUM_BOUNDED_STEPS", 2)
+    monkeypatch.setattr(precision, "NUM_BOUNDED_STEPS", 4)
+    seen: list[tuple[str, str, int]] = []
+    curve = functools.cache(precision._curve)  # the second call sees the curves of the first
+    monkeypatch.setattr(precision, "_curve", lambda *asked: seen.append(asked) or curve(*asked))
     assert precision.main(["--bounds"]) == 0
+    assert sorted(seen) == sorted((name, kind, 4) for name in precision.BOUNDED for kind in precision.PRECISIONS)
     assert "0.20%" in capsys.readouterr().out
     monkeypatch.setitem(precision.MEAN_BOUND, "float16", 0.0)
     assert precision.main(["--bounds"]) == 1

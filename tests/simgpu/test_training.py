@@ -33,6 +33,7 @@ from tests.lanes import in_turns
 A = torch.accelerator
 STEPS = 3
 MODES = ("plain", "checkpoint", "save_on_cpu")
+SUMMED_IN_TWO_ORDERS = ("albert", "t5")
 
 
 @pytest.fixture(autouse=True)
@@ -224,9 +225,12 @@ def train(make, device, mode="plain", dtype=None, optimizer=torch.optim.AdamW, s
 @pytest.mark.parametrize(("name", "mode"), in_turns(list(MODELS), MODES, whole=["gpt2"]))
 def test_losses_are_the_cpus(name, mode):
     # In the same mode: recomputing a layer that is used several times (ALBERT, T5's bias) sums gradients in another
-    # order, on the CPU as well.
+    # order, on the CPU as well. Which of the two orders a device's thread meets differs, and may show in a last bit.
     expected = train(MODELS[name], "cpu", mode)
-    assert train(MODELS[name], "simgpu", mode) == expected
+    orders = (
+        [expected, train(MODELS[name], "cpu")] if name in SUMMED_IN_TWO_ORDERS and mode == "checkpoint" else [expected]
+    )
+    assert train(MODELS[name], "simgpu", mode) in orders
     assert len(set(expected)) == STEPS  # it really trains
 
 

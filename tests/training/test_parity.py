@@ -52,7 +52,7 @@ def test_every_block_checkpointed(entry: Case, plain_runs: dict[Any, Record]) ->
     assert recomputes(executor) > 0
 
 
-@by_name
+@pytest.mark.parametrize("entry", some(SUITE, *(each.name for each in SUITE[::2])))
 def test_every_second_block_checkpointed(entry: Case, plain_runs: dict[Any, Record]) -> None:
     _, executor = assert_same_training(entry, lambda model: checkpoint_all(model, every=2), plain_runs)
     assert recomputes(executor) > 0

@@ -246,7 +246,6 @@ def _train(row: Row, model: Any, inputs: Any, optimizer: Any) -> None:
         with _autocast(row):
             loss = model(**inputs).loss
         scaler.scale(loss).backward()
-        del loss
         scaler.step(optimizer)
         scaler.update()
 

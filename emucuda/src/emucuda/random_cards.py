@@ -7,7 +7,7 @@
 A case is a card with less memory than its model would like, of which others hold a part; a model, an optimizer, a
 training loop; a mode of memscale's, transfers that overlap or do not, and perhaps a budget. It is wrapped and trained
 for some steps. It passes if `wrap` (or the first step) says `DoesNotFitError`, or if the steps run. It fails if they
-run out of memory, or with any other exception.
+run out of memory, if they take longer than `--seconds`, or with any other exception.
 
 The draw goes by sizes alone and never asks memscale what a model needs, so that a seed means the same cases whatever
 memscale predicts. Every case is a fork of one process in which the libraries are loaded and CUDA is not yet: cases
@@ -21,8 +21,11 @@ import dataclasses
 import json
 import os
 import random
+import select
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,6 +34,7 @@ MIB = 1 << 20
 CONTEXT_BYTES = 256 * MIB
 _MARK = "emucuda.random_cards: "
 _NUM_STEPS = 4
+MAX_SECONDS = 900.0
 
 FAMILIES = ("gpt2", "bert", "llama", "qwen2", "vit", "resnet", "lora", "mlp", "encoder")
 MODES = ("conservative", "balanced", "aggressive")
@@ -222,7 +226,6 @@ def _train(case: Case, model: Any, batch: Any, optimizer: Any) -> None:
             with torch.autocast("cuda", torch.float16, enabled=uses_scaler):
                 loss = _loss(model, batch)
             scaler.scale(loss).backward()
-            del loss
         if case.loop == "clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
@@ -294,10 +297,11 @@ def _figures(model: Any) -> dict[str, Any]:
     }
 
 
-def _forked(case: Case) -> dict[str, Any]:
+def _forked(case: Case, max_seconds: float) -> dict[str, Any]:
     """The outcome, from a process that has the case's card."""
     from emucuda import Settings
 
+    start = time.monotonic()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -312,16 +316,20 @@ def _forked(case: Case) -> dict[str, Any]:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
+        has_ended = bool(select.select([pipe], [], [], max_seconds)[0])
+        if not has_ended:
+            os.kill(child, signal.SIGKILL)
         text = pipe.read()
     _, status = os.waitpid(child, 0)
-    if not text:
-        return {"outcome": "error", "says": f"The process ended with status {status} and said nothing."}
-    found = json.loads(text)
-    assert isinstance(found, dict)
-    return found
+    found: dict[str, Any] = {"outcome": "error", "says": f"The process ended with status {status} and said nothing."}
+    if not has_ended:
+        found = {"outcome": "took too long", "says": f"It had not ended after {max_seconds:.0f} s."}
+    elif text:
+        found = json.loads(text)
+    return found | {"seconds": time.monotonic() - start}
 
 
-def _child() -> None:
+def _child(max_seconds: float) -> None:
     """Cases come on stdin, one a line; outcomes go to stdout. What is loaded here no fork loads again; but PEFT asks
     for cards when it is loaded, after which no fork may have one."""
     import importlib
@@ -336,14 +344,14 @@ def _child() -> None:
     for module in ("bert", "gpt2", "llama", "qwen2", "resnet", "vit"):
         importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     for line in sys.stdin:
-        found = _forked(Case(**json.loads(line)))
+        found = _forked(Case(**json.loads(line)), max_seconds)
         print(_MARK + json.dumps(found), flush=True)
 
 
 # ---- many cases
 
 
-def outcomes(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+def outcomes(cases: Sequence[Case], max_seconds: float = MAX_SECONDS) -> Iterator[dict[str, Any]]:
     """Of each case, as it ends."""
     from emucuda import Settings, environment
     from emucuda._launch import command
@@ -352,7 +360,7 @@ def outcomes(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     # Kernels that do nothing would be measured as those of an impossibly fast card: plan by the data sheet instead.
     env = environment(settings, os.environ | {"MEMSCALE_MEASURE": "0"})
     text = "".join(json.dumps(dataclasses.asdict(case)) + "\n" for case in cases)
-    arguments = command(["-m", "emucuda.random_cards", "--child"])
+    arguments = command(["-m", "emucuda.random_cards", "--child", str(max_seconds)])
     with subprocess.Popen(arguments, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -375,20 +383,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
     parser.add_argument("--only", type=int, nargs="+", help="cases of these numbers")
+    parser.add_argument("--seconds", type=float, default=MAX_SECONDS, help="how long a case may take")
     parser.add_argument("--case", type=json.loads, help="the case that is written here, as JSON")
     options = parser.parse_args(arguments)
     numbers = options.only or range(options.first, options.first + options.cases)
     cases = {number: drawn(options.seed, number) for number in numbers}
     if options.case is not None:
         cases = {0: Case(**options.case)}
-    return _report(cases)
+    return _report(cases, options.seconds)
 
 
-def _report(cases: dict[int, Case]) -> int:
+def _report(cases: dict[int, Case], max_seconds: float) -> int:
     """One line a case; 1 if one fails."""
     counts: dict[str, int] = {}
     off: dict[str, list[float]] = {"allocated": [], "reserved": []}
-    for (number, case), found in zip(cases.items(), outcomes(list(cases.values())), strict=True):
+    for (number, case), found in zip(cases.items(), outcomes(list(cases.values()), max_seconds), strict=True):
         counts[found["outcome"]] = counts.get(found["outcome"], 0) + 1
         print(_line(number, case, found), flush=True)
         for kind, values in off.items():
@@ -410,7 +419,8 @@ def _line(number: int, case: Case, found: dict[str, Any]) -> str:
         f"{case.family} {case.width}x{case.layers} {case.batch}x{case.length} {case.dtype} {case.optimizer} {case.loop}"
     )
     how = f"{case.mode} {'async' if case.overlaps else 'sync'}"
-    text = f"{number:4} {found['outcome']:13} {free_bytes / MIB:6.0f} MiB free  {what}, {how}"
+    start = f"{number:4} {found['outcome']:13} {found['seconds']:4.0f} s  {free_bytes / MIB:6.0f} MiB free"
+    text = f"{start}  {what}, {how}"
     if not found.get("predicted_reserved_bytes"):
         return text
     shares = (found[f"predicted_{kind}_bytes"] / found[f"{kind}_bytes"] - 1 for kind in ("allocated", "reserved"))
@@ -419,6 +429,6 @@ def _line(number: int, case: Case, found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        _child()
+        _child(float(sys.argv[2]))
     else:
         sys.exit(main())

@@ -9,7 +9,7 @@ from typing import Any
 
 from memscale._config import Config
 from memscale._decide.bound import least_ms
-from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
+from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.pareto import slowdown
@@ -136,6 +136,10 @@ class Chosen:
     def streamed_bytes(self) -> int:
         """Trainable bytes of blocks that are streamed."""
         return sum(self.model.blocks[fqn].trainable_bytes for fqn, how in self.choice.blocks if how.streams)
+
+    def run_with(self, **options: Any) -> RunOptions:
+        """The run options that were chosen, but for these."""
+        return dataclasses.replace(self.choice.run, **options)
 
     @property
     def steps_on_host_allowed(self) -> bool:

@@ -22,6 +22,7 @@ from memscale._execute.offloading import Offloading, without_reasons
 from memscale._execute.settings import ExecutionSettings, is_fake
 from memscale._plan import Action, AllocatorUse, LayerAction, Plan
 from memscale._progress import stage
+from memscale._torch.device_memory import total_peak_bytes
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
 from memscale.techniques import TECHNIQUES, technique_of
 from memscale.techniques.offload.parameters import state_placement
@@ -43,6 +44,13 @@ class Stats:
     """The device allocator's peak; None on a CPU, which keeps no such counter: use `memscale.measure()`."""
     reserved_peak_bytes: int | None
     """The allocator's peak of what it holds, which a budget bounds; None on a CPU."""
+    total_peak_bytes: int | None
+    """That, the context and what others hold of the device; None on a CPU."""
+    host_bytes: int
+    """The most host memory that offloading took for what waits there, as the allocator of pinned memory takes it. State
+    that an optimizer keeps by itself beside parameters that it steps on the host is not in it."""
+    disk_bytes: int
+    """The most that its file on disk held."""
     num_recomputes: int
     """Blocks recomputed in backward."""
     recompute_s: float = 0.0
@@ -268,6 +276,9 @@ class Executor:
             device_type=device_type,
             peak_bytes=torch.accelerator.max_memory_allocated() if on_device else None,
             reserved_peak_bytes=torch.accelerator.max_memory_reserved() if on_device else None,
+            total_peak_bytes=total_peak_bytes() if on_device else None,
+            host_bytes=self._offloading.taken_bytes(in_memory=True),
+            disk_bytes=self._offloading.taken_bytes(in_memory=False),
             num_recomputes=sum(forward.num_recomputes for forward in self._recomputed),
             recompute_s=sum(forward.recompute_s for forward in self._recomputed),
             transfers={name: user.stats for name, user in self._offloading.users.items()},

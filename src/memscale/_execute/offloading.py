@@ -206,6 +206,19 @@ class Offloading:
             offload_dir=self.settings.offload_dir,
         )
 
+    def taken_bytes(self, *, in_memory: bool) -> int:
+        """The most that was taken of host memory, or of the disk, for what waits there.
+
+        With overlap streamed parameters are in the store, too; else they are ordinary host tensors.
+        """
+        users = [user for user in self.users.values() if getattr(user, "transfers", None) is not None]
+        leaves = {id(leaf): leaf for user in users for leaf in user.transfers.store.leaves()}
+        taken: int = sum(each.counters.peak_allocated_bytes for each in leaves.values() if each.in_memory == in_memory)
+        streamer = self.users.get("streaming")
+        if in_memory and streamer is not None and streamer.homes.store is None:
+            taken += sum(parameter.nbytes for parameter in streamer.parameters())
+        return taken
+
     def traffic(self) -> tuple[int, int, int, int]:
         """Transfers to the next tier so far and their bytes; those back, and theirs. Without the optimizer's."""
         stats = [self.users[name].stats.transfers for name in ("streaming", "activations") if name in self.users]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -25,33 +24,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from memscale._hardware.allocator_environment import SMALL_PAGES, may_switch, own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, undo_with
 
 logger = logging.getLogger("memscale")
 
-SMALL_PAGES = "expandable_segments:True,large_segment_size_mb:12"
-"""What is asked for: segments that grow in pages of 12 MiB, the smallest even number that PyTorch takes. The smaller
-they are, the fewer are held by the little that lives on in them."""
 _AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
-"""PyTorch's defaults of the same."""
+"""PyTorch's defaults of what `SMALL_PAGES` sets."""
 
 Reach = Callable[[ReleasePoint], None]
 """Told that a step has come to a moment."""
 
 _lock = threading.Lock()
 _num_users = 0
-
-
-def own_settings() -> str:
-    """What the user has set for PyTorch's allocator by the environment; "" for nothing."""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-
-
-def may_switch() -> bool:
-    """Whether segments could grow page by page here, and the user has said nothing about the allocator."""
-    return sys.platform == "linux" and not own_settings()
 
 
 def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack) -> None:

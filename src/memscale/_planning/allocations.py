@@ -31,14 +31,15 @@ from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._errors import ConfigError
-from memscale._execute.reserving import own_settings, watch
+from memscale._execute.reserving import watch
 from memscale._hardware import Hardware
+from memscale._hardware.allocator_environment import own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
 from memscale._profile.device_kernels import OPENED
 from memscale._profile.optimizer_twin import optimizer_over
-from memscale._profile.rehearsal import Attach, FakeRehearsal, loss_of
+from memscale._profile.rehearsal import Attach, FakeRehearsal, left_autocast, loss_of
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private
 from memscale._torch.live_bytes import Kind
@@ -226,15 +227,13 @@ class EventRecorder(SegmentRecorder):
         self.is_optimizing = False
         self._has_card_kernels = rehearsal.target_type == CARD_TYPE
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._has_card_kernels and func in OPENED:
             with self:
-                return OPENED[func](*args, **(kwargs or {}))
+                return OPENED[func](*args, **kwargs)
         self._is_dropout = func is _aten.native_dropout.default
         self.events.place = self._place_of(func)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().run(func, args, kwargs)
         if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
             self._see_sum(result, args)
         if func in PRODUCTS:
@@ -309,10 +308,10 @@ def record_steps(
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules)
-        parts = [_record_parts(rehearsal, recorder, stepping, num_steps - learns)]
-        if learns:
-            parts.insert(0, _record_parts(rehearsal, recorder, stepping, 1))
-        log.steps = [step for part in parts for step in part]
+        recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
+        for num_stepped in (1, num_steps - 1) if learns else (num_steps,):
+            recorded += _record_parts(rehearsal, recorder, stepping, num_stepped)
+        log.steps = recorded
     return log
 
 
@@ -354,15 +353,16 @@ def _record_parts(
         loss = loss_of(rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs))
         recorder.move_to("backward", "", -1)
         recorder.thread = "backward"
-        loss.backward()
-        recorder.thread = "forward"
-        stepped = []
-        for _ in range(num_steps):
-            stepped.append(log.begin_step())
-            if optimizer is not None:
-                recorder.is_optimizing = True
-                optimizer.step()
-                recorder.is_optimizing = False
+        with left_autocast(rehearsal.device_type):
+            loss.backward()
+            recorder.thread = "forward"
+            stepped = []
+            for _ in range(num_steps):
+                stepped.append(log.begin_step())
+                if optimizer is not None:
+                    recorder.is_optimizing = True
+                    optimizer.step()
+                    recorder.is_optimizing = False
     ended = log.begin_step()
     del loss
     for parameter in rehearsal.model.parameters():

@@ -184,13 +184,14 @@ class _Bucket:
             parameter.grad = gradient
 
     def see_off(self) -> None:
-        """Guests leave; their gradients do not go with them."""
+        """Guests leave, beside what follows as far as the window goes; their gradients do not go with them."""
         if self._has_guests:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = None
             self._gradients = []
-            if not self._rules.stepping.prefetches:
-                self._weights = []
+            window_bytes = self._rules.window_bytes if self._rules.stepping.prefetches else 0
+            while sum(weight.nbytes for weight in self._weights) > window_bytes:
+                del self._weights[0]
 
     def bring(self) -> None:
         self.start()

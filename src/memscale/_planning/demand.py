@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -45,6 +46,11 @@ class Demand:
         return all(_spans(mine, theirs) for mine, theirs in zip(self.inputs, other.inputs, strict=True)) and all(
             name in theirs and _is_within(theirs[name], mine) for name, mine in self.reaches
         )
+
+    @property
+    def num_elements(self) -> int:
+        """Of all tensors of the batch."""
+        return sum(math.prod(spec.shape) for spec in self.inputs)
 
     def without_values(self) -> Demand:
         """The same shapes, whatever the values are."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from memscale import _json
 from memscale._config import Config, OptimizationMode
-from memscale._decide.budget import budget_bytes
+from memscale._decide.budget import budget_bytes, full_budget
 from memscale._decide.choice import Choice
 from memscale._decide.policy import choose_strategy
 from memscale._errors import MemScaleError
@@ -35,8 +35,12 @@ class ModeEstimate:
     of_bound: float | None
     """The predicted time, as a multiple of the least that any exact plan could take at this budget; None where nothing
     is done, or something that is not exact."""
+    host_bytes: int
+    """What waits in host memory, which is filled before the disk."""
+    disk_bytes: int
+    """What waits on disk."""
     plan: Plan
-    """With all of its numbers: allocated, reserved, total, and what waits on the host or on disk."""
+    """With all of its numbers, the allocated, reserved and total bytes among them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +65,10 @@ class Estimate:
     inputs: tuple[str, ...]
     baseline_reserved_bytes: int | None = None
     """What PyTorch's allocator reserves for the plain step; None where none does, as on a CPU."""
+    baseline_allocated_bytes: int | None = None
+    """What it hands out."""
+    baseline_total_bytes: int | None = None
+    """What it reserves, the context and what others hold."""
     advice: str = ""
     """When no mode fits: a batch or a sequence length that the last of them was found to fit, if any was."""
 
@@ -128,13 +136,25 @@ def _estimate_of(planner: Planner, config: Config) -> Estimate:
         optimizer_name=profile.optimizer.name,
         inputs=by_mode[widest].plan.inputs,
         baseline_reserved_bytes=None if held is None else held.reserved_bytes,
+        baseline_allocated_bytes=None if held is None else held.allocated_bytes,
+        baseline_total_bytes=None if held is None else held.total_bytes,
         advice="" if advice is None else advice.remedy,
     )
 
 
 def _estimate_mode(planner: Planner, config: Config) -> ModeEstimate:
     plan = planner.plan(choose_strategy(config))
-    return ModeEstimate(plan.predicted_peak_bytes, plan.predicted_slowdown, plan.fits, plan.of_bound, plan)
+    waiting_bytes = plan.host_bytes + plan.movable_bytes
+    on_host_bytes = min(waiting_bytes, max(plan.host_bytes, full_budget(planner.hardware, config).host_bytes))
+    return ModeEstimate(
+        plan.predicted_peak_bytes,
+        plan.predicted_slowdown,
+        plan.fits,
+        plan.of_bound,
+        on_host_bytes,
+        waiting_bytes - on_host_bytes,
+        plan,
+    )
 
 
 def _check_arguments(model: object, optimizer: object, config: object, hardware: object) -> None:

@@ -224,7 +224,7 @@ class _Description:
         for name, value in sorted(vars(module).items()):
             if name not in OWN_ATTRIBUTES or name == "forward":
                 self._write(name)
-                self._add(_without_ours(value) if name.endswith("_hooks") and isinstance(value, Mapping) else value)
+                self._add(_of_hooks(module, name, value) if "_hooks" in name and isinstance(value, Mapping) else value)
 
     def _add_function(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -233,9 +233,13 @@ class _Description:
         self.add(function.__defaults__, function.__kwdefaults__, *cells)
 
 
-def _without_ours(hooks: Mapping[int, Any]) -> list[Any]:
-    """In their order; the keys are numbers that count all hooks of the process."""
-    return [hook for hook in hooks.values() if not isinstance(hook, OwnHook)]
+def _of_hooks(module: nn.Module, name: str, table: Mapping[int, Any]) -> list[Any]:
+    """Hooks that are not ours, or what a table such as `_forward_pre_hooks_with_kwargs` says of each, in their order.
+
+    The keys are left out: they are numbers that count all hooks that the process has ever had.
+    """
+    hooks = vars(module).get(name[: name.index("_hooks") + len("_hooks")], table)
+    return [table.get(number) for number, hook in hooks.items() if not isinstance(hook, OwnHook)]
 
 
 def _attributes_of(value: Any) -> Iterator[Any]:

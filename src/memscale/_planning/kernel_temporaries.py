@@ -144,19 +144,19 @@ class KernelTemporaries:
         if not self._has_card:
             return
         is_split = func in _SUMS and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor)
-        if is_split and (sizes := self._of_split_sum(args[0], result)):
+        if is_split and (sizes := self._of_split_sum(args[0], result, args[1] if len(args) > 1 else None)):
             yield sizes
         is_convolution = func in (_aten.convolution.default, _aten.convolution_backward.default)
         if is_convolution and (sizes := _of_convolution(args, result)):
             yield sizes
 
-    def _of_split_sum(self, summed: torch.Tensor, result: torch.Tensor) -> tuple[int, ...]:
+    def _of_split_sum(self, summed: torch.Tensor, result: torch.Tensor, dims: Any) -> tuple[int, ...]:
         """The buffers of a sum over the rows of a matrix, which are far apart, or over everything."""
         num_outputs, num_inputs = result.numel(), summed.numel()
         if not num_outputs or num_inputs // num_outputs < 2 or not summed.is_contiguous():
             return ()
         is_over_all = num_outputs == 1
-        if not is_over_all and not _keeps_last(summed, result):
+        if not is_over_all and not _keeps_last(summed, result, dims):
             return ()  # along the rows: one block of threads a row
         return self._staging(num_outputs, num_inputs // num_outputs, summed.dtype.itemsize, is_over_all)
 
@@ -212,9 +212,10 @@ def threads_of(architecture: str) -> int:
     return {"sm_75": 1024, "sm_70": 2048, "sm_80": 2048, "sm_90": 2048, "sm_100": 2048}.get(architecture, 1536)
 
 
-def _keeps_last(summed: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether the last dimension is kept and all before it are summed."""
-    return summed.dim() > 1 and result.numel() == summed.shape[-1]
+def _keeps_last(summed: torch.Tensor, result: torch.Tensor, dims: Any) -> bool:
+    """Whether the last dimension is kept and all before it are summed; a square's rows are as many as its columns."""
+    is_last_summed = any(dim % summed.dim() == summed.dim() - 1 for dim in dims or ())
+    return summed.dim() > 1 and result.numel() == summed.shape[-1] and not is_last_summed
 
 
 def _output_vector(num_outputs: int) -> int:

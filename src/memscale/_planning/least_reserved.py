@@ -11,7 +11,7 @@ their pages come in the first steps and stay.
 from __future__ import annotations
 
 from memscale._decide.allocator.settings import AllocatorSettings
-from memscale._execute.reserving import SMALL_PAGES
+from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.allocations import AllocationLog, Reached, Reserved, reserved_of
 

@@ -23,6 +23,7 @@ from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
 from memscale._profile import GuestCost, OptimizerCost
 from memscale._profile.optimizer_twin import Prepare, guest_cost, optimizer_cost, optimizer_over
+from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
 from memscale.techniques.offload.optimizer.buckets import (
     SMALL_BYTES,
@@ -103,7 +104,8 @@ class OptimizerCosts:
         eight_bit = eight_bit and (self._can_pack or self._replacement is not None)
         key = (eight_bit, without, guests)
         if key not in self._found:
-            self._found[key] = self._find(eight_bit, without, guests=guests)
+            with stage("costing the optimizer's step"):
+                self._found[key] = self._find(eight_bit, without, guests=guests)
         return self._found[key]
 
     def guests(self, streamed: frozenset[int]) -> GuestCost | None:

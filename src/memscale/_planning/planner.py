@@ -32,8 +32,9 @@ from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, travels
 from memscale._errors import quoted
 from memscale._execute.executor import Executor
-from memscale._execute.reserving import may_switch, points_of
+from memscale._execute.reserving import points_of
 from memscale._execute.settings import ExecutionSettings
+from memscale._hardware.allocator_environment import may_switch
 from memscale._plan import (
     Action,
     FrontPoint,
@@ -55,6 +56,7 @@ from memscale._profile.layers import compiled_parts
 from memscale._profile.profiler import profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach
 from memscale._profile.shallow import ShallowRehearsal, rehearse_short
+from memscale._progress import stage
 from memscale._torch import private
 from memscale._units import MIB, round_up, show_bytes
 from memscale.report.explain import words_of_actions
@@ -145,15 +147,16 @@ class Planner:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
         taught = _Taught(self.first_reserve(strategy.config))
         for attempt in range(_MAX_REHEARSALS + 1):
-            decided = decide_on(
-                self.cost_model(),
-                strategy.config,
-                strategy.source,
-                margin_bytes=taught.margin_bytes,
-                margins=taught.margins,
-                reserve_bytes=taught.reserve_bytes,
-                rehearsed=taught.needed(),
-            )
+            with stage("deciding what is done to which block"):
+                decided = decide_on(
+                    self.cost_model(),
+                    strategy.config,
+                    strategy.source,
+                    margin_bytes=taught.margin_bytes,
+                    margins=taught.margins,
+                    reserve_bytes=taught.reserve_bytes,
+                    rehearsed=taught.needed(),
+                )
             choice = choice_of(decided.actions, self.profile)
             is_known = choice in taught.plans
             plan = taught.plans[choice] if is_known else self.confirm(decided, strategy.config)
@@ -234,24 +237,27 @@ class Planner:
 
     def _find_leaner(self, log: AllocationLog, held: Held, *, releases: bool) -> Held:
         workspace_bytes = self.hardware.workspace_bytes
-        if releases:
-            use, found = least_reserved(
-                log, self.allocator, may_switch=self._may_switch, workspace_bytes=workspace_bytes
-            )
-        else:
-            use, found = growing(log, self.allocator, workspace_bytes=workspace_bytes)
+        with stage("playing the caching allocator, with what a plan may ask of it"):
+            if releases:
+                use, found = least_reserved(
+                    log, self.allocator, may_switch=self._may_switch, workspace_bytes=workspace_bytes
+                )
+            else:
+                use, found = growing(log, self.allocator, workspace_bytes=workspace_bytes)
         use = dataclasses.replace(use, otherwise_reserved_bytes=held.reserved_bytes)
         reserved_bytes = round_up(int(found.reserved_peak_bytes * (1 + _MARGIN)), MIB)
         return Held.on(self.hardware, found.allocated_peak_bytes, reserved_bytes, use)
 
     def _record_held(self, key: Hashable, actions: tuple[Action, ...], config: Config) -> Held | None:
         try:
-            log = self.steps(actions, config)
+            with stage(f"recording what is allocated in steps with {words_of_actions(actions)}"):
+                log = self.steps(actions, config)
         except Exception as error:  # a third party's optimizer on fake tensors, or one of bitsandbytes
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             return None
         self._last_log = key, log
-        found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
+        with stage("playing the caching allocator"):
+            found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
         return Held.on(self.hardware, found.allocated_peak_bytes, found.reserved_peak_bytes)
 
     def steps(self, actions: tuple[Action, ...], config: Config, *, names_modules: bool = False) -> AllocationLog:
@@ -290,8 +296,9 @@ class Planner:
         key, known = self._key(actions), self.stage.rehearsed
         if key not in known:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
-            trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
-            known[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+            with stage(f"rehearsing steps with {words_of_actions(actions)}"):
+                trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
+                known[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
         return known[key]
 
     def _key(self, actions: tuple[Action, ...]) -> Hashable:

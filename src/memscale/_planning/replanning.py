@@ -8,10 +8,11 @@ changed nothing, the plan for the largest step seen stays.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from memscale._planning.demand import Demand, read_demand
 from memscale._planning.job import Job, device_of
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.planner import Planner
+from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
 from memscale._planning.step_watch import Excess, StepWatch
 from memscale._planning.uncalled import UncalledWatch
 from memscale._profile import Profile, StepTrace
@@ -52,6 +55,10 @@ _MAX_LOOKS = 32
 """The most batches that are rehearsed because of their values."""
 _MAX_IDLE_LOOKS = 4
 """After so many, values are taken not to matter if each of these steps went the same way."""
+_WORTH_LOOSENING = 1.05
+"""A plan that is predicted to take less, as a multiple of the plain step's time, is left as it is."""
+_TIMES_SEEN = 2
+"""Shapes that are smaller than what was planned for get a plan of their own when they come so often."""
 _MAX_EXCEEDED = 2
 """How often steps are observed anew because one exceeded the budget."""
 
@@ -88,6 +95,8 @@ class Replanner(OwnHook):
         self._num_looks = self._num_other_steps = 0
         """Batches that were rehearsed because of their values, and those of them that were other steps."""
         self._watch = StepWatch(executor.model)
+        self._num_seen: collections.Counter[Any] = collections.Counter()
+        """How often batches of each bucket came that have no plan of their own. See NOTE [plans by shape]."""
         self._num_exceeded = 0
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
@@ -131,13 +140,82 @@ class Replanner(OwnHook):
             if self._known:
                 logger.info("this step may need more memory than any that was planned for: planning again")
             self.plan(model, inputs, inside=True)
-        elif known.plan is not self.executor.plan:
+            return
+        known = self._loosened(model, inputs, known)
+        if known.plan is not self.executor.plan:
             self._put_in_force(known.plan, inputs)
         elif self._is_tight and _held_bytes(model):
             self._plan_for_held(model, inputs)
 
     def _find(self, demand: Demand) -> _Known | None:
-        return next((known for known in self._known if known.demand.covers(demand)), None)
+        """Of the plans that hold, the one for the least batch: it does the least."""
+        holding = (known for known in self._known if known.demand.covers(demand))
+        return min(holding, key=lambda known: known.demand.num_elements, default=None)
+
+    # ---- plans by shape
+
+    def plan_shapes(self, model: nn.Module, samples: Sequence[Inputs], *, is_guess: bool = False) -> None:
+        """Plan before the first step for all of these batches, of which the largest comes first."""
+        try:
+            self.plan(model, samples[0], is_guess=is_guess)
+        except DoesNotFitError as error:
+            if len(samples) == 1:
+                raise
+            found = largest_that_fits(samples, lambda sample: self._fits(model, sample))
+            fitting = "none fits" if found is None else f"the largest that fits is {shape_text(found)}"
+            raise DoesNotFitError(f"With {shape_text(samples[0])}: {error} Of the batches given, {fitting}.") from error
+        if self._observed is not None:
+            return  # what fake tensors cannot show is seen as the batches come
+        for sample in samples[1:]:
+            known = self._find(read_demand(model, sample, self._device(model), self._deciding))
+            if known is None:
+                self.plan(model, sample)
+            else:
+                self._loosened(model, sample, known, times_seen=1)
+
+    def _fits(self, model: nn.Module, sample: Inputs) -> bool:
+        try:
+            self._rehearsed_plan(model, sample, lambda profile: None)
+        except DoesNotFitError:
+            return False
+        return True
+
+    def _loosened(self, model: nn.Module, inputs: Inputs, known: _Known, *, times_seen: int = _TIMES_SEEN) -> _Known:
+        """What holds for this batch and slows it less, if its shape has come before and is well below `known`."""
+        plan = known.plan
+        is_settled = plan.rehearsed and not plan.provisional and plan.allocator is None
+        if not is_settled or plan.predicted_slowdown < _WORTH_LOOSENING or self._deciding or self.holds_gradients:
+            return known
+        largest = bucket_below(inputs, known.demand)
+        if largest is None:
+            return known
+        self._num_seen[largest.specs()] += 1
+        if self._num_seen[largest.specs()] != times_seen:
+            return known
+        return self._loosened_plan(model, largest, plan) or known
+
+    def _loosened_plan(self, model: nn.Module, largest: Inputs, plan: Plan) -> _Known | None:
+        self._is_planning = True
+        try:
+            with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__} for a shape"):
+                planner = Planner(self._job(model), largest)
+                looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
+        except StaticProfileError as error:  # a size that the model does not take, though smaller ones do
+            logger.debug("no plan for this shape: %s", error)
+            return None
+        finally:
+            self._is_planning = False
+        if looser is None:
+            return None
+        new = _Known(read_demand(model, largest, self._device(model), self._deciding), looser, planner.profile.plain)
+        self._remember(new)
+        logger.info(
+            "batches up to %s get a plan of their own, with %d of the %d actions of the plan for larger ones",
+            shape_text(largest),
+            len(looser.actions),
+            len(plan.actions),
+        )
+        return new
 
     def _plan_for_held(self, model: nn.Module, inputs: Inputs) -> None:
         """The loop adds up gradients over several batches, or keeps them during forward: the plan is to count them."""
@@ -320,7 +398,15 @@ class Replanner(OwnHook):
         self._is_tight = not self.holds_gradients and plan.predicted_peak_bytes + gradient_bytes > plan.budget_bytes
 
     def _remember(self, new: _Known) -> None:
-        others = [known for known in self._known if not new.demand.covers(known.demand)]
+        """Plans for smaller batches stay if they do less. See NOTE [plans by shape]."""
+
+        def stays(known: _Known) -> bool:
+            is_smaller = known.demand.num_elements < new.demand.num_elements
+            return not new.demand.covers(known.demand) or (is_smaller and does_less(known.plan, new.plan))
+
+        others = [known for known in self._known if stays(known)]
+        if len(others) < len(self._known):
+            self._num_seen.clear()  # what was found out about smaller shapes was about another placement
         self._known = [*others, new][-_MAX_KNOWN:]
 
     def _announce(self, plan: Plan) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from memscale._torch import fake_repeats, private
 from memscale._torch.live_bytes import LiveBytes
@@ -60,8 +60,8 @@ class Work:
         facts = _facts_of(func)
         if facts.is_free:
             return
-        given = _tensors((args, kwargs))
-        made = [tensor for tensor in _tensors(result) if not any(tensor is one for one in given)]
+        given = tensors_of((*args, *kwargs.values()))
+        made = [tensor for tensor in tensors_of((result,)) if not any(tensor is one for one in given)]
         places = {private.device_type_of(tensor) for tensor in (*given, *made)}
         if device_type not in places:
             return
@@ -76,7 +76,7 @@ class Work:
         if facts.is_lookup:
             num_bytes *= 2
         else:
-            twice = _tensors([args[index] for index in facts.changed if index < len(args)])
+            twice = tensors_of([args[index] for index in facts.changed if index < len(args)])
             num_bytes += sum(_num_bytes(tensor) for tensor in (*given, *twice))
         formula = private.flop_formula(func)
         if formula is None:
@@ -130,8 +130,15 @@ def _facts_of(func: Any) -> _Facts:
     )
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results, also in lists of them."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found.extend(each for each in argument if isinstance(each, torch.Tensor))
+    return found
 
 
 def _is_in_16_bits(tensors: list[torch.Tensor]) -> bool:
@@ -149,9 +156,7 @@ class Books(LiveBytes):
         super().__init__(device_type, rounding_bytes, counts_fakes=True)
         self.work = Work()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.work.add(func, args, kwargs or {}, result, self.device_type)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().run(func, args, kwargs)
+        self.work.add(func, args, kwargs, result, self.device_type)
         return result

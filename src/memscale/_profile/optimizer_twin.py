@@ -562,9 +562,11 @@ class _Twin:
         if how is None or not self._guest_buckets:
             return step
         kept_bytes, step_bytes = self._in_buckets(how, self._guest_buckets)
+        # The first guests are fetched while what is on the device is stepped.
+        coming_bytes = self._guest_buckets[0].coming_bytes if how.prefetches else 0
         # What the step makes first of resident state is counted with it.
         return dataclasses.replace(
-            step, state_bytes=step.state_bytes + kept_bytes, step_bytes=max(step.step_bytes, step_bytes)
+            step, state_bytes=step.state_bytes + kept_bytes, step_bytes=max(step.step_bytes + coming_bytes, step_bytes)
         )
 
     def guest_cost(self) -> GuestCost | None:

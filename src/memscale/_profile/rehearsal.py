@@ -131,7 +131,8 @@ class Rehearsal:
             self.hold_gradients(recorder)
         loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))
         recorder.move_to("backward", "", -1)
-        loss.backward()
+        with left_autocast(self.device_type):
+            loss.backward()
 
     def hold_gradients(self, recorder: SegmentRecorder) -> None:
         """Give parameters the gradients of earlier batches, before a step."""
@@ -254,6 +255,21 @@ class FakeRehearsal(Rehearsal):
             kernels,
         ):
             yield
+
+
+@contextlib.contextmanager
+def left_autocast(device_type: str) -> Iterator[None]:
+    """As after the user's `with torch.autocast(...)`: backward comes behind it, and weights that it had cast for the
+    forward are let go. A rehearsal may be inside of it from beginning to end."""
+    active = [kind for kind in {"cpu", device_type} if torch.is_autocast_enabled(kind)]
+    for kind in active:
+        torch.set_autocast_enabled(kind, False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        for kind in active:
+            torch.set_autocast_enabled(kind, True)
 
 
 def _sizes_of(trace: StepTrace) -> list[tuple[str, str, int, int]]:

@@ -70,18 +70,15 @@ class SegmentRecorder(LiveBytes):
         self.recomputes: list[int] = []
         """Which of the segments are the forward of a block, computed again in backward."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_off:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         # Autograd asks every tensor where it is, many times: answered here that is twice as fast, and no traffic.
         if private.is_device_question(func) and private.is_fake(args[0]):
             return private.device_answer(args[0])
         if self._ends_recompute:
             self._cut()
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().run(func, args, kwargs)
         if func in WIDE_LOSSES and widen(result, args):
             self.see(result)
         self._work.add(func, args, kwargs, result, self.device_type)

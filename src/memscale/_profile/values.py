@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from memscale._profile.device_kernels import FAKE_KERNELS
+from memscale._profile.operator_costs import tensors_of
 from memscale._torch import private
 from memscale._torch.interception import replaced_in_this_thread
 
@@ -191,7 +192,7 @@ class Values(TorchDispatchMode):
         if func.namespace != "aten":
             return func(*args, **kwargs)
         args, kwargs = _spared(func, args, kwargs)
-        values = [value_of(tensor) for tensor in _tensors_of((*args, *kwargs.values()))]
+        values = [value_of(tensor) for tensor in tensors_of((*args, *kwargs.values()))]
         try:
             result = FAKE_KERNELS.get(func, func)(*args, **kwargs)
         except private.data_dependent_errors():
@@ -211,7 +212,7 @@ class Values(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, values: list[Value | None]
     ) -> bool:
         """The operator once more, on values; whether its results carry them now."""
-        results = _tensors_of([result])
+        results = tensors_of([result])
         if func in _LOGIC and values and all(value and _is_uniform(value.real) for value in values):
             return self._follow_uniform(func, args, results[0], values)
         # Floats made of known numbers are few (masks, rotary tables); zeros and the like are as many as gradients.
@@ -226,7 +227,7 @@ class Values(TorchDispatchMode):
             logger.debug("no values for %s: %s", func, error)
             return False
         cell = Cell(is_drawn=func in _DRAWS, is_lucky=_is_luck(func))
-        _attach(results, _tensors_of([real]), [value for value in values if value], cell)
+        _attach(results, tensors_of([real]), [value for value in values if value], cell)
         return True
 
     def _follow_uniform(
@@ -252,9 +253,9 @@ class Values(TorchDispatchMode):
                 raise NotImplementedError("the step is decided by a random number of which no worst case is known")
             return answer
         real = self._compute(func, args, kwargs)
-        device = _tensors_of((*args, *kwargs.values()))[0].device
+        device = tensors_of((*args, *kwargs.values()))[0].device
         fakes = tree_map(lambda leaf: _empty_like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, real)
-        _attach(_tensors_of([fakes]), _tensors_of([real]), known, Cell())
+        _attach(tensors_of([fakes]), tensors_of([real]), known, Cell())
         return fakes
 
     def ask(self, value: Value) -> None:
@@ -273,17 +274,6 @@ class Values(TorchDispatchMode):
             if func in _EMPTY:  # what lies in fresh memory must not decide anything
                 result.zero_()
             return result
-
-
-def _tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results, also in lists of them."""
-    found = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            found.append(argument)
-        elif isinstance(argument, list | tuple):
-            found.extend(each for each in argument if isinstance(each, torch.Tensor))
-    return found
 
 
 def _real(leaf: Any) -> Any:
@@ -325,7 +315,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     arguments = func._schema.arguments
     named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     is_write = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
-    return _tensors_of(named.get(argument.name) for argument, write in zip(arguments, is_write, strict=True) if write)
+    return tensors_of(named.get(argument.name) for argument, write in zip(arguments, is_write, strict=True) if write)
 
 
 def _spared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -82,10 +82,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator, whose results enter the books. Subclasses see more; PyTorch wraps every `__torch_dispatch__` of
+        a mode into two functions more, so there is only one."""
         if self.opens_kernels and func.namespace == "bitsandbytes" and _is_opened(func, args):
             with self:
-                return private.run_opened(func, "cpu", args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+                return private.run_opened(func, "cpu", args, kwargs)
+        result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self.see(result)
         elif isinstance(result, tuple | list):
@@ -97,7 +102,8 @@ class LiveBytes(TorchDispatchMode):
         return private.storage_key(tensor.untyped_storage()) in self._entries
 
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
-        for leaf in tree_leaves(tree):
+        is_flat = isinstance(tree, tuple | list) and all(isinstance(leaf, torch.Tensor) for leaf in tree)
+        for leaf in tree if is_flat else tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf, kind)
 

@@ -10,7 +10,9 @@ from typing import Any
 import memscale
 from memscale._errors import install_command
 from memscale._hardware import Hardware
-from memscale._units import show_speed
+from memscale._hardware.allocator_environment import growing_segments, own_settings
+from memscale._hardware.footprints import footprint_of
+from memscale._units import show_bytes, show_speed
 
 TESTED_TORCH = "2.13.0"
 
@@ -77,6 +79,7 @@ def lines(findings: Findings) -> list[str]:
             _line(field.name, _show(field.name, getattr(hardware, field.name)))
             for field in dataclasses.fields(hardware)
         ),
+        *_card_lines(hardware),
         "",
         "versions",
         *(_line(name, version) for name, version in findings.versions.items()),
@@ -84,6 +87,25 @@ def lines(findings: Findings) -> list[str]:
         "",
         "optional packages",
         *(_line(entry.name, entry.version or f"missing; {entry.install}") for entry in findings.optional),
+    ]
+
+
+def _card_lines(hardware: Hardware) -> list[str]:
+    """What counts on a card beside tensors, where each figure is from, and how PyTorch's allocator is set."""
+    if not hardware.has_caching_allocator:
+        return []
+    footprint = footprint_of(hardware.architecture)
+    return [
+        "",
+        "beside tensors on the card",
+        _line("context and others", f"{show_bytes(hardware.held_bytes)}, measured here"),
+        _line(
+            "context",
+            f"{show_bytes(footprint.context_bytes)} for {hardware.architecture} by {footprint.context_source}",
+        ),
+        _line("workspaces", f"2 of {show_bytes(footprint.workspace_bytes)}, by {footprint.workspace_source}"),
+        _line("allocator settings", own_settings() or "none; PYTORCH_ALLOC_CONF would set some"),
+        _line("growing segments", growing_segments()),
     ]
 
 
@@ -96,7 +118,7 @@ def _show(name: str, value: Any) -> str:
     if value is None:
         return "none"
     if name.endswith("_bytes"):
-        return f"{value / 1e9:.2f} GB"
+        return show_bytes(value)
     if name.endswith(("_s", "_flops")):
         return show_speed(name, value)
     if isinstance(value, bool):

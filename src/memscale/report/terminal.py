@@ -49,8 +49,14 @@ def estimate_lines(name: str, num_parameters: int, hardware: Hardware, result: E
 
 
 def _reserved_words(result: Estimate) -> str:
-    reserved_bytes = result.baseline_reserved_bytes
-    return "" if reserved_bytes is None else f", for which PyTorch reserves {reserved_bytes / 1e9:.3f} GB"
+    """What the allocator and the card hold for the plain step."""
+    if result.baseline_reserved_bytes is None:
+        return ""
+    allocated, reserved = result.baseline_allocated_bytes or 0, result.baseline_reserved_bytes
+    return (
+        f", for which PyTorch allocates {allocated / 1e9:.3f} and reserves {reserved / 1e9:.3f} GB, "
+        f"{(result.baseline_total_bytes or 0) / 1e9:.3f} GB in all"
+    )
 
 
 def cache_lines(directory: pathlib.Path, kept: Sequence[KeptPlan]) -> list[str]:
@@ -108,19 +114,28 @@ def _breakdown_lines(result: Estimate) -> list[str]:
 
 def _mode_lines(result: Estimate) -> list[str]:
     reserves = result.baseline_reserved_bytes is not None
-    held = ("reserved GB", "total GB") if reserves else ()
-    header = ("mode", "peak GB", "peak GiB", *held, "less", "time", "of bound", "fits", "what is done")
-    cells = [header, *(_mode_cells(mode, entry, reserves) for mode, entry in result.by_mode.items())]
+    held = ("allocated GB", "reserved GB", "total GB") if reserves else ()
+    elsewhere = [name for name in ("host", "disk") if any(_waiting(entry, name) for entry in result.by_mode.values())]
+    waits = (f"{name} GB" for name in elsewhere)
+    header = ("mode", "peak GB", "peak GiB", *held, *waits, "less", "time", "of bound", "fits", "what is done")
+    cells = [header, *(_mode_cells(mode, entry, reserves, elsewhere) for mode, entry in result.by_mode.items())]
     return table(cells, left=(0, len(header) - 2, len(header) - 1))
 
 
-def _mode_cells(mode: OptimizationMode, entry: ModeEstimate, reserves: bool) -> tuple[str, ...]:
-    held = (entry.plan.predicted_reserved_bytes, entry.plan.predicted_total_bytes) if reserves else ()
+def _waiting(entry: ModeEstimate, tier: str) -> int:
+    """What waits on the host or the disk."""
+    return entry.host_bytes if tier == "host" else entry.disk_bytes
+
+
+def _mode_cells(mode: OptimizationMode, entry: ModeEstimate, reserves: bool, elsewhere: list[str]) -> tuple[str, ...]:
+    plan = entry.plan
+    held = (plan.predicted_allocated_bytes, plan.predicted_reserved_bytes, plan.predicted_total_bytes)
     return (
         mode.value,
         f"{entry.predicted_peak_bytes / 1e9:.3f}",
         f"{entry.predicted_peak_bytes / GIB:.3f}",
-        *("-" if num_bytes is None else f"{num_bytes / 1e9:.3f}" for num_bytes in held),
+        *("-" if num_bytes is None else f"{num_bytes / 1e9:.3f}" for num_bytes in held if reserves),
+        *(f"{_waiting(entry, tier) / 1e9:.3f}" for tier in elsewhere),
         f"{max(0.0, entry.plan.reduction):.1%}",
         f"{entry.predicted_slowdown:.2f}x",
         "-" if entry.of_bound is None else f"{entry.of_bound:.2f}x",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -297,6 +299,25 @@ def test_peak_grows_with_the_rows_of_a_tile_not_with_the_batch():
         above = peak(rows) - expected - gradient_bytes - row_bytes
         assert 0 <= above <= rows * (2 * 4 * width + 100) + 1024, (rows, above)
     assert peak(None) >= 3 * 4 * num_rows * vocabulary
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_loss_that_lives_on_holds_no_hidden_states(reduction):
+    """As a plain one, unless its graph is kept: then a second backward finds them."""
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    inner = hidden * 2
+    watched = weakref.ref(inner)
+    loss = F.cross_entropy(lazy_linear(inner, weight, tile_rows=2), torch.arange(6), reduction=reduction)
+    del inner
+    upstream = torch.ones_like(loss)
+    loss.backward(upstream, retain_graph=True)
+    assert watched() is not None
+    first, weight.grad = weight.grad, None
+    loss.backward(upstream)
+    assert torch.equal(weight.grad, first)
+    assert watched() is None
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward(upstream)
 
 
 def test_log_softmax_and_nll_loss_run_in_tiles():

@@ -72,7 +72,7 @@ def _careful(model: Unrehearsed) -> Iterator[StepOnDevice]:
 
 def _reason(chosen: Chosen) -> Reason:
     run, optimizer, streamed = chosen.choice.run, chosen.model.optimizer, chosen.streamed_bytes
-    on_host = dataclasses.replace(run, steps_on_device=False)
+    on_host = chosen.run_with(steps_on_device=False)
     guests = chosen.model.profile.guests
     numbers: dict[str, int | float | str] = {
         "parameter_bytes": streamed,

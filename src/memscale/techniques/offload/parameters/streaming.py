@@ -322,8 +322,8 @@ def _move_in(
     undo.callback(homes.restore)
     homes.move_in(model, streamed)
     streamer.make_room_for_landings()
-    following.follow_all()
-    if not is_fake:
+    if not is_fake:  # on a stage there is no state yet, and looking for optimizers goes through all of Python's objects
+        following.follow_all()
         torch.accelerator.empty_cache()  # otherwise the segments that parameters have left stay reserved
 
 

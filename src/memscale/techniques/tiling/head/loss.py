@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from memscale._torch import private
 from memscale.techniques.tiling.head.lazy import LazyLogits, plain, same
 from memscale.techniques.tiling.head.recipe import Block, Map
 from memscale.techniques.tiling.head.sweep import Request, Rows, Sweep, wide
@@ -40,8 +41,10 @@ class _TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        sweep, tensors, needs = ctx.sweep, ctx.saved_tensors, list(ctx.needs_input_grad[2:])
+        tensors, sweep, needs = ctx.saved_tensors, ctx.sweep, list(ctx.needs_input_grad[2:])
         early, ctx.early = ctx.early, None  # handed over: a second backward makes them anew
+        if not private.keeps_graph():
+            ctx.sweep = None  # a loss that lives on holds no hidden states, as no plain one does
         if sweep.request.logits.block.family.touched:
             return (_logit_gradient(sweep.request, gradient), None, *[None] * len(tensors))
         if torch.is_grad_enabled():
