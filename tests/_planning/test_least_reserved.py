@@ -8,7 +8,7 @@ from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.allocations import AllocationLog, reserved_of
-from memscale._planning.least_reserved import WORTH, least_reserved
+from memscale._planning.least_reserved import WORTH, growing, least_reserved
 from memscale._units import MIB
 
 pytestmark = pytest.mark.unit
@@ -105,3 +105,10 @@ def log_without_moments() -> AllocationLog:
     log.begin_step()
     log.allocate(0, MIB)
     return log
+
+
+def test_segments_that_grow_need_no_release() -> None:
+    log = log_of()
+    use, found = growing(log, AllocatorSettings(), workspace_bytes=0)
+    assert use == AllocatorUse(SMALL_PAGES)
+    assert found.reserved_peak_bytes == reserved_bytes(log, use) < reserved_bytes(log, None)

@@ -17,6 +17,7 @@ from memscale._planning.planner import Planner
 from memscale._planning.saved_plans import refuse_plan
 from memscale._profile.inputs import Inputs
 
+MB = 10**6
 CARD = dataclasses.replace(Hardware.from_name("RTX 3090"), host_available_bytes=10**11, host_total_bytes=10**11)
 
 
@@ -133,6 +134,39 @@ def planned_as_it_comes() -> Plan:
     return held.written_in(plan)
 
 
+def test_segments_that_grow_come_before_a_slower_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take no time. Where the user has settings of his own, the next plan is taken."""
+    plain = planned()
+    assert plain.predicted_reserved_bytes is not None
+    budget_gb = 0.7 * plain.predicted_reserved_bytes / 1e9
+    plan = planned(memory_budget_gb=budget_gb)
+    assert plan.fits
+    assert plan.allocator is not None
+    assert plan.allocator.settings
+    assert not plan.allocator.releases
+    assert "otherwise" in plan.explain()
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_reserved_bytes <= plan.budget_bytes < plan.allocator.otherwise_reserved_bytes
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    other = planned(dataclasses.replace(CARD, present=True), memory_budget_gb=budget_gb)
+    assert other.fits
+    assert other.predicted_slowdown > plan.predicted_slowdown
+
+
+def test_a_mode_that_allows_more_is_never_slower() -> None:
+    """What plans with transfers hold above live bytes is not what plans without them do."""
+    job = Job(stack(), Config(enable_logging=False), CARD, "adamw")
+    planner = Planner(job, Inputs((torch.empty(2048, 512, device="meta"),), {}))
+    held = planner.held((), job.config)
+    assert held is not None
+    wishes = {"memory_budget_gb": 0.9 * held.reserved_bytes / 1e9, "enable_logging": False}
+    narrow, wide = (planner.plan(choose_strategy(Config(mode=m, **wishes))) for m in ("conservative", "balanced"))  # type: ignore[arg-type]
+    assert narrow.fits
+    assert wide.fits
+    assert wide.predicted_slowdown <= narrow.predicted_slowdown
+    assert wide.mode == "balanced"
+
+
 def test_what_the_user_has_set_for_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     here = dataclasses.replace(CARD, present=True)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
@@ -144,13 +178,14 @@ def test_a_plan_that_would_not_fit_otherwise_asks_the_allocator() -> None:
     lowest = planned(mode="conservative", force_optimize=True)
     assert lowest.allocator is not None
     assert lowest.predicted_reserved_bytes is not None
-    between = (lowest.predicted_reserved_bytes + lowest.allocator.otherwise_reserved_bytes) / 2
-    plan = planned(mode="conservative", memory_budget_gb=between / 1e9)
+    assert lowest.allocator.releases
+    budget = lowest.predicted_reserved_bytes + MB
+    plan = planned(mode="conservative", memory_budget_gb=budget / 1e9)
     assert plan.fits
     assert plan.allocator is not None
     assert plan.predicted_reserved_bytes is not None
-    assert plan.predicted_reserved_bytes <= between < plan.allocator.otherwise_reserved_bytes
+    assert plan.predicted_reserved_bytes <= budget < plan.allocator.otherwise_reserved_bytes
     assert "asked of the allocator" in plan.summary.rule
-    below = planned(mode="conservative", memory_budget_gb=(lowest.predicted_reserved_bytes - 10**6) / 1e9)
+    below = planned(mode="conservative", memory_budget_gb=(lowest.predicted_reserved_bytes - MB) / 1e9)
     assert not below.fits
     assert below.predicted_reserved_bytes == lowest.predicted_reserved_bytes, "what a budget would have to be"

@@ -74,14 +74,16 @@ def decide_on(
     decision_source: DecisionSource = "user_config",
     *,
     margin_bytes: int = 0,
+    margins: Mapping[Traits, int] | None = None,
     reserve_bytes: int = 0,
     rehearsed: Mapping[Choice, int] | None = None,
 ) -> Plan:
     """The same for somebody who decides on one profile several times; `plan.fits` is False when nothing fits.
 
-    `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added. Those
-    that were `rehearsed` count with the peaks that this showed. `reserve_bytes` is what the allocator is expected to
-    hold above what is live: a budget bounds both together.
+    `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added.
+    `margins` are the same for candidates with one of these traits (`suspects_of`). Candidates that were `rehearsed`
+    count with the peaks that this showed. `reserve_bytes` is what the allocator is expected to hold above what is live:
+    a budget bounds both together.
     """
     eligible, profile = resolve(config, model.hardware), model.profile
     budget = dataclasses.replace(eligible.budget, device_bytes=max(0, eligible.budget.device_bytes - reserve_bytes))
@@ -93,7 +95,7 @@ def decide_on(
         candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(chosen.outcome)
     else:
         candidates, note = find_candidates(model, baseline, eligible), ""
-        expected = _Expected(model, margin_bytes, _by_blocks(rehearsed or {}))
+        expected = _Expected(model, margin_bytes, margins or {}, _by_blocks(rehearsed or {}))
         chosen, summary = _choose(candidates, baseline, budget, config, expected)
         fits = budget.admits(expected.of(chosen).outcome)
     front = pareto_front(_placeable(candidates, budget), baseline, chosen, profile)
@@ -138,19 +140,40 @@ class _Expected:
 
     model: CostModel
     margin_bytes: int
+    margins: Mapping[Traits, int]
     rehearsed: Mapping[_Blocks, int]
 
     def of(self, candidate: Candidate) -> Candidate:
         peak_bytes = self.rehearsed.get(_key(candidate.choice))
         if peak_bytes is None:
-            margin = 0 if self._was_traced(candidate.choice) else self.margin_bytes
+            margin = 0 if self._was_traced(candidate.choice) else self._margin(candidate.choice)
             peak_bytes = candidate.outcome.peak_bytes + margin
         return dataclasses.replace(candidate, outcome=dataclasses.replace(candidate.outcome, peak_bytes=peak_bytes))
+
+    def _margin(self, choice: Choice) -> int:
+        shared = (margin for suspects, margin in self.margins.items() if suspects & _traits_of(choice))
+        return max(self.margin_bytes, *shared, 0)
 
     def _was_traced(self, choice: Choice) -> bool:
         """With every block treated alike and nothing else: the profile holds the trace of such a step."""
         is_alike = len({treatment for _, treatment in choice.blocks}) <= 1
         return choice.run == RunOptions() and is_alike and len(choice.blocks) in (0, len(self.model.blocks))
+
+
+Traits = frozenset[Treatment | Technique]
+"""What is done in a plan, to whichever blocks."""
+
+
+def _traits_of(choice: Choice) -> Traits:
+    return frozenset([*(treatment for _, treatment in choice.blocks), *choice.run.techniques])
+
+
+def suspects_of(choice: Choice) -> Traits:
+    """What may have made the peak model wrong about a choice: treatments whose tensors travel, as what is on its way is
+    not added up block by block; without any, all that is done."""
+    return frozenset(
+        treatment for _, treatment in choice.blocks if treatment.offloads or treatment.streams
+    ) or _traits_of(choice)
 
 
 _Blocks = tuple[frozenset[tuple[str, Treatment]], RunOptions]

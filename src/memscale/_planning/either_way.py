@@ -5,6 +5,11 @@
 Trying techniques and rehearsing a plan is what takes long, so another way is looked into only where it may matter:
 where nothing fits in the one before, where a bound says that it could be faster, and for the lowest peak of all. On
 every level of techniques all ways come before the next level, since what is exact goes before what is not.
+
+NOTE [narrower modes]: what an allocator reserves above live bytes is known of a plan only when it has been rehearsed,
+and is then expected of all others. So where the first choice turns out not to fit, plans that need less of the
+allocator are passed over, and a mode that allows more might end with a slower plan than one that allows less. There the
+narrower modes are planned for, too, and the best plan of all is taken.
 """
 
 from __future__ import annotations
@@ -12,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from memscale._config import OptimizationMode
 from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, most_in_flight_bytes
 from memscale._plan import Plan, Reason
+from memscale.techniques import technique_of
 
 if TYPE_CHECKING:
     from memscale._planning.planner import Planner
@@ -26,6 +33,27 @@ MORE_BELOW = "the mode allows more, which this budget did not need and which was
 
 def plan_either_way(planner: Planner, strategy: Strategy) -> Plan:
     """The cheapest plan that fits; `plan.fits` is False when there is none."""
+    found = _plan_under(planner, strategy)
+    if strategy.config.force_optimize or not found.actions or not planner.hardware.has_caching_allocator:
+        return found
+    return _or_narrower(planner, strategy, found)
+
+
+def _or_narrower(planner: Planner, strategy: Strategy, found: Plan) -> Plan:
+    """The plan, or a better one of a narrower mode. See NOTE [narrower modes]."""
+    best, travel = found, resolve(strategy.config, planner.hardware).travels[0]
+    modes = list(OptimizationMode)
+    for mode in [strategy.config.mode, *reversed(modes[: modes.index(strategy.config.mode)])]:
+        narrower = dataclasses.replace(strategy, config=strategy.config.under(mode))
+        guess = _Way(planner, travel, narrower).guess()
+        if not guess.fits or _preference(guess) >= _preference(best):
+            break  # by the peak model, so that rehearsals could only be worse; and narrower modes are no better
+        if mode != strategy.config.mode:
+            best = min(best, _plan_under(planner, narrower), key=_preference)
+    return dataclasses.replace(best, mode=found.mode)
+
+
+def _plan_under(planner: Planner, strategy: Strategy) -> Plan:
     ways = [_Way(planner, travel, strategy) for travel in resolve(strategy.config, planner.hardware).travels]
     if not ways[0].needs_optimizing:
         return ways[0].plan()
@@ -100,6 +128,12 @@ def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -
             rule = "with overlap this budget takes longer" if best.fits else "with overlap nothing fits the budget"
             best = min(best, _because(way.plan(), rule, best), key=_rank)
     return best
+
+
+def _preference(plan: Plan) -> tuple[float, ...]:
+    """What fits first, then what is exact, then what is fast; among equals the one that was there before."""
+    is_exact = all(technique_of(action).is_exact for action in plan.actions)
+    return (not plan.fits, not is_exact, plan.predicted_slowdown if plan.fits else plan.predicted_peak_bytes)
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:

@@ -4,7 +4,8 @@
 
 Played are segments as they come and, where those may be had, segments that grow page by page; with releases wherever
 what is held rises, at all moments that there are, and at one more or fewer. Then releases are left out as long as that
-costs next to nothing: each makes the host wait for the device, and must be worth it.
+costs next to nothing: each makes the host wait for the device, and must be worth it. Segments that grow take no time:
+their pages come in the first steps and stay.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def least_reserved(
     fewest = [trials.with_fewer(use, limit_bytes) for use in found if trials.bytes_of(use) <= limit_bytes]
     use = min(fewest, key=lambda use: (len(use.releases), use.settings))
     return use, trials.played(use)
+
+
+def growing(log: AllocationLog, settings: AllocatorSettings, *, workspace_bytes: int) -> tuple[AllocatorUse, Reserved]:
+    """Segments that grow page by page and no release, and what is reserved then."""
+    trials = _Trials(log, settings, workspace_bytes)
+    return (use := AllocatorUse(SMALL_PAGES)), trials.played(use)
 
 
 class _Trials:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memscale._config import Config
-from memscale._decide import confirmed, decide, decide_on, full_front
+from memscale._decide import Traits, confirmed, decide, decide_on, full_front, suspects_of
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, budget_bytes, full_budget
@@ -48,7 +48,7 @@ from memscale._plan import (
 from memscale._planning.allocations import AllocationLog, allocator_settings, record_steps, reserved_of
 from memscale._planning.either_way import plan_either_way
 from memscale._planning.job import Job
-from memscale._planning.least_reserved import least_reserved
+from memscale._planning.least_reserved import growing, least_reserved
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.stage import Stage
 from memscale._planning.tile_sizes import Tiles
@@ -148,33 +148,24 @@ class Planner:
 
     def decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
-        margin_bytes, rehearsed = 0, dict[Choice, int]()
-        reserve_bytes = self.first_reserve(strategy.config)
+        taught = _Taught(self.first_reserve(strategy.config))
         for attempt in range(_MAX_REHEARSALS + 1):
             with stage("deciding what is done to which block"):
                 decided = decide_on(
                     self.cost_model(),
                     strategy.config,
                     strategy.source,
-                    margin_bytes=margin_bytes,
-                    reserve_bytes=reserve_bytes,
-                    rehearsed=rehearsed,
+                    margin_bytes=taught.margin_bytes,
+                    margins=taught.margins,
+                    reserve_bytes=taught.reserve_bytes,
+                    rehearsed=taught.needed(),
                 )
-            plan = self.confirm(decided, strategy.config)
+            choice = choice_of(decided.actions, self.profile)
+            is_known = choice in taught.plans
+            plan = taught.plans[choice] if is_known else self.confirm(decided, strategy.config)
             if plan.fits or not decided.fits:
                 break
-            if plan.predicted_reserved_bytes is not None:
-                # Plans hold about as much above what is live as this one does.
-                above_bytes = plan.predicted_reserved_bytes - plan.predicted_peak_bytes
-                reserve_bytes = max(reserve_bytes, above_bytes)
-            # What this plan was above the model: with so much to spare it is not chosen again.
-            margin_bytes = max(margin_bytes, plan.predicted_peak_bytes - decided.predicted_peak_bytes)
-            rehearsed[choice_of(plan.actions, self.profile)] = plan.predicted_peak_bytes
-            if attempt + 2 > _MAX_REHEARSALS:
-                margin_bytes = plan.budget_bytes  # the last time, only what was traced as a whole is trusted
-                if plan.predicted_reserved_bytes is not None:
-                    reserve_bytes = plan.budget_bytes  # and of that only the lowest
-            logger.debug("the rehearsal peaked %s above the peak model: deciding again", show_bytes(margin_bytes))
+            taught.by(choice, plan, decided, is_last=is_known or attempt + 2 > _MAX_REHEARSALS)
         return plan if plan.fits else self._with_less_reserved(plan, strategy.config)
 
     def _with_less_reserved(self, plan: Plan, config: Config) -> Plan:
@@ -201,7 +192,7 @@ class Planner:
         fits = full_budget(self.hardware, config).admits(shown)
         held = self.held(plan.actions, config) if fits else None
         if held is not None:
-            held = self._leaner(held, plan.actions, config) if config.force_optimize else held
+            held = self._asking(held, plan.actions, config)
             fits = held.fits(self.hardware, config)
         return confirmed(plan, peak_bytes, fits=fits, held=held)
 
@@ -224,24 +215,38 @@ class Planner:
             self.stage.held[key] = self._record_held(key, actions, config)
         return self.stage.held[key]
 
-    def _leaner(self, held: Held, actions: tuple[Action, ...], config: Config) -> Held:
-        """With what can be asked of the allocator, if that saves something."""
-        key = self._key(actions)
+    def _asking(self, held: Held, actions: tuple[Action, ...], config: Config) -> Held:
+        """With what a plan may ask of the allocator before it is given up for another."""
+        if config.force_optimize:
+            return self._leaner(held, actions, config)
+        return held if held.fits(self.hardware, config) else self._leaner(held, actions, config, releases=False)
+
+    def _leaner(self, held: Held, actions: tuple[Action, ...], config: Config, *, releases: bool = True) -> Held:
+        """With what can be asked of the allocator, if that saves something; without `releases`, what takes no time."""
+        key = self._key(actions), releases
+        if not releases and not self._may_switch:
+            return held
         if key not in self._leaner_by:
             last_key, log = self._last_log
-            log = log if last_key == key else self.steps(actions, config)
-            self._leaner_by[key] = self._find_leaner(log, held)
+            log = log if last_key == key[0] else self.steps(actions, config)
+            self._leaner_by[key] = self._find_leaner(log, held, releases=releases)
         leaner = self._leaner_by[key]
         return leaner if leaner.reserved_bytes < held.reserved_bytes * (1 - _WORTH_ASKING) else held
 
-    def _find_leaner(self, log: AllocationLog, held: Held) -> Held:
-        with stage("playing the caching allocator, with releases"):
-            use, found = least_reserved(
-                log,
-                self.allocator,
-                may_switch=may_switch() or not self.hardware.present,
-                workspace_bytes=self.hardware.workspace_bytes,
-            )
+    @property
+    def _may_switch(self) -> bool:
+        """Whether segments may be made to grow page by page."""
+        return may_switch() or not self.hardware.present
+
+    def _find_leaner(self, log: AllocationLog, held: Held, *, releases: bool) -> Held:
+        workspace_bytes = self.hardware.workspace_bytes
+        with stage("playing the caching allocator, with what a plan may ask of it"):
+            if releases:
+                use, found = least_reserved(
+                    log, self.allocator, may_switch=self._may_switch, workspace_bytes=workspace_bytes
+                )
+            else:
+                use, found = growing(log, self.allocator, workspace_bytes=workspace_bytes)
         use = dataclasses.replace(use, otherwise_reserved_bytes=held.reserved_bytes)
         reserved_bytes = round_up(int(found.reserved_peak_bytes * (1 + _MARGIN)), MIB)
         return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
@@ -466,6 +471,38 @@ class Planner:
         settings = ExecutionSettings.from_config(travelling, device)
         settings = dataclasses.replace(settings, optimizer_on_stage=self.costs.on_stage)
         return functools.partial(_rehearse_actions, actions, settings)
+
+
+@dataclasses.dataclass(slots=True)
+class _Taught:
+    """What rehearsals of plans that did not fit have taught about others."""
+
+    reserve_bytes: int
+    margin_bytes: int = 0
+    margins: dict[Traits, int] = dataclasses.field(default_factory=dict)
+    plans: dict[Choice, Plan] = dataclasses.field(default_factory=dict)
+
+    def needed(self) -> dict[Choice, int]:
+        """What each plan needs beside the reserve: it may hold more than that above what is live."""
+        return {
+            choice: max(plan.predicted_peak_bytes, (plan.predicted_reserved_bytes or 0) - self.reserve_bytes)
+            for choice, plan in self.plans.items()
+        }
+
+    def by(self, choice: Choice, plan: Plan, decided: Plan, *, is_last: bool) -> None:
+        """The plan did not fit. `is_last`: there is one more try."""
+        self.plans[choice] = plan
+        above_model, suspects = plan.predicted_peak_bytes - decided.predicted_peak_bytes, suspects_of(choice)
+        self.margins[suspects] = max(self.margins.get(suspects, 0), above_model)
+        logger.debug("the rehearsal peaked %s above the peak model: deciding again", show_bytes(above_model))
+        reserved_bytes = plan.predicted_reserved_bytes
+        if is_last and reserved_bytes is not None:
+            self.reserve_bytes = plan.budget_bytes  # the lowest that there is
+        elif is_last:
+            self.margin_bytes = plan.budget_bytes  # what was traced as a whole is trusted
+        elif reserved_bytes is not None:
+            # Plans hold about as much above what is live as this one does.
+            self.reserve_bytes = max(self.reserve_bytes, reserved_bytes - plan.predicted_peak_bytes)
 
 
 def _without_reason(action: Action) -> Hashable:
