@@ -54,8 +54,10 @@ def test_anything_but_a_model_is_named(target: Any) -> None:
 def test_other_wrong_arguments_are_named() -> None:
     model = small()
     before = snapshot(model)
-    with pytest.raises(TypeError, match="list"):
-        memscale.wrap(model, QUIET, [SAMPLE])
+    with pytest.raises(TypeError, match="str"):
+        memscale.wrap(model, QUIET, ["a batch"])
+    with pytest.raises(ValueError, match="empty list"):
+        memscale.wrap(model, QUIET, [])
     with pytest.raises(TypeError, match="str"), memscale.optimize(model, "adamw", QUIET):  # type: ignore[arg-type]
         pass
     with pytest.raises(TypeError, match="config"):

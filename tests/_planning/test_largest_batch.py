@@ -195,9 +195,9 @@ def test_the_estimate_gives_advice_when_no_mode_fits() -> None:
     exact = Config(use_mixed_precision=False, use_8bit_optimizer=False, enable_tiling=False)
     lowest = Planner(Job(rows(), exact, HARDWARE), rows_of(2)).plan(choose_strategy(exact.replace(force_optimize=True)))
     config = exact.replace(memory_budget_gb=1.02 * lowest.predicted_peak_bytes / 1e9)
-    estimate = memscale.estimate(rows(), rows_of(64), config=config, hardware=HARDWARE)
+    estimate = memscale.estimate(rows(), rows_of(512), config=config, hardware=HARDWARE)
     assert estimate.recommended_mode is None
-    assert estimate.advice.startswith("lower the batch size from 64 to ")
+    assert estimate.advice.startswith("lower the batch size from 512 to ")
 
 
 # ---- the rule table of the memory-budget guide

@@ -81,6 +81,15 @@ def pair() -> tuple[Words, Words]:
     return plain, wrapped
 
 
+def test_what_is_to_go_as_low_as_it_can_does_so_with_short_batches_too(tight: memscale.Config) -> None:
+    model = Words()
+    memscale.wrap(model, tight.replace(force_optimize=True, memory_budget_gb=None), sample_input=ids(LONG))
+    seen = train(model, [LONG, SHORT, SHORT, SHORT])
+    assert len({number for _, _, number in seen}) == 1
+    assert seen[0][2] > 0
+    memscale.detach(model)
+
+
 def test_a_short_batch_is_fast_again_after_a_long_one(tight: memscale.Config) -> None:
     """The run is the plain one to the bit, no step is above the budget, and plans place everything alike."""
     lengths = [LONG, SHORT, SHORT, LONG, MIDDLE, SHORT, MIDDLE, LONG, SHORT]

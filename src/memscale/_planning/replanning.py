@@ -207,7 +207,10 @@ class Replanner(OwnHook):
         """What holds for this batch and slows it less, if its shape has come before and is well below `known`."""
         plan = known.plan
         is_settled = plan.rehearsed and not plan.provisional and plan.allocator is None
-        if not is_settled or plan.predicted_slowdown < _WORTH_LOOSENING or self._deciding or self.holds_gradients:
+        goes_low = self.config.force_optimize  # as low as the mode allows, with every batch
+        if not is_settled or goes_low or self._deciding or self.holds_gradients:
+            return known
+        if plan.predicted_slowdown < _WORTH_LOOSENING:
             return known
         largest = bucket_below(inputs, known.demand)
         if largest is None:

@@ -23,6 +23,7 @@ EXTRA_OF = {
     "lightning": "lightning",
     "bitsandbytes": "quantization",
     "prometheus-client": "observability",
+    "plotly": "report",
 }
 """Optional distributions, and the extra of this package that installs each."""
 _INSTALL_SIMGPU = "pip install -c constraints.txt --no-build-isolation ./simgpu"

@@ -666,8 +666,8 @@ def test_many_steps_use_no_more_than_ten(way: str, num_steps: int, tmp_path: pat
             if number % 10 == 9:
                 del logits
                 offloader.transfers.settle()
+                live_bytes = settle()
                 _wait_until(lambda: counters.held_bytes == 0)  # a thread lets go of its last ticket a little later
-                used.append(
-                    (settle(), simgpu.pinned_stats().requested_bytes, counters.held_bytes, counters.allocated_bytes)
-                )
+                pinned_bytes = simgpu.pinned_stats().requested_bytes
+                used.append((live_bytes, pinned_bytes, counters.held_bytes, counters.allocated_bytes))
         assert len(set(used)) == 1, used
