@@ -208,6 +208,10 @@ def test_what_might_not_be_exact_is_refused_with_the_reason(simgpu_device: Any) 
     refused("one of which depends on another", loss + logits.sum())
     del loss, logits
     assert executor.plan is plan
+    loss = loss_of(model, ids, ids.clone(), inside=False)
+    ids.add_(0)
+    refused("was written to after its forward", loss)  # before backward comes to the embedding and sees it
+    del loss
     executor.detach()
 
 

@@ -12,9 +12,10 @@ run out of memory nothing is held on the device that the plan does not count: a 
 outputs' gradients up to `_LARGEST_GRADIENT_BYTES`, goes to the host.
 
 NOTE [what is not repeated]: where the repetition might not be exact, the error is raised with the reason: the loss
-reaches parameters beside the model's output, or its own backward ran out of memory; an input needs a gradient; the
-graph is kept (`retain_graph`); the forward changed something of which there is no copy; gradients are scaled by us
-(fp16) or stepped with in backward; several processes train together; the plan is one under which steps are observed.
+reaches parameters beside the model's output, or its own backward ran out of memory; an input needs a gradient; an input
+or a parameter was written to after the forward; the graph is kept (`retain_graph`); the forward changed something of
+which there is no copy; gradients are scaled by us (fp16) or stepped with in backward; several processes train together;
+the plan is one under which steps are observed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import dataclasses
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,8 +76,19 @@ class _Step:
     """By the id of a parameter: its gradient before the backward, and that one's version."""
     is_reached: bool = False
     """A gradient has come to an output."""
+    versions: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
+    """Inputs and parameters, and how often each had been written to when the forward was over."""
     problem: str | None = None
     """Why it cannot be repeated."""
+
+    def note_versions(self, parameters: Iterable[torch.Tensor]) -> None:
+        inputs = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
+        self.versions = [(one, one._version) for one in (*inputs, *parameters) if not one.is_inference()]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the forward, run again, would see other inputs or weights."""
+        return any(tensor._version != version for tensor, version in self.versions)
 
 
 class Recovery:
@@ -157,6 +169,7 @@ class Recovery:
             step.problem = str(error)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
             step.problem = "an input of the model needs a gradient itself"
+        step.note_versions(self._executor.model.parameters())
         self._step = step
 
     def _prepare(self, model: nn.Module, step: _Step, inputs: Inputs, failure: Exception, where: str) -> None:
@@ -164,6 +177,8 @@ class Recovery:
         self._refuse_unrepeatable(model)
         if step.problem is not None:
             raise _NotRepeatable(step.problem)
+        if step.has_changed:
+            raise _NotRepeatable("an input or a parameter of the model was written to after its forward")
         gc.collect()
         torch.accelerator.empty_cache()
         torch.accelerator.synchronize()
