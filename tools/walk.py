@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,7 @@ def walk_wrap() -> Walk:
     model, sample = encoder()
     mode = memscale.OptimizationMode.CONSERVATIVE
     config = memscale.Config(mode=mode, force_optimize=True, enable_logging=False)
+    os.environ["MEMSCALE_CACHE"] = "0"  # a plan that was kept would spare most of the way
     walk = Walk()
     walk.record(lambda: memscale.wrap(model, config, sample_input=sample))
     memscale.detach(model)

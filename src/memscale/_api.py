@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import os
 import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -97,9 +98,8 @@ def wrap(
         if lengths is not None:
             raise ValueError("lengths= is for a model: a Trainer's batches are planned for as they come")
         return cast(Target, wrap_trainer(target, config, attach_unplanned))
-    samples = samples_of(sample_input, lengths, _model_of(target))
-    first, replica = samples[0] if samples else None, _replica_of(target)
-    _attach(_model_of(target), config, first, None, smaller=samples[1:], replica=replica)
+    samples = tuple(samples_of(sample_input, lengths, _model_of(target)))
+    _attach(_model_of(target), config, _Circumstances(samples, replica=_replica_of(target)))
     return target
 
 
@@ -130,11 +130,10 @@ def optimize(
         DoesNotFitError: No plan that the config allows fits the budget.
         ProfileError: The model does not run on the sample.
     """
-    inputs = None if sample_input is None else Inputs.from_sample(sample_input)
-    known = _checked_optimizer(optimizer)
-    _warn_of_stranger(_model_of(model), known)
-    executor = _attach(_model_of(model), _checked_config(config), inputs, known, replica=_replica_of(model))
-    del inputs, sample_input  # this frame lives as long as the `with` block, and the sample may be on the device
+    given = _Circumstances(_one_sample(sample_input), _checked_optimizer(optimizer), replica=_replica_of(model))
+    _warn_of_stranger(_model_of(model), given.optimizer)
+    executor = _attach(_model_of(model), _checked_config(config), given)
+    del given, sample_input  # this frame lives as long as the `with` block, and the sample may be on the device
     try:
         yield executor
     finally:
@@ -305,7 +304,7 @@ def apply_all_optimizations(
     )
     if config.use_8bit_optimizer:
         config = config.replace(use_8bit_optimizer=True)  # asked for by name: also where the state waits on the host
-    inputs = None if sample_input is None else Inputs.from_sample(sample_input)
+    samples = _one_sample(sample_input)
     if optimizer is None:
         raise TypeError("apply_all_optimizations takes the optimizer, too; without one use memscale.wrap")
     known = _checked_optimizer(optimizer)
@@ -320,9 +319,9 @@ def apply_all_optimizations(
         if conversion is not None:
             undo.callback(conversion.undo)
         # What came is the baseline of the plan; a copy, since nothing of ours keeps a replaced optimizer alive.
-        report, baseline = _StackReport(config, detail), known if conversion is None else copy.copy(known)
-        replica = _replica_of(model)
-        executor = _attach(_model_of(model), config, inputs, used, baseline=baseline, reporter=report, replica=replica)
+        baseline = known if conversion is None else copy.copy(known)
+        given = _Circumstances(samples, used, baseline, _StackReport(config, detail), replica=_replica_of(model))
+        executor = _attach(_model_of(model), config, given)
         executor.on_detach(undo.pop_all().close)
     return model, used
 
@@ -363,7 +362,8 @@ def attach_unplanned(
     model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None, holds_gradients: bool
 ) -> Executor:
     """Wrap a model whose real batches are to come: the plan is made at its first training forward."""
-    return _attach(model, config, None, optimizer, derive=False, baseline=baseline, holds_gradients=holds_gradients)
+    given = _Circumstances((), optimizer, baseline, holds_gradients=holds_gradients, derives_inputs=False)
+    return _attach(model, config, given)
 
 
 def attach_inside(
@@ -376,61 +376,64 @@ def attach_inside(
 ) -> Executor:
     """Wrap a model in the first moment of a training forward with these arguments, which follows the plan already."""
     begun = Inputs(args, kwargs)
-    return _attach(model, config, None, optimizer, derive=False, holds_gradients=holds_gradients, begun=begun)
+    given = _Circumstances((), optimizer, holds_gradients=holds_gradients, begun=begun, derives_inputs=False)
+    return _attach(model, config, given)
 
 
-def _attach(
-    model: nn.Module,
-    config: Config,
-    inputs: Inputs | None,
-    optimizer: Optimizer | None,
-    *,
-    derive: bool = True,
-    baseline: Optimizer | None = None,
-    reporter: _StackReport | None = None,
-    holds_gradients: bool = False,
-    begun: Inputs | None = None,
-    smaller: Sequence[Inputs] = (),
-    replica: DistributedDataParallel | None = None,
-) -> Executor:
-    """Wrap all or nothing: an error half-way leaves the model as it was.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Circumstances:
+    """What is known of the training that a model is wrapped for."""
 
-    `baseline` is the optimizer that the unmodified model would train with, where that is another; `holds_gradients`
-    says that the loop adds up gradients over several batches; `begun` are the inputs of a forward that is under way;
-    `smaller` are other batches that will come; `replica` is the DDP around the model, if it has one already.
-    """
+    samples: tuple[Inputs, ...] = ()
+    """Batches that will come, the largest first."""
+    optimizer: Optimizer | None = None
+    baseline: Optimizer | None = None
+    """The optimizer that the unmodified model would train with, where that is another."""
+    reporter: _StackReport | None = None
+    holds_gradients: bool = False
+    """The loop adds up gradients over several batches."""
+    begun: Inputs | None = None
+    """The inputs of a forward that is under way."""
+    replica: DistributedDataParallel | None = None
+    """The DDP around the model, if it has one already."""
+    derives_inputs: bool = True
+    """Without a sample, inputs are derived from the model's config where that is possible."""
+
+
+def _one_sample(sample_input: Any) -> tuple[Inputs, ...]:
+    return () if sample_input is None else (Inputs.from_sample(sample_input),)
+
+
+def _attach(model: nn.Module, config: Config, given: _Circumstances) -> Executor:
+    """Wrap all or nothing: an error half-way leaves the model as it was."""
     _refuse_parked(model)
     _detach_earlier(model)
     _refuse_unusable(model, config)
-    group = find_group(model, replica)
+    group = find_group(model, given.replica)
     ranks = ALONE if group is None else group.ranks
     config = withheld_from(config, ranks)
     device = device_of(model, config)
     with console.progress(config.enable_logging):
         hardware = Hardware.detect(device, config.offload_dir)
-    executor = Executor(model, _settings(config, device, hardware), optimizer)
+    executor = Executor(model, _settings(config, device, hardware), given.optimizer)
     try:
         executor.adopt()
-        if replica is not None:
-            executor.show_on(replica)
+        if given.replica is not None:
+            executor.show_on(given.replica)
         _introduce(executor, config, hardware)
         recorder = _serve_metrics(executor, config)
-        known, replacement = _roles(optimizer, baseline)
-        job = Job(model, config, hardware, known, replacement, holds_gradients, ranks)
-        replanner = Replanner(executor, job, reporter, replica)
+        known, replacement = _roles(given.optimizer, given.baseline)
+        job = Job(model, config, hardware, known, replacement, given.holds_gradients, ranks)
+        replanner = Replanner(executor, job, given.reporter, given.replica)
         if config.recover_from_oom and device.type != "cpu" and not hardware.unified_memory:
             _recover(model, executor, replanner, device)
-        is_guess = inputs is None and derive
-        if is_guess:
-            inputs = derive_inputs(model)
-        if inputs is not None:
-            _plan_now(replanner, model, [inputs, *smaller], is_guess=is_guess)
+        _plan_now(replanner, model, given)
         handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
-        if begun is not None:  # PyTorch goes through the hooks that were there when the forward began
+        if given.begun is not None:  # PyTorch goes through the hooks that were there when the forward began
             for hook in (replanner, recorder):
                 if hook is not None:
-                    hook(model, begun.args, begun.kwargs)
+                    hook(model, given.begun.args, given.begun.kwargs)
     except BaseException:
         executor.detach()
         raise
@@ -445,9 +448,15 @@ def _recover(model: nn.Module, executor: Executor, replanner: Replanner, device:
     Recovery(executor, replanner).attach(model, undo)
 
 
-def _plan_now(replanner: Replanner, model: nn.Module, samples: Sequence[Inputs], *, is_guess: bool) -> None:
-    """Plan before the first forward. Inputs that nobody gave may be too large, and what does not fit the host may fit
-    the device that the model moves to: then its first training forward decides."""
+def _plan_now(replanner: Replanner, model: nn.Module, given: _Circumstances) -> None:
+    """Plan before the first forward, if it is known what will come. Inputs that nobody gave may be too large, and what
+    does not fit the host may fit the device that the model moves to: then its first training forward decides."""
+    is_guess = not given.samples and given.derives_inputs
+    samples = given.samples
+    if is_guess and (derived := derive_inputs(model)) is not None:
+        samples = (derived,)
+    if not samples:
+        return
     try:
         replanner.plan_shapes(model, samples, is_guess=is_guess)
     except DoesNotFitError as error:
