@@ -659,15 +659,19 @@ def test_many_steps_use_no_more_than_ten(way: str, num_steps: int, tmp_path: pat
     model = Gpt(2).to(device)
     with offloaded(model, way, tmp_path) as offloader:
         used, counters = [], offloader.transfers.store.counters
+
+        def is_empty() -> bool:
+            offloader.transfers.settle()
+            return counters.held_bytes == 0
+
         for number in range(num_steps):
             logits = model(tokens(number).to(device))
             F.cross_entropy(logits.reshape(-1, 64), tokens(number).to(device).reshape(-1)).backward()
             model.zero_grad()
             if number % 10 == 9:
                 del logits
-                offloader.transfers.settle()
                 live_bytes = settle()
-                _wait_until(lambda: counters.held_bytes == 0)  # a thread lets go of its last ticket a little later
+                _wait_until(is_empty)  # a thread lets go of its last ticket a little later, which is then swept up
                 pinned_bytes = simgpu.pinned_stats().requested_bytes
                 used.append((live_bytes, pinned_bytes, counters.held_bytes, counters.allocated_bytes))
         assert len(set(used)) == 1, used
