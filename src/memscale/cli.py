@@ -142,13 +142,7 @@ def estimate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict the peak of a training step, plain and in each mode. Nothing is allocated."""
-    config = Config(
-        mode=_mode(mode),
-        memory_budget_gb=budget,
-        target_gpu_utilization=utilization,
-        force_optimize=force,
-        async_offload=overlaps,
-    )
+    config = _config(mode, budget, utilization, overlaps, force=force)
     _check_writable("--snapshot", snapshot)
     _check_ranks(world_size, ddp=ddp, fsdp=fsdp, snapshot=snapshot)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
@@ -243,13 +237,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan that `memscale.wrap` would attach. Exits with 1 when none fits."""
-    config = Config(
-        mode=_mode(mode),
-        memory_budget_gb=budget,
-        target_gpu_utilization=utilization,
-        force_optimize=force,
-        async_offload=overlaps,
-    )
+    config = _config(mode, budget, utilization, overlaps, force=force)
     _check_writable("--output", output)
     _check_writable("--pareto", pareto)
     if pareto is not None:
@@ -323,13 +311,7 @@ def report(
     if subject.endswith(".json"):
         made = Report(_read_plan(pathlib.Path(subject)))
     else:
-        config = Config(
-            mode=_mode(mode),
-            memory_budget_gb=budget,
-            target_gpu_utilization=utilization,
-            force_optimize=force,
-            async_offload=overlaps,
-        )
+        config = _config(mode, budget, utilization, overlaps, force=force)
         made = _report_of(_open_subject(subject, batch, seq, gpu, optimizer, with_weights), config, optimizer)
     _write("--output", output, made.html())
     print(f"written to {output}", file=sys.stderr)
@@ -377,9 +359,7 @@ def fit(
         raise ConfigError(f"--vary {shown(vary)} is not known; it must be batch or seq")
     if (batch if vary == "batch" else seq) is not None:
         raise ConfigError(f"--{vary} is what is looked for: leave it out, or vary the other")
-    config = Config(
-        mode=_mode(mode), memory_budget_gb=budget, target_gpu_utilization=utilization, async_offload=overlaps
-    )
+    config = _config(mode, budget, utilization, overlaps)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
     from memscale._planning.largest_batch import fit as find
     from memscale._profile.inputs import longest_sequence
@@ -479,8 +459,17 @@ class _Subject:
     hardware: Hardware
 
 
-def _mode(name: str | None) -> OptimizationMode:
-    return OptimizationMode.BALANCED if name is None else Config(mode=name).mode  # type: ignore[arg-type]
+def _config(
+    mode: str | None, budget: float | None, utilization: float, overlaps: bool | None, *, force: bool = False
+) -> Config:
+    """What the options of a command wish for."""
+    return Config(
+        mode=OptimizationMode.BALANCED if mode is None else mode,  # type: ignore[arg-type]
+        memory_budget_gb=budget,
+        target_gpu_utilization=utilization,
+        force_optimize=force,
+        async_offload=overlaps,
+    )
 
 
 def _open_subject(
