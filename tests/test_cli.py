@@ -349,6 +349,10 @@ def test_what_no_report_can_be_made_of_is_a_sentence(shell: Shell, tmp_path: pat
     (tmp_path / "broken.json").write_text("{")
     assert "not a plan" in shell.complaint("report", str(tmp_path / "broken.json"))
     assert "cannot be read" in shell.complaint("report", str(tmp_path / "missing.json"))
+    assert "would be overwritten" in shell.complaint("report", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.json"))
+    assert "only --output applies" in shell.complaint("report", str(tmp_path / "a.json"), "--batch", "4")
+    both = str(tmp_path / "both")
+    assert "overwrite the other" in shell.complaint("plan", "gpt2", "--output", both, "--pareto", both)
     assert "directory" in shell.complaint("report", "gpt2", "--output", str(tmp_path))
     assert not (tmp_path / "memscale-report.html").exists()
 

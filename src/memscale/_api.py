@@ -573,7 +573,7 @@ def _model_of(target: object) -> nn.Module:
         return target
     if _is_trainer(target):
         return _model_of(target.model)
-    raise TypeError(f"memscale.wrap takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
+    raise TypeError(f"MemScale takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
 
 
 def _replica_of(target: object) -> DistributedDataParallel | None:

@@ -240,6 +240,8 @@ def plan(
     config = _config(mode, budget, utilization, overlaps, force=force)
     _check_writable("--output", output)
     _check_writable("--pareto", pareto)
+    if _is_same_file(output, pareto):
+        raise PlanError(f"--output and --pareto are both {output}: one would overwrite the other")
     if pareto is not None:
         from memscale.report.charts import plotly
 
@@ -309,12 +311,21 @@ def report(
     _check_writable("--output", output)
     plotly()
     if subject.endswith(".json"):
+        unread = (batch, seq, gpu, budget, overlaps) != (None,) * 5 or force or with_weights
+        if unread or (optimizer, utilization, mode) != ("adamw", 0.85, "balanced"):
+            raise ConfigError(f"{subject} is a plan that was made already: of the options only --output applies to it")
+        if _is_same_file(pathlib.Path(subject), output):
+            raise PlanError(f"--output {output} is the plan itself, which would be overwritten")
         made = Report(_read_plan(pathlib.Path(subject)))
     else:
         config = _config(mode, budget, utilization, overlaps, force=force)
         made = _report_of(_open_subject(subject, batch, seq, gpu, optimizer, with_weights), config, optimizer)
     _write("--output", output, made.html())
     print(f"written to {output}", file=sys.stderr)
+
+
+def _is_same_file(one: pathlib.Path | None, other: pathlib.Path | None) -> bool:
+    return one is not None and other is not None and one.resolve() == other.resolve()
 
 
 def _read_plan(path: pathlib.Path) -> Plan:

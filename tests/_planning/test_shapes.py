@@ -169,6 +169,9 @@ def test_samples_come_with_the_largest_first() -> None:
         (ids(4), [], ValueError, "nothing"),
         (ids(4), [4, 0], ValueError, "has 0"),
         (ids(4), [2.5], ValueError, "2.5"),
+        (ids(4), 64, TypeError, "not 64"),
+        (ids(4), "64", TypeError, "not '64'"),
+        (ids(4), {4: -1}, ValueError, "cannot be -1"),
     ],
 )
 def test_samples_that_say_nothing_are_refused(sample: Any, lengths: Any, error: type[Exception], words: str) -> None:

@@ -25,7 +25,9 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
         smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
-    remedies = [*([smaller] if smaller else []), f"raise the budget to {show_bytes(needed)}"]
+    # On a card the budget bounds what is reserved, which is more; a plan whose live bytes do not fit was not recorded.
+    at_least = "at least " if reserved is None and plan.device_type != "cpu" else ""
+    remedies = [*([smaller] if smaller else []), f"raise the budget to {at_least}{show_bytes(needed)}"]
     holds = "" if reserved is None else f", for which PyTorch reserves {show_bytes(reserved)},"
     return (
         f"The peak is {show_bytes(peak)}{holds} after every enabled technique (mode {plan.mode}); "

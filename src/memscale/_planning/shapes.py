@@ -23,7 +23,7 @@ from memscale._decide import plan_as_it_is
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import choice_of
 from memscale._decide.travel import travel_of
-from memscale._errors import MemScaleError
+from memscale._errors import MemScaleError, shown
 from memscale._plan import Action, LayerAction, Plan
 from memscale._planning.demand import Demand
 from memscale._planning.planner import Planner
@@ -65,12 +65,22 @@ def samples_of(sample: Any, lengths: Lengths | None, model: nn.Module) -> list[I
 
 
 def _checked_lengths(lengths: Lengths) -> set[int]:
+    given: object = lengths
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"lengths= must be whole numbers, or a histogram of them, not {lengths!r}")
     found = set(lengths)
-    wrong = [length for length in found if not isinstance(length, int) or isinstance(length, bool) or length < 1]
+    wrong = [length for length in found if not _is_count(length, 1)]
     if wrong or not found:
-        shown = repr(wrong[0]) if wrong else "nothing"
-        raise ValueError(f"lengths= must be positive whole numbers, at least one of them; it has {shown}")
+        what = shown(wrong[0]) if wrong else "nothing"
+        raise ValueError(f"lengths= must be positive whole numbers (int), at least one of them; it has {what}")
+    counts = list(lengths.values()) if isinstance(lengths, Mapping) else []
+    if wrong := [count for count in counts if not _is_count(count, 0)]:
+        raise ValueError(f"lengths= counts how often each length comes, which cannot be {shown(wrong[0])}")
     return found
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _num_elements(inputs: Inputs) -> int:
