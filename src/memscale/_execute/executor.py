@@ -105,6 +105,11 @@ class Executor:
             raise ReferenceError("the model of this executor is gone")
         return model
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Its model is gone."""
+        return self._model() is None
+
     def adopt(self) -> None:
         """Become the model's executor."""
         orderly_exit.be_orderly()

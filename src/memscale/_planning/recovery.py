@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memscale._errors import DoesNotFitError, MemScaleError, shortened
 from memscale._execute.executor import Executor
@@ -55,6 +55,12 @@ _LARGEST_GRADIENT_BYTES = 1 << 20
 _TIGHTER = 0.9
 """The share of its predicted peak within which a plan must fit that takes the place of one which ran out of memory."""
 _MARK = "memscale_output"
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""What a batch may hold that is repeated: tensors, which know when they are written to, and what cannot change."""
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 class _NotRepeatable(MemScaleError):
@@ -81,9 +87,20 @@ class _Step:
     problem: str | None = None
     """Why it cannot be repeated."""
 
-    def note_versions(self, parameters: Iterable[torch.Tensor]) -> None:
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward: what its repetition would be given."""
+        leaves = tree_leaves((args, kwargs))
+        if any(not isinstance(leaf, _PLAIN) for leaf in leaves):
+            self.problem = "the batch holds objects that the forward may have changed"
+        self._note(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def note_versions(self, *held: Iterable[torch.Tensor]) -> None:
+        """After the forward: what is not to change before its backward."""
         inputs = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
-        self.versions = [(one, one._version) for one in (*inputs, *parameters) if not one.is_inference()]
+        self._note([*inputs, *(tensor for tensors in held for tensor in tensors)])
+
+    def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.versions = [(one, one._version) for one in tensors if not one.is_inference()]
 
     @property
     def has_changed(self) -> bool:
@@ -142,6 +159,9 @@ class Recovery:
             return inner()(*args, **kwargs)
         (device,) = self.devices()
         step = _Step(Moment(device), self._state.before())
+        again_args, again_kwargs = tree_map(_same, (args, kwargs))  # a forward may change the containers themselves
+        raw = tree_map(_same, raw)
+        step.begin(args, kwargs)
         try:
             output = inner()(*args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -150,9 +170,9 @@ class Recovery:
             self._remember(step, *raw)
             return output
         with _in_words(failure, "forward"):
-            self._prepare(module, step, Inputs(args, kwargs), failure, "forward")
+            self._prepare(module, step, Inputs(again_args, again_kwargs), failure, "forward")
         try:
-            output = inner()(*args, **kwargs)
+            output = inner()(*again_args, **again_kwargs)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)
         else:
@@ -169,7 +189,10 @@ class Recovery:
             step.problem = str(error)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
             step.problem = "an input of the model needs a gradient itself"
-        step.note_versions(self._executor.model.parameters())
+        if step.has_changed:
+            step.problem = "the forward wrote to its input"
+        model = self._executor.model
+        step.note_versions(model.parameters(), model.buffers())
         self._step = step
 
     def _prepare(self, model: nn.Module, step: _Step, inputs: Inputs, failure: Exception, where: str) -> None:
@@ -261,7 +284,13 @@ class Recovery:
         step = self._step
         if step is None:
             return
-        for place, leaf in enumerate(tree_leaves(output)):
+        leaves = tree_leaves(output)
+        shown = [
+            (id(leaf.grad_fn), leaf.output_nr) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn
+        ]
+        if len(set(shown)) < len(shown):
+            step.problem = "the model returns one tensor twice"
+        for place, leaf in enumerate(leaves):
             if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
                 places = private.mark_of(leaf.grad_fn, _MARK) or {}
                 private.mark_node(leaf.grad_fn, _MARK, {**places, place: weakref.ref(step)})
@@ -282,7 +311,7 @@ class Recovery:
 
     def rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
         step = self._step
-        if step is None or self._is_again:
+        if step is None or self._is_again or self._executor.is_orphaned:
             return False
         self._step = None
         model = self._executor.model
@@ -291,6 +320,7 @@ class Recovery:
             if reached is None:
                 return False
             self._refuse_backward(call)
+            _refuse_hooks(model, step)
             gradients = _gradients_of(step, reached)
             rest = _without_gradient(model, step)
             _let_go(call.roots, step)
@@ -352,6 +382,15 @@ class Recovery:
             self._replanner.is_repeating = False
             now.restore()
         raise _in_numbers(again, "The batch was run again, and ran out of memory again", self._numbers(device))
+
+
+def _refuse_hooks(model: nn.Module, step: _Step) -> None:
+    """Hooks of the loop's own see the failed attempt, or are not there in the second."""
+    outputs = [output for reference in step.outputs if (output := reference()) is not None]
+    if any(len(output._backward_hooks or ()) > 1 for output in outputs):
+        raise _NotRepeatable("an output of the model has hooks of the loop's own")
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
+        raise _NotRepeatable("parameters have hooks that use their gradients during backward")
 
 
 def _go_back(chosen: list[tuple[torch.Tensor, torch.Tensor]], rest: list[torch.Tensor] | None) -> None:
@@ -474,9 +513,9 @@ class _Arrived:
         self._step = step
         self._place = place
 
-    def __call__(self, gradient: torch.Tensor) -> None:
+    def __call__(self, gradient: torch.Tensor | None) -> None:
         step = self._step()
-        if step is None:
+        if step is None or gradient is None:  # of an output beside it, of the same node, that the loss does not use
             return
         step.is_reached = True
         if gradient.layout is torch.strided and gradient.nbytes <= _LARGEST_GRADIENT_BYTES:
