@@ -420,7 +420,8 @@ class Planner:
             return ()
         if self.profile.rest_optimizer is None:
             blocks = tuple(self.rehearsal.blocks)
-            inside, rest = self._streamable(blocks), streaming.rest_of(self.rehearsal.model, blocks)
+            beside = streaming.rest_of(self.rehearsal.model, blocks)
+            inside, rest = self._streamable(blocks), tuple(x for x in beside if x not in self.rehearsal.read_elsewhere)
             leaving = self._streamable((*blocks, *rest)) - inside
             parameters = [p for p in self.model.parameters() if id(p) in leaving]
             self.learn(
