@@ -33,8 +33,8 @@ ALLOWED = {
     "zoo": WORDS,
     "integrations": DATA | {"_api", "_torch", "techniques"},  # what a user makes (a callback) calls the verbs
 }
-"""Whom each room may import, at most. `_api`, `cli` and the package itself stand above all of them."""
-ABOVE_ALL = {"__init__", "__main__", "_api", "cli"}
+"""Whom each room may import, at most. `_api`, `cli`, `verify`, `what_fits` and the package itself stand above all."""
+ABOVE_ALL = {"__init__", "__main__", "_api", "cli", "verify", "what_fits"}
 NO_TORCH_ON_IMPORT = {
     "__init__",
     "_config",

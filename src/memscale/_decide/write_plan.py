@@ -72,6 +72,7 @@ def write_plan(
         front_note=front_note,
         conditions=conditions_of(config, model.hardware),
         least_slowdown=_least_slowdown(model, config, baseline, _bounded_bytes(config, budget_bytes, outcome)),
+        baseline_step_ms=round(baseline.step_ms, 3) or None,
     )
 
 
