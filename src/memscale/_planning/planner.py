@@ -501,6 +501,9 @@ class Planner:
                 rest=rest,
                 rest_param_bytes=sum(p.nbytes for p in parameters),
                 rest_trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+                rest_shared_bytes=sum(
+                    p.nbytes for p in streaming.shared(self.model) if p.requires_grad and id(p) in leaving
+                ),
             )
         return tuple(StreamParameters(fqn) for fqn in self.profile.rest)
 
