@@ -356,15 +356,16 @@ def _read_plan(path: pathlib.Path) -> Plan:
 
 def _report_of(subject: _Subject, config: Config, optimizer: str) -> Report:
     from memscale._planning.step_memory import step_memory
+    from memscale._planning.step_times import step_times
     from memscale.report.page import Report
 
     with _progress(f"planning {subject.name} on fake tensors"), _quiet():
         made = _make_plan(subject, config, optimizer, with_front=True)
     with _progress("rehearsing a step with the plan and one without"), _quiet():
         planner, travelling = _planner_of(subject, config, optimizer, made)
-        return Report(
-            made, step_memory(planner, (), travelling), step_memory(planner, made.actions, travelling, made.allocator)
-        )
+        plain = step_memory(planner, (), travelling)
+        under = step_memory(planner, made.actions, travelling, made.allocator)
+        return Report(made, plain, under, times=step_times(planner, made.actions, travelling))
 
 
 @app.command()

@@ -366,6 +366,10 @@ class Planner:
         held = self.held((), config)
         return least_bytes if held is None else max(least_bytes, held.reserved_bytes - baseline_bytes)
 
+    def trace_of(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
+        """A step with these actions; without any, the plain one."""
+        return self._rehearsed(actions, config) if actions else self.profile.plain
+
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key, known = self._key(actions), self.stage.rehearsed
         if key not in known:
