@@ -211,7 +211,8 @@ def _bar(part: float | None, whole: float | None) -> str:
 
 def held_rows(frame: Frame) -> list[tuple[str, ...]]:
     """Bytes by tier and kind."""
-    now, rows = frame.later, []
+    now = frame.later
+    rows: list[tuple[str, ...]] = []
     for tier in TIERS:
         found = [now.value("memscale_held_bytes", tier=tier, kind=kind) for kind in KINDS]
         if any(found):
