@@ -182,7 +182,7 @@ def peak_rows(frame: Frame) -> list[tuple[str, ...]]:
     """The numbers of the peak: measured, predicted, and of the budget."""
     now = frame.later
     budget = now.value("memscale_budget_bytes")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for number in NUMBERS:
         seen = now.value("memscale_peak_bytes", number=number)
         said = now.value("memscale_predicted_peak_bytes", number=number)
@@ -222,7 +222,7 @@ def held_rows(frame: Frame) -> list[tuple[str, ...]]:
 
 def link_rows(frame: Frame) -> list[tuple[str, ...]]:
     """What travels, both ways."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for direction, words in (("out", "to the next tier"), ("in", "back")):
         total = frame.later.total("memscale_moved_bytes_total", direction=direction)
         if total:
