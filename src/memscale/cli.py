@@ -1,4 +1,5 @@
-"""The command line: `memscale estimate`, `plan`, `report`, `fit`, `table`, `verify`, `doctor`, `cache`, `bench`.
+"""The command line: `memscale estimate`, `plan`, `report`, `fit`, `table`, `verify`, `watch`, `doctor`, `cache` and
+`bench`.
 
 Exit codes: 0 done; 1 no plan fits (`plan` and `report`); 2 bad input, with one sentence on stderr. Results go to
 stdout, progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from memscale._planning.planner import Planner
     from memscale._profile.inputs import Inputs
     from memscale.report.page import Report
+    from memscale.report.watch import Frame
     from memscale.verify.record import Machine, Record
     from memscale.what_fits import Question
 
@@ -543,6 +545,44 @@ def _save_record(path: pathlib.Path, record: Record) -> None:
         record.save(path)
     except OSError as error:
         raise PlanError(f"--output {shown(str(path))} cannot be written: {error.strerror or error}") from error
+
+
+@app.command()
+def watch(
+    target: Annotated[str, typer.Argument(metavar="PORT|PID|URL", help="Of a training with observability_port.")],
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.05, max=3600.0, help="Between two readings.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
+) -> None:
+    """Watch a training: bytes by tier against budget and prediction, link use, step time. Ends when it does."""
+    from memscale.report import watch as view
+
+    url = view.find_endpoint(target)
+    seen = view.frames(url, interval)
+    if once:
+        frame = next(seen, None)
+        if frame is None:
+            raise ConfigError(f"the training at {url} has ended")
+        print("\n".join(view.frame_lines(frame)))
+        return
+    _watch(seen)
+    print(f"the training at {url} has ended", file=sys.stderr)
+
+
+def _watch(seen: Iterator[Frame]) -> None:
+    """On a terminal a view that changes, elsewhere frame after frame."""
+    from memscale.report import watch as view
+
+    if not sys.stdout.isatty():
+        for frame in seen:
+            print("\n".join([*view.frame_lines(frame), ""]), flush=True)
+        return
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        for frame in seen:
+            live.update(view.frame_view(frame), refresh=True)
 
 
 @app.command()
