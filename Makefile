@@ -23,7 +23,7 @@ help:
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make test-pages      reports in a real browser; needs Chromium (Debian: apt-get install chromium)"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
-	@echo "make fuzz            random models under random plans against plain ones: EXAMPLES=2000 for so many"
+	@echo "make fuzz            random models and random histories against plain ones: EXAMPLES=2000 for so many of each"
 	@echo "make zoo             every architecture at hand against a plain copy; goes on where it was stopped"
 	@echo "make audit   bandit over our code, pip-audit over what is installed (the latter asks a database on the network)"
 	@echo "make docs    the documentation as a site in build/site; broken links are errors"
@@ -75,7 +75,8 @@ search-cases: $(STAMP)
 
 fuzz: EXAMPLES ?= 1000
 fuzz: $(STAMP)
-	MEMSCALE_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -n 0 tests/training/test_random_models.py --hypothesis-profile search
+	MEMSCALE_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -n 0 tests/training/test_random_models.py tests/training/test_histories.py \
+		--hypothesis-profile search -m ""
 
 zoo: $(STAMP)
 	mkdir -p build

@@ -290,9 +290,18 @@ class BackwardSteps(StepWatcher):
         assert done is not None
         every = not skips_parameters_without_gradient(optimizer)
         rest = [p for p in parameters_of(optimizer) if not is_released(p.grad) and (every or p.grad is not None)]
-        if rest:
-            done.split.run_in_place(rest, call.args, call.kwargs)
-        done.split.merge()
+        _BROKEN[optimizer] = (
+            f"a step failed at {len(rest)} parameters when {done.num_stepped} others had been stepped in backward. "
+            "Those are updated, and some of these are not: load a checkpoint of the model and of the optimizer before "
+            "going on"
+        )
+        try:
+            if rest:
+                done.split.run_in_place(rest, call.args, call.kwargs)
+            done.split.merge()
+        except Exception as error:
+            raise PartialStepError(_BROKEN[optimizer]) from error
+        del _BROKEN[optimizer]  # not after what is no `Exception`, either: Ctrl-C leaves the same behind
 
 
 class _ScaledLosses:
