@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := hf,lightning,quantization,observability,report,dev
+EXTRAS := hf,lightning,quantization,observability,report,libraries,dev
 STAMP := $(VENV)/.installed
 PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 DURATIONS := build/test-durations.xml
@@ -55,7 +55,7 @@ test: lint
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-all: lint
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages,docs,coverage]"
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages,torchao,docs,coverage]"
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS) -m "" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 

@@ -289,6 +289,15 @@ def skips_parameters_without_gradient(optimizer: Optimizer) -> bool:
     return type(optimizer) in _KNOWN_SEPARABLE
 
 
+def own_way_of(optimizer: Optimizer) -> str:
+    """How an optimizer takes care of its state's memory by itself, so that it is left alone; "" where it does not."""
+    if getattr(optimizer, "is_paged", False):
+        return "bitsandbytes pages its state between device and host by itself"
+    if type(optimizer).__module__.partition(".")[0] == "torchao":
+        return "torchao compiles its step and keeps its state in tensors of its own kind"
+    return ""
+
+
 def check_separable(optimizer: Optimizer) -> None:
     """Raise `NotSeparable` unless stepping parameters in parts is the same as stepping them at once.
 
@@ -300,6 +309,8 @@ def check_separable(optimizer: Optimizer) -> None:
         raise NotSeparable("its step is differentiable")
     if type(optimizer) in _KNOWN_SEPARABLE:
         return
+    if own_way := own_way_of(optimizer):
+        raise NotSeparable(own_way)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise NotSeparable("its step() evaluates the closure several times")
