@@ -97,7 +97,7 @@ def _caption(log: Log) -> str:
 
 def _legend() -> str:
     return (
-        f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} bytes a parameter in full, "
+        f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} B per parameter in full, "
         f"{BYTES_A_PARAMETER['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card. "
         '"or larger": the next model was not planned for yet.'
     )
