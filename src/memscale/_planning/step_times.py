@@ -9,11 +9,11 @@ from memscale._config import Config
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.lanes import lanes_of
 from memscale._plan import Action
-from memscale._planning.planner import Planner
+from memscale._planning.one_way import OneWay
 from memscale.report.step_times import StepTimes
 
 
-def step_times(planner: Planner, actions: tuple[Action, ...], config: Config) -> StepTimes:
+def step_times(planner: OneWay, actions: tuple[Action, ...], config: Config) -> StepTimes:
     """Of the step as these actions change it, on the planner's device."""
     trace = planner.trace_of(actions, config)
     choice = choice_of(actions, planner.profile) if actions else Choice()
