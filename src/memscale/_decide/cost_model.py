@@ -160,8 +160,8 @@ class CostModel:
         return order if called == [*order, *back] else None
 
     def places(self, module_fqn: str) -> list[int]:
-        """Which stretches of the step are this block's."""
-        return self._places[module_fqn]
+        """Which stretches of the step are this block's: none, where the step does not come to it."""
+        return self._places.get(module_fqn, [])
 
     def first_backward(self) -> int:
         """The first stretch with a piece of backward in it."""

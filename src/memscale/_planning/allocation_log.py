@@ -64,6 +64,8 @@ class AllocationLog:
         self.before: list[Event] = []
         """What comes before the first step."""
         self.steps: list[list[Event]] = []
+        self.levels: list[tuple[int, int]] = []
+        """How high live bytes rise above the start in each forward and backward that was run, and where they end."""
         self._num_allocations = 0
         self._serials: dict[int, int] = {}
         """The serial of each allocation that lives, by the key of its storage."""

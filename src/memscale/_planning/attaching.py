@@ -242,7 +242,7 @@ def _check_directory(offload_dir: str) -> None:
     if not existing.is_dir():
         raise ConfigError(f"offload_dir={offload_dir!r} is not a directory")
     try:
-        with tempfile.TemporaryDirectory(prefix=".memscale-", dir=existing):
+        with tempfile.TemporaryFile(dir=existing):  # it has no name, or only for a moment: a kill leaves nothing
             pass
     except OSError as error:
         raise ConfigError(f"offload_dir={offload_dir!r} cannot be written: {error}") from error

@@ -50,7 +50,8 @@ class SteppedOptimizer:
 
     `ids` are those of the user's parameters, by the ids of their stand-ins; stand-ins that are `away` are streamed.
     Without `rules` the optimizer steps as a whole. `log` is that of the recorder that sees the steps. `forgets`:
-    counters, which are on the host in a real run, are counted here, and the log is to forget them.
+    counters, which are on the host in a real run, are counted here, and the log is to forget them. `known`: buckets
+    that the same optimizer was seen to step.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SteppedOptimizer:
         rules: BucketRules | None = None,
         *,
         forgets: bool = False,
+        known: KnownSteps | None = None,
     ) -> None:
         self._log = log
         self._forgets = forgets
@@ -70,8 +72,7 @@ class SteppedOptimizer:
         self._prefetches = rules is not None and rules.stepping.prefetches
         self._tables: torch.Tensor | None = None
         self._rules = rules
-        self._known: dict[Hashable, _KnownStep | None] = {}
-        """Steps of buckets that were tried, by what decides what they allocate."""
+        self._known = {} if known is None else known
 
     def step(self) -> None:
         """Step once, with the gradients that there are."""
@@ -88,7 +89,7 @@ class SteppedOptimizer:
         leaving: _Bucket | None = None
         for bucket in buckets:
             was_whole = bucket.is_laid_out or not bucket.moves
-            bucket.bring()
+            bucket.bring(is_known=self._known.get(bucket.kind) is not None)
             bucket.welcome()
             if bucket.moves:
                 to_come.remove(bucket)
@@ -181,6 +182,10 @@ class _KnownStep:
         log.again(self.events, makers)
 
 
+KnownSteps = dict[Hashable, _KnownStep | None]
+"""Steps of buckets that were tried, by what decides what they allocate; None where such a step cannot be told again."""
+
+
 def _serial_of(value: object, log: AllocationLog) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
@@ -240,7 +245,13 @@ class _Bucket:
     def kind(self) -> Hashable:
         """Buckets of one kind allocate the same in their next step."""
         members = [
-            (index, parameter.shape, parameter.stride(), parameter.dtype, parameter.grad is not None)
+            (
+                index,
+                parameter.shape,
+                parameter.stride(),
+                parameter.dtype,
+                self._has_guests or parameter.grad is not None,
+            )
             for index, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
         ]
@@ -286,10 +297,12 @@ class _Bucket:
             while sum(weight.nbytes for weight in self._weights) > window_bytes:
                 del self._weights[0]
 
-    def bring(self) -> None:
+    def bring(self, *, is_known: bool = False) -> None:
+        """`is_known`: what the step allocates is known, and nobody looks at state that lies in the bucket's memory."""
         self.start()
         for slot in self._slots or ():
-            self.optimizer.state[slot.parameter][slot.name] = self._brought(slot)
+            if slot.is_packed or not is_known:
+                self.optimizer.state[slot.parameter][slot.name] = self._brought(slot)
 
     def _brought(self, slot: _Slot) -> torch.Tensor:
         assert self._memory is not None
@@ -309,7 +322,7 @@ class _Bucket:
         for slot in self._slots or ():
             if slot.is_packed:
                 self._pack(slot)
-            del self.optimizer.state[slot.parameter][slot.name]
+            self.optimizer.state[slot.parameter].pop(slot.name, None)
         sent_at_once = not self._rules.stepping.prefetches or self._num_bytes > self._rules.window_bytes
         if self.moves and sent_at_once:
             self._memory = None

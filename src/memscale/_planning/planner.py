@@ -51,7 +51,7 @@ from memscale._planning.either_way import plan_either_way
 from memscale._planning.job import Job
 from memscale._planning.least_reserved import growing, least_reserved
 from memscale._planning.optimizer_trials import OptimizerCosts
-from memscale._planning.recording import record_steps, rehearse_lengthened
+from memscale._planning.recording import highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
 from memscale._planning.tile_sizes import Tiles
 from memscale._profile import KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
@@ -275,6 +275,7 @@ class Planner:
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             return None
         self._last_log = key, log
+        self.stage.rehearsed.setdefault(key, highest_of(log.levels))
         with stage("playing the caching allocator"):
             found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
         return self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
@@ -319,6 +320,7 @@ class Planner:
             points=points_of(beside) if actions else (),
             names_modules=names_modules,
             cuts=cuts,
+            known=self.stage.known_steps,
         )
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
@@ -372,6 +374,8 @@ class Planner:
 
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key, known = self._key(actions), self.stage.rehearsed
+        if key not in known:
+            self.held(actions, config)  # where there is such an allocator, recorded steps show what is live, too
         if key not in known:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):

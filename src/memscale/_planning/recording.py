@@ -17,7 +17,7 @@ allocated on the one that computes, too. See NOTE [stream order] in transfers.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from memscale._planning.allocation_log import (
     Place,
     Thread,
 )
-from memscale._planning.bucket_steps import BucketRules, SteppedOptimizer
+from memscale._planning.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.kernel_temporaries import KernelTemporaries
 from memscale._planning.lengthened import Mark, lengthened
 from memscale._profile import Phase, Segment, StepTrace
@@ -59,25 +59,45 @@ CARD_TYPE = "cuda"
 
 
 class LogRecorder(SegmentRecorder):
-    """Records what is allocated and freed while a rehearsal runs, and where blocks begin."""
+    """Records live storages as they come and go while a rehearsal runs, and where blocks begin."""
 
-    def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog) -> None:
+    def __init__(self, rehearsal: FakeRehearsal) -> None:
         super().__init__(rehearsal.device_type, rehearsal.rounding_bytes, counts_fakes=rehearsal.is_fake)
-        self.log = self.events = log
-        self.marks: list[Mark] = []
+        self.storages = AllocationLog()
+        self.log = self.storages
+        self.storage_marks: list[Mark] = []
         """Where the step came to a module that is watched."""
 
     def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
         super().move_to(phase, module_fqn, call)
         if module_fqn:
-            self.marks.append((phase, module_fqn, self.events.num_events))
+            self.storage_marks.append((phase, module_fqn, self.storages.num_events))
+
+
+class _Both:
+    """Two logs that are told the same."""
+
+    def __init__(self, first: AllocationLog, second: AllocationLog) -> None:
+        self._logs = first, second
+
+    def allocate(self, key: int, num_bytes: int) -> None:
+        for log in self._logs:
+            log.allocate(key, num_bytes)
+
+    def free(self, key: int) -> None:
+        for log in self._logs:
+            log.free(key)
 
 
 class EventRecorder(LogRecorder):
-    """With what kernels allocate inside themselves."""
+    """Has another log, of what an allocator is asked for: with what kernels allocate inside themselves, and without
+    what is new on fake tensors alone."""
 
     def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog, hardware: Hardware | None = None) -> None:
-        super().__init__(rehearsal, log)
+        super().__init__(rehearsal)
+        self.events = log
+        self.marks: list[Mark] = []
+        self.log = self._both = _Both(self.storages, log)
         self._kernels = KernelTemporaries(hardware)
         self._is_dropout = False
         self.thread: Thread = "forward"
@@ -86,8 +106,7 @@ class EventRecorder(LogRecorder):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._has_card_kernels and func in OPENED:
-            with self:
-                return OPENED[func](*args, **kwargs)
+            return self._run_opened(func, args, kwargs)
         self._is_dropout = func is _aten.native_dropout.default
         self.events.place = self._place_of(func)
         result = super().run(func, args, kwargs)
@@ -99,6 +118,37 @@ class EventRecorder(LogRecorder):
             for sizes in self._kernels.inside(func, args, result, kwargs):
                 self.events.pass_by(sizes)
         return result
+
+    def _run_opened(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self, self.without_storages():
+            result = OPENED[func](*args, **kwargs)
+        storage = result.untyped_storage()
+        self.storages.allocate(private.storage_key(storage), storage.nbytes())
+        return result
+
+    @contextlib.contextmanager
+    def without_storages(self) -> Iterator[None]:
+        """What comes is in the allocator's log alone."""
+        self.log = self.events
+        try:
+            yield
+        finally:
+            self.log = self._both
+
+    @contextlib.contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """The optimizer steps."""
+        self.is_optimizing = True
+        try:
+            with self.without_storages():
+                yield
+        finally:
+            self.is_optimizing = False
+
+    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
+        super().move_to(phase, module_fqn, call)
+        if module_fqn:
+            self.marks.append((phase, module_fqn, self.events.num_events))
 
     def _place_of(self, func: Any) -> Place:
         phase, module_fqn, _ = self._place
@@ -132,6 +182,7 @@ def record_steps(
     points: Iterable[ReleasePoint] = (),
     names_modules: bool = False,
     cuts: Sequence[Cut] = (),
+    known: KnownSteps | None = None,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
@@ -141,7 +192,7 @@ def record_steps(
     `points`: moments of the step that the log is to have.
     `names_modules`: the log says in which block or other piece of the model something is allocated. `cuts`: blocks that
     forward and backward are recorded without, to which the log is then lengthened; `attach` is for the model without
-    them. `NotAlike` where that cannot be.
+    them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
@@ -165,7 +216,7 @@ def record_steps(
             recorder.see_all(getattr(attached, "held", []), "optimizer state")
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
-        stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules)
+        stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
         recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
         for num_stepped in (1, num_steps - 1) if learns else (num_steps,):
             recorded += _record_parts(rehearsal, recorder, stepping, num_stepped, missing)
@@ -200,7 +251,7 @@ class _Missing:
 
     def make_gradients(self) -> None:
         """Backward leaves them, where it does for the blocks that stand for these; the log gets them otherwise."""
-        log, self._recorder.log = self._recorder.log, None
+        log, self._recorder.log = self._recorder.log, None  # with the blocks that are put in
         with self._mode:
             for parameter, present in self.stand_ins.values():
                 if present.grad is not None:
@@ -212,12 +263,20 @@ class _Missing:
         for parameter, _ in self.stand_ins.values():
             parameter.grad = None
 
-    def put_in(self, passed: list[Event], stepped: list[list[Event]], ended: list[Event]) -> list[list[Event]]:
-        """All parts of the step with what these blocks allocate."""
-        if not self._cuts:
-            return [passed, *stepped, ended]
-        marks, new_serial = self._recorder.marks, self._recorder.events.new_serial
-        return lengthened(passed, [*stepped, ended], marks, self._cuts, new_serial)
+    def put_in(
+        self, log: AllocationLog, marks: list[Mark], passed: list[Event], *later: list[Event]
+    ) -> list[list[Event]]:
+        """All parts of the step, with what these blocks allocate."""
+        return lengthened(passed, later, marks, self._cuts, log.new_serial) if self._cuts else [passed, *later]
+
+    def levels(self, passed: list[Event], ended: list[Event], num_ending: int) -> tuple[int, int]:
+        """How high live bytes rise in forward and backward, and where they end, of the recorder's storages.
+
+        `num_ending`: what goes at the end before gradients do.
+        """
+        recorder = self._recorder
+        passed, ended = self.put_in(recorder.storages, recorder.storage_marks, passed, ended)
+        return _levels([*passed, *ended[:num_ending]], recorder.storages.before, recorder.rounding_bytes)
 
 
 def _leave_home(
@@ -240,12 +299,14 @@ def _optimizer_on(
     stand_ins: dict[int, nn.Parameter],
     away: set[int],
     rules: BucketRules | None,
+    known: KnownSteps | None,
 ) -> SteppedOptimizer | None:
     if optimizer == "none":
         return None
     stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
     ids = {id(copy): original for original, copy in stand_ins.items()}
-    return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=rehearsal.emulates_gpu)
+    forgets = rehearsal.emulates_gpu
+    return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
 
 
 def _record_parts(
@@ -258,8 +319,8 @@ def _record_parts(
     """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps."""
     log = recorder.events
     with recorder:
-        passed = log.begin_step()
-        recorder.marks = []
+        passed, held = log.begin_step(), recorder.storages.begin_step()
+        recorder.marks, recorder.storage_marks = [], []
         recorder.move_to("forward", "", 0)
         if rehearsal.holds_gradients:
             rehearsal.hold_gradients(recorder)
@@ -274,15 +335,16 @@ def _record_parts(
             for _ in range(num_steps):
                 stepped.append(log.begin_step())
                 if optimizer is not None:
-                    recorder.is_optimizing = True
-                    optimizer.step()
-                    recorder.is_optimizing = False
-    ended = log.begin_step()
+                    with recorder.optimizing():
+                        optimizer.step()
+    ended, let_go = log.begin_step(), recorder.storages.begin_step()
     del loss
+    num_ending = len(let_go)
     for parameter in rehearsal.model.parameters():
         parameter.grad = None
     missing.clear_gradients()
-    passed, *stepped, ended = missing.put_in(passed, stepped, ended)
+    log.levels.append(missing.levels(held, let_go, num_ending))
+    passed, *stepped, ended = missing.put_in(log, recorder.marks, passed, *stepped, ended)
     return [[*passed, *events, *ended] for events in stepped]
 
 
@@ -294,8 +356,7 @@ def rehearse_lengthened(rehearsal: FakeRehearsal, attach: Attach, cuts: Sequence
 
     `attach` is for the shorter model. `NotAlike` where blocks do not stand for others.
     """
-    log = AllocationLog()
-    recorder = LogRecorder(rehearsal, log)
+    recorder = LogRecorder(rehearsal)
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)
@@ -305,27 +366,30 @@ def rehearse_lengthened(rehearsal: FakeRehearsal, attach: Attach, cuts: Sequence
         recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
         recorder.see_all(rehearsal.inputs.tensors(), "other")
         recorder.see_all(getattr(attached, "held", []), "optimizer state")
-        passes = [_record_pass(rehearsal, recorder, missing) for _ in range(num_steps)]
-        sizes = {event.serial: event.num_bytes for event in log.before if isinstance(event, Allocated)}
-        levels = [_levels(events, sizes, rehearsal.rounding_bytes) for events in passes]
+        levels = [_record_pass(rehearsal, recorder, missing) for _ in range(num_steps)]
+    return highest_of(levels)
+
+
+def highest_of(levels: Sequence[tuple[int, int]]) -> StepTrace:
+    """The highest of several steps, as one segment: how high its live bytes rise, and where they end."""
     peak_bytes, end_bytes = max(levels)
     return StepTrace((Segment("forward", "", peak_bytes, end_bytes, 0, 0, 0),))
 
 
-def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Missing) -> list[Event]:
-    passed = recorder.events.begin_step()
-    recorder.marks = []
+def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Missing) -> tuple[int, int]:
+    passed = recorder.storages.begin_step()
+    recorder.storage_marks = []
     with recorder:
         recorder.move_to("forward", "", 0)
         rehearsal.pass_through(recorder)
-    ended = recorder.events.begin_step()
+    ended = recorder.storages.begin_step()
     for parameter in rehearsal.model.parameters():
         parameter.grad = None
-    return missing.put_in(passed, [], ended)[0]
+    return missing.levels(passed, ended, 0)
 
 
-def _levels(events: list[Event], sizes: dict[int, int], rounding_bytes: int) -> tuple[int, int]:
-    """How high live bytes rise above the start, and where they end."""
+def _levels(events: list[Event], before: list[Event], rounding_bytes: int) -> tuple[int, int]:
+    sizes = {event.serial: event.num_bytes for event in before if isinstance(event, Allocated)}
     live = peak = 0
     for event in events:
         if isinstance(event, Allocated):

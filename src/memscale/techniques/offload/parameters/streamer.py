@@ -66,6 +66,7 @@ class Visit:
     """Device copies of one layer's parameters, which are there or on their way."""
 
     def __init__(self, parameters: list[torch.Tensor], arrivals: list[Arrival | torch.Tensor], place: int) -> None:
+        self.events: list[torch.Event] = []  # first: `__del__` needs them, also after Ctrl-C in the middle
         self.parameters = parameters
         self.stamps = Stamp.of(parameters)
         self.place = place
