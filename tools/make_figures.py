@@ -1,4 +1,4 @@
-"""Draw `docs/images/demo.svg` and write README's table: the memory of a step with and without MemScale, measured.
+"""Draw `docs/images/demo.svg` and write its table: the memory of a step with and without MemScale, measured.
 
     python -m tools.make_figures              draw from docs/results/demo.json
     python -m tools.make_figures --measure    run examples/demo.py first, and keep its numbers there
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA, FIGURE = ROOT / "docs" / "results" / "demo.json", ROOT / "docs" / "images" / "demo.svg"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "results" / "measured.md"
 NUM_BINS = 120
 _TABLE_START, _TABLE_END = "<!-- written by tools/make_figures.py -->", "<!-- end -->"
 
@@ -90,7 +90,7 @@ def draw(data: dict[str, Any]) -> str:
 
 
 def table(data: dict[str, Any]) -> str:
-    """README's table, in Markdown."""
+    """that table, in Markdown."""
 
     def row(name: str, plain: str, wrapped: str, change: str) -> str:
         return f"| {name} | {plain} | {wrapped} | {change} |"
@@ -114,9 +114,9 @@ def table(data: dict[str, Any]) -> str:
 
 
 def write_table(data: dict[str, Any]) -> None:
-    before, _, rest = README.read_text().partition(_TABLE_START)
+    before, _, rest = PAGE.read_text().partition(_TABLE_START)
     _, _, after = rest.partition(_TABLE_END)
-    README.write_text(f"{before}{_TABLE_START}\n{table(data)}\n{_TABLE_END}{after}")
+    PAGE.write_text(f"{before}{_TABLE_START}\n{table(data)}\n{_TABLE_END}{after}")
 
 
 def text(x: float, y: float, content: str, *, size: int = 12, anchor: str = "start", color: str = "#2e3440") -> str:
