@@ -106,6 +106,7 @@ def _summary(rows: dict[tuple[str, str, str], Row]) -> list[str]:
         verdicts = [
             (verdict_of_peak(peer, at_peak), verdict_of_time(peer, at_time) if device == "simgpu" else None)
             for peer, at_peak, at_time in _pairs(rows, device)
+            if at_peak is not None
         ]
         if verdicts:
             won = sum(first in ("no slower", "holds") for first, _ in verdicts)
