@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := hf,lightning,quantization,observability,report,dev
+EXTRAS := hf,lightning,quantization,observability,report,libraries,dev
 STAMP := $(VENV)/.installed
 PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 DURATIONS := build/test-durations.xml
@@ -23,7 +23,7 @@ help:
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make test-pages      reports in a real browser; needs Chromium (Debian: apt-get install chromium)"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
-	@echo "make fuzz            random models under random plans against plain ones: EXAMPLES=2000 for so many"
+	@echo "make fuzz            random models and random histories against plain ones: EXAMPLES=2000 for so many of each"
 	@echo "make zoo             every architecture at hand against a plain copy; goes on where it was stopped"
 	@echo "make audit   bandit over our code, pip-audit over what is installed (the latter asks a database on the network)"
 	@echo "make docs    the documentation as a site in build/site; broken links are errors"
@@ -55,7 +55,7 @@ test: lint
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-all: lint
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages,docs,coverage]"
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages,torchao,docs,coverage]"
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS) -m "" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
@@ -75,7 +75,8 @@ search-cases: $(STAMP)
 
 fuzz: EXAMPLES ?= 1000
 fuzz: $(STAMP)
-	MEMSCALE_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -n 0 tests/training/test_random_models.py --hypothesis-profile search
+	MEMSCALE_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -n 0 tests/training/test_random_models.py tests/training/test_histories.py \
+		--hypothesis-profile search -m ""
 
 zoo: $(STAMP)
 	mkdir -p build
