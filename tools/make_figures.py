@@ -1,8 +1,8 @@
-"""Draw the pictures of docs/images from the data of docs/results, and write README's table of the measured demo.
+"""Draw the pictures of docs/images from the data of docs/results, and write the table of the measured demo.
 
     python -m tools.make_figures              draw from the data; needs Chromium (Debian: apt-get install chromium)
     python -m tools.make_figures --measure    run examples/demo.py first, and keep its numbers in docs/results/demo.json
-    python -m tools.make_figures --table      README's table only
+    python -m tools.make_figures --table      the table only
 
 Plotly draws, in a browser (`benchmarks/pictures.py`). Each picture says from which figure it was drawn, so that
 `tests/test_docs.py` finds one that is not that of its data. The curves of docs/images/precision.svg have no data in
@@ -26,8 +26,7 @@ from benchmarks.full_stack import loss
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS, IMAGES = ROOT / "docs" / "results", ROOT / "docs" / "images"
-DATA = RESULTS / "demo.json"
-README = ROOT / "README.md"
+DATA, PAGE = RESULTS / "demo.json", RESULTS / "measured.md"
 NUM_BINS = 120
 _TABLE_START, _TABLE_END = "<!-- written by tools/make_figures.py -->", "<!-- end -->"
 
@@ -161,7 +160,7 @@ PICTURES = (
 
 
 def table(data: dict[str, Any]) -> str:
-    """README's table, in Markdown."""
+    """The table of docs/results/measured.md, in Markdown."""
 
     def row(name: str, plain: str, wrapped: str, change: str) -> str:
         return f"| {name} | {plain} | {wrapped} | {change} |"
@@ -185,9 +184,9 @@ def table(data: dict[str, Any]) -> str:
 
 
 def write_table(data: dict[str, Any]) -> None:
-    before, _, rest = README.read_text().partition(_TABLE_START)
+    before, _, rest = PAGE.read_text().partition(_TABLE_START)
     _, _, after = rest.partition(_TABLE_END)
-    README.write_text(f"{before}{_TABLE_START}\n{table(data)}\n{_TABLE_END}{after}")
+    PAGE.write_text(f"{before}{_TABLE_START}\n{table(data)}\n{_TABLE_END}{after}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

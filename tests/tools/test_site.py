@@ -65,6 +65,7 @@ def test_a_page_that_is_not_named_comes_last_in_its_section() -> None:
         ),
         ("README.md", "[web](https://example.org/docs/x.md)", "[web](https://example.org/docs/x.md)"),
         ("docs/a.md", "```\n[kept](../README.md)\n```", "```\n[kept](../README.md)\n```"),
+        ("README.md", "[over\ntwo lines](docs/a.md)", "[over\ntwo lines](a.md)"),
         ("docs/a.md", "Words:\n- one\n  goes on\n- two", "Words:\n\n- one\n  goes on\n- two"),
     ],
 )
@@ -84,7 +85,7 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
 @pytest.mark.full
 def test_the_site_builds_without_a_warning(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     api = (tmp_path / "reference" / "api.html").read_text()
     for name in ("wrap", "Estimate", "DoesNotFitError"):
