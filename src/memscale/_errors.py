@@ -55,6 +55,9 @@ class ConfigError(MemScaleError, ValueError):
 class DoesNotFitError(MemScaleError):
     """No plan with the enabled techniques stays under the budget."""
 
+    batch_size: int | None = None
+    """The batch size that the message names as one that would fit; None where it names none."""
+
 
 class ProfileError(MemScaleError):
     """The model could not be profiled."""

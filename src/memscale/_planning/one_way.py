@@ -355,6 +355,13 @@ class OneWay:
         held = self.held((), config)
         return least_bytes if held is None else max(least_bytes, held.reserved_bytes - baseline_bytes)
 
+    def trace_of(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
+        """A step with these actions, layer by layer; without any, the plain one. Confirming a plan takes less."""
+        if not actions:
+            return self.profile.plain
+        num_steps = settling_steps(actions) if self.travel.overlaps else 1
+        return self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key, known = self._key(actions), self.stage.rehearsed
         if key not in known:
@@ -481,7 +488,8 @@ class OneWay:
             return ()
         if self.profile.rest_optimizer is None:
             blocks = tuple(self.rehearsal.blocks)
-            inside, rest = self._streamable(blocks), streaming.rest_of(self.rehearsal.model, blocks)
+            beside = streaming.rest_of(self.rehearsal.model, blocks)
+            inside, rest = self._streamable(blocks), tuple(x for x in beside if x not in self.rehearsal.read_elsewhere)
             leaving = self._streamable((*blocks, *rest)) - inside
             parameters = [p for p in self.model.parameters() if id(p) in leaving]
             self.learn(
@@ -491,6 +499,9 @@ class OneWay:
                 rest=rest,
                 rest_param_bytes=sum(p.nbytes for p in parameters),
                 rest_trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+                rest_shared_bytes=sum(
+                    p.nbytes for p in streaming.shared(self.model) if p.requires_grad and id(p) in leaving
+                ),
             )
         return tuple(StreamParameters(fqn) for fqn in self.profile.rest)
 
