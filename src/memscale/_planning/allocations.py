@@ -17,7 +17,6 @@ from memscale._errors import ConfigError, MemScaleError
 from memscale._hardware.allocator_environment import own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.allocation_log import (
-from memscale._units import show_bytes
     Allocated,
     AllocationLog,
     Emptied,
@@ -26,6 +25,7 @@ from memscale._units import show_bytes
     Reached,
     Thread,
 )
+from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
 
