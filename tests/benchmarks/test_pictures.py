@@ -42,5 +42,5 @@ def test_a_browser_draws_it(tmp_path: pathlib.Path) -> None:
     pictures.write_svg(figure, path, width=300, height=200)
     text = path.read_text()
     assert text.startswith("<svg")
-    assert text.count('class="js-line"') == 2
+    assert text.count('class="js-line"') == 4, "two curves, here and in the legend"
     assert pictures.is_drawn_from(figure, path)

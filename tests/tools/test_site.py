@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -80,6 +81,22 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
     text = (DOCS / "reference" / "api.md").read_text()
     for name in memscale.__all__:
         assert name == "__version__" or f"::: memscale.{name}\n" in text, name
+
+
+@pytest.mark.unit
+def test_public_functions_and_classes_teach() -> None:
+    """An example, arguments, what is returned and what is raised; classes have an example, errors the base's."""
+    import memscale
+
+    for name in memscale.__all__:
+        thing = getattr(memscale, name)
+        text = inspect.getdoc(thing) or ""
+        if inspect.isfunction(thing):
+            wanted = ["Args:", "Raises:"]
+            wanted += [] if inspect.signature(thing).return_annotation == "None" else ["Returns:"]
+            assert [part for part in wanted if part not in text] == [], name
+        if inspect.isfunction(thing) or (inspect.isclass(thing) and not issubclass(thing, memscale.MemScaleError)):
+            assert "\n    " in text.split("Args:")[0], f"{name} has no example, indented to be shown as code"
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from memscale._planning.allocation_log import (
     Reached,
     Thread,
 )
+from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
 
@@ -134,7 +135,7 @@ class Replay:
         self._blocks[event.serial] = memory.allocate(event.num_bytes)
         if memory.peak_reserved_bytes > highest_bytes:
             if self.most_bytes is not None and memory.peak_reserved_bytes > self.most_bytes:
-                raise HoldsMore(f"more than {self.most_bytes} bytes are held")
+                raise HoldsMore(f"more than {show_bytes(self.most_bytes)} are held")
             if self._passed is not None:
                 self.rises.add(self._passed)
         if old is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memscale.report.tables import table
-from memscale.what_fits import (
+from memscale.commands.what_fits import (
     ACTIVATIONS_SHARE,
     BYTES_A_PARAMETER,
     CARDS,
@@ -19,6 +18,7 @@ from memscale.what_fits import (
     is_settled,
     rule_of_thumb,
 )
+from memscale.report.tables import table
 
 _TITLES: dict[Kind, str] = {"full": "In full", "lora": "With LoRA"}
 _HEADER = ("card", "family", "largest", "total on the card", "step", "host RAM", "mode", "rule of thumb")
