@@ -328,15 +328,16 @@ class OneWay:
         transfers, profile = self.travel.transfers, self.profile
         sizes = {layer.module_fqn: layer.param_bytes for layer in profile.layers}
         least_bytes = most_bytes = max(transfers.window_bytes, transfers.prefetch_bytes)
-        blocks = choice_of(actions, profile).blocks
-        for module_fqn, treatment in blocks:
+        choice = choice_of(actions, profile)
+        for module_fqn, treatment in choice.blocks:
             trace = profile.variants.get(TraceKey(treatment), profile.plain)
             sent = sum(s.sent_bytes for s in trace.segments if (s.phase, s.module_fqn) == ("forward", module_fqn))
             if treatment.streams:
                 least_bytes = min(least_bytes, sizes[module_fqn])
             if treatment.offloads:
                 least_bytes = min(least_bytes, sent)
-        travels = any(treatment.streams or treatment.offloads for _, treatment in blocks)
+        least_bytes //= 1 if choice.run.is_exact else 2  # in 16 bits half as much travels
+        travels = any(treatment.streams or treatment.offloads for _, treatment in choice.blocks)
         return KEPT - 1 + transfers.prefetch_depth + -(-most_bytes // max(1, least_bytes)) if travels else KEPT
 
     @functools.cached_property
