@@ -59,8 +59,8 @@ def encode(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     vae = AutoencoderKL(block_out_channels=(16,), norm_num_groups=8, latent_channels=4, sample_size=8).to(device)
     text_sizes = {"hidden_size": TEXT_WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = CLIPTextModel(CLIPTextConfig(vocab_size=64, **text_sizes, eos_token_id=2)).to(device)
-    images = torch.randn(4, 3, 8, 8, device="cpu").to(device)  # stands for your data
-    words = torch.randint(3, 64, (4, 12), device="cpu").to(device)
+    images = torch.randn(16, 3, 8, 8, device="cpu").to(device)  # stands for your data
+    words = torch.randint(3, 64, (16, 12), device="cpu").to(device)
     with torch.no_grad():
         latents = vae.encode(images).latent_dist.mean
         encoded = text(words)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from memscale._planning.estimate import Estimate as Estimate
     from memscale._planning.estimate import estimate as estimate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME_OF = {
     "wrap": "_api",

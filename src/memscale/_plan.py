@@ -342,6 +342,13 @@ class Plan:
     """What the card will hold then: reserved bytes, the context, and what others held when it was planned."""
     allocator: AllocatorUse | None = None
     """What is asked of the caching allocator; None: nothing."""
+    baseline_step_ms: float | None = None
+    """The predicted time of the unmodified model's step, by the time model; None where nothing was timed."""
+
+    @property
+    def predicted_step_ms(self) -> float | None:
+        """The predicted time of a step under this plan; None where the plain step's is not known."""
+        return None if self.baseline_step_ms is None else self.baseline_step_ms * self.predicted_slowdown
 
     @property
     def reduction(self) -> float:

@@ -495,6 +495,33 @@ def test_figures_in_the_trainers_logs(tmp_path):
     assert not any("memscale_peak_gb" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
 
 
+@pytest.mark.parametrize("way", ["arguments", "callback"])
+def test_the_end_of_a_training_writes_a_report(tmp_path, way):
+    page = tmp_path / "run.html"
+    if way == "callback":
+        config = memscale.Config(mode="conservative", force_optimize=True, enable_logging=False)
+        trainer = make_trainer(tmp_path, max_steps=3, callbacks=[MemScaleCallback(config, memscale_report=page)])
+    else:
+        trainer = wrap(make_trainer(tmp_path, max_steps=3))
+        trainer.args.memscale_report = str(page)
+    trainer.train()
+    text = page.read_text()
+    assert "Predicted and measured" in text
+    assert "GPT2LMHeadModel" in text
+    if way == "arguments":  # the callback has left the model as it was
+        memscale.detach(trainer)
+
+
+def test_a_report_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+    trainer = wrap(make_trainer(tmp_path, max_steps=1))
+    trainer.args.memscale_report = str(tmp_path / "nowhere" / "run.html")
+    with caplog.at_level(logging.WARNING, "memscale"):
+        trainer.train()
+    assert "memscale_report=" in caplog.text
+    assert trainer.state.global_step == 1
+    memscale.detach(trainer)
+
+
 def test_the_logged_peak_is_measured_and_as_predicted(tmp_path):
     options = {"max_steps": 3, "per_device_train_batch_size": 16}
     trainer = wrap(make_trainer(tmp_path, samples(64, length=64), **options))

@@ -302,13 +302,17 @@ class Executor:
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
 
-    def report(self, path: str | pathlib.Path) -> None:
+    def report(
+        self, path: str | pathlib.Path, *, step_ms: float | None = None, live_peak_bytes: int | None = None
+    ) -> None:
         """Write one HTML page about this run: the plan with its reasons, and what was predicted and measured.
 
             executor.report("run.html")
 
         Args:
             path: The file; what is there is overwritten.
+            step_ms: How long a step took, if somebody has timed it: it is shown beside what was predicted.
+            live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
 
         Raises:
             MemScaleError: There is no plan yet, or Plotly is not installed.
@@ -316,15 +320,20 @@ class Executor:
         """
         from memscale.report.page import Report
 
-        if self.plan is None:
+        plan = self.plan
+        if plan is None:
             raise MemScaleError("there is no plan to report on yet: it is made at the first training forward")
         stats = self.stats()
         measured = (
-            ("allocated", self.plan.predicted_allocated_bytes, stats.peak_bytes),
-            ("reserved", self.plan.predicted_reserved_bytes, stats.reserved_peak_bytes),
+            ("live", plan.predicted_peak_bytes, live_peak_bytes),
+            ("allocated", plan.predicted_allocated_bytes, stats.peak_bytes),
+            ("reserved", plan.predicted_reserved_bytes, stats.reserved_peak_bytes),
+            ("total", plan.predicted_total_bytes, stats.total_peak_bytes),
         )
         seen = tuple(numbers for numbers in measured if numbers[2] is not None)
-        pathlib.Path(path).write_text(Report(self.plan, measured=seen).html(), encoding="utf-8")
+        waiting = (("on the host, in all", None, stats.host_bytes), ("on disk, in all", None, stats.disk_bytes))
+        page = Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting).html()
+        pathlib.Path(path).write_text(page, encoding="utf-8")
 
 
 def _does_the_same(one: Plan, other: Plan) -> bool:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
-from memscale._planning.allocations import AllocationLog, Reached, Reserved, reserved_of
+from memscale._planning.allocation_log import AllocationLog, Reached
+from memscale._planning.allocations import Reserved, reserved_of
 
 WORTH = 0.005
 """The share of the reserved bytes that all releases which are left out may cost together."""

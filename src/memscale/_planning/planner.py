@@ -45,11 +45,13 @@ from memscale._plan import (
     Reason,
     StreamParameters,
 )
-from memscale._planning.allocations import AllocationLog, allocator_settings, record_steps, reserved_of
+from memscale._planning.allocation_log import AllocationLog
+from memscale._planning.allocations import allocator_settings, reserved_of
 from memscale._planning.either_way import plan_either_way
 from memscale._planning.job import Job
 from memscale._planning.least_reserved import growing, least_reserved
 from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.recording import highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
 from memscale._planning.tile_sizes import Tiles
 from memscale._profile import KEEP, STREAM, Profile, StepTrace, TraceKey, Treatment
@@ -57,7 +59,14 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import compiled_parts
 from memscale._profile.profiler import profile_model, refuse_unprofilable, try_variant
 from memscale._profile.rehearsal import Attach
-from memscale._profile.shallow import ShallowRehearsal, rehearse_short
+from memscale._profile.shallow import (
+    KEPT,
+    Cut,
+    ShallowRehearsal,
+    find_runs_under,
+    rehearse_short,
+    short_actions,
+)
 from memscale._progress import stage
 from memscale._torch import private
 from memscale._units import MIB, round_up, show_bytes
@@ -266,6 +275,7 @@ class Planner:
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             return None
         self._last_log = key, log
+        self.stage.rehearsed.setdefault(key, highest_of(log.levels))
         with stage("playing the caching allocator"):
             found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
         return self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
@@ -273,18 +283,74 @@ class Planner:
     def steps(self, actions: tuple[Action, ...], config: Config, *, names_modules: bool = False) -> AllocationLog:
         """The allocations of whole steps under these actions, in order, with the moments at which memory could be given
         back."""
+        log = None if names_modules else self._steps_short(actions, config)
+        return log or self._record(actions, config, names_modules=names_modules)
+
+    def _steps_short(self, actions: tuple[Action, ...], config: Config) -> AllocationLog | None:
+        """Recorded on a shorter model, and lengthened; None where that is not the same."""
+        cuts = self._cuts(actions)
+        if not cuts:
+            return None
+        here = short_actions(actions, self.rehearsal.blocks, cuts)
+        try:
+            return self._record(actions, config, here, cuts=cuts)
+        except Exception as error:
+            logger.debug("steps are not recorded at a fraction of the depth: %s", quoted(error))
+            return None
+
+    def _record(
+        self,
+        actions: tuple[Action, ...],
+        config: Config,
+        attached: tuple[Action, ...] | None = None,
+        *,
+        names_modules: bool = False,
+        cuts: Sequence[Cut] = (),
+    ) -> AllocationLog:
+        attached = actions if attached is None else attached
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
         return record_steps(
             self.rehearsal,
             self.model,
             self.job.optimizer,
-            learns=self.travel.overlaps and settling_steps(actions) > 1,
-            attach=self._attacher(actions, config) if actions else None,
+            learns=self._learns(actions),
+            attach=self._attacher(attached, config) if actions else None,
             rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
             hardware=self.hardware,
             points=points_of(beside) if actions else (),
             names_modules=names_modules,
+            cuts=cuts,
+            known=self.stage.known_steps,
         )
+
+    def _learns(self, actions: tuple[Action, ...]) -> bool:
+        """Whether the second step may differ from the first."""
+        return self.travel.overlaps and settling_steps(actions) > 1
+
+    def _cuts(self, actions: tuple[Action, ...]) -> list[Cut]:
+        """Blocks without which the step shows the same; what is collected to be stepped together goes across blocks."""
+        if self.shallow is None or any(technique_of(action).changes_loop for action in actions):
+            return []
+        return find_runs_under(self.rehearsal, actions, self._num_kept(actions))
+
+    def _num_kept(self, actions: tuple[Action, ...]) -> int:
+        """How many blocks come to pass before one is as the next. What overlaps is bounded by bytes: so many as fill
+        these, and those that come ahead."""
+        if not self.travel.overlaps:
+            return KEPT
+        transfers, profile = self.travel.transfers, self.profile
+        sizes = {layer.module_fqn: layer.param_bytes for layer in profile.layers}
+        least_bytes = most_bytes = max(transfers.window_bytes, transfers.prefetch_bytes)
+        blocks = choice_of(actions, profile).blocks
+        for module_fqn, treatment in blocks:
+            trace = profile.variants.get(TraceKey(treatment), profile.plain)
+            sent = sum(s.sent_bytes for s in trace.segments if (s.phase, s.module_fqn) == ("forward", module_fqn))
+            if treatment.streams:
+                least_bytes = min(least_bytes, sizes[module_fqn])
+            if treatment.offloads:
+                least_bytes = min(least_bytes, sent)
+        travels = any(treatment.streams or treatment.offloads for _, treatment in blocks)
+        return KEPT - 1 + transfers.prefetch_depth + -(-most_bytes // max(1, least_bytes)) if travels else KEPT
 
     @functools.cached_property
     def allocator(self) -> AllocatorSettings:
@@ -302,12 +368,18 @@ class Planner:
         held = self.held((), config)
         return least_bytes if held is None else max(least_bytes, held.reserved_bytes - baseline_bytes)
 
+    def trace_of(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
+        """A step with these actions; without any, the plain one."""
+        return self._rehearsed(actions, config) if actions else self.profile.plain
+
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key, known = self._key(actions), self.stage.rehearsed
         if key not in known:
+            self.held(actions, config)  # where there is such an allocator, recorded steps show what is live, too
+        if key not in known:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
-                trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
+                trace = self._rehearsed_short(actions, config, num_steps)
                 known[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
         return known[key]
 
@@ -316,11 +388,17 @@ class Planner:
         travel = self.travel if any(technique_of(action).travels for action in actions) else None
         return travel, *map(_without_reason, actions)
 
-    def _rehearsed_short(self, actions: tuple[Action, ...], config: Config) -> StepTrace | None:
+    def _rehearsed_short(self, actions: tuple[Action, ...], config: Config, num_steps: int) -> StepTrace | None:
         """On a shorter model where that shows the same."""
-        if self.shallow is None or any(technique_of(action).changes_loop for action in actions):
-            return None  # what is collected to be stepped together goes across blocks
-        return rehearse_short(self.rehearsal, actions, lambda here: self._attacher(here, config))
+        cuts = self._cuts(actions)
+        if num_steps == 1 or not cuts:
+            return rehearse_short(self.rehearsal, actions, cuts, lambda here: self._attacher(here, config))
+        attach = self._attacher(short_actions(actions, self.rehearsal.blocks, cuts), config)
+        try:
+            return rehearse_lengthened(self.rehearsal, attach, cuts, num_steps)
+        except Exception as error:
+            logger.debug("the plan is not rehearsed at a fraction of the depth: %s", quoted(error))
+            return None
 
     def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
         """With the optimizer over what is not streamed, to the byte."""
@@ -431,6 +509,9 @@ class Planner:
                 rest=rest,
                 rest_param_bytes=sum(p.nbytes for p in parameters),
                 rest_trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+                rest_shared_bytes=sum(
+                    p.nbytes for p in streaming.shared(self.model) if p.requires_grad and id(p) in leaving
+                ),
             )
         return tuple(StreamParameters(fqn) for fqn in self.profile.rest)
 

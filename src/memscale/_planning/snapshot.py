@@ -19,7 +19,8 @@ from memscale._decide.allocator import CachingAllocator, Movement
 from memscale._decide.allocator.blocks import Block, SegmentState
 from memscale._decide.allocator.settings import NUM_DIVISIONS, AllocatorSettings
 from memscale._plan import Action
-from memscale._planning.allocations import NUM_STEPS, WORKSPACE_BYTES, AllocationLog, Place, Replay
+from memscale._planning.allocation_log import AllocationLog, Place
+from memscale._planning.allocations import NUM_STEPS, WORKSPACE_BYTES, Replay
 from memscale._planning.planner import Planner
 
 FIRST_ADDRESS = 0x7F00_0000_0000

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from memscale._config import Config
 from memscale._decide.allocator import CachingAllocator
 from memscale._plan import Action, AllocatorUse
-from memscale._planning.allocations import NUM_STEPS, Allocated, Event, Freed, Place, Replay
+from memscale._planning.allocation_log import Allocated, Event, Freed, Place
+from memscale._planning.allocations import NUM_STEPS, Replay
 from memscale._planning.planner import Planner
 from memscale._units import round_up
 from memscale.report.step_memory import KINDS, Moment, StepMemory

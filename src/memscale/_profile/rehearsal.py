@@ -132,12 +132,13 @@ class Rehearsal:
             recorder.see_all(held, "optimizer state")
             recorder.open()
             with recorder:
-                self._step(recorder)
+                self.pass_through(recorder)
             trace = recorder.close()
         self.num_calls = recorder.num_calls
         return trace if self.sharding is None else self.sharding.applied(trace)
 
-    def _step(self, recorder: SegmentRecorder) -> None:
+    def pass_through(self, recorder: SegmentRecorder) -> None:
+        """Forward and backward."""
         if self.holds_gradients:
             self.hold_gradients(recorder)
         loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))

@@ -11,6 +11,9 @@ With `use_8bit_optimizer`, what the trainer's `create_optimizer` makes is replac
 once, before a scheduler or a checkpoint sees it. An optimizer that the trainer was given stays what it is, and its
 waiting state is in 8 bits.
 
+With `args.memscale_report = "run.html"`, or `MemScaleCallback(memscale_report="run.html")`, the end of a training
+writes a page: the plan with its reasons, and what was predicted and measured.
+
 How peaks and samples are counted is said in `memscale._torch.step_meter`.
 """
 
@@ -33,7 +36,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
-from memscale._errors import DoesNotFitError
+from memscale._errors import DoesNotFitError, MemScaleError
 from memscale._torch.host_rng import HostRng
 from memscale._torch.step_meter import ForwardMeter, StepMeter
 from memscale.techniques.offload.optimizer.separable import own_way_of
@@ -52,6 +55,7 @@ class Attached(Protocol):
     def plan(self) -> Any: ...
     def on_detach(self, callback: Any, *args: Any) -> None: ...
     def detach(self) -> None: ...
+    def report(self, path: Any, *, step_ms: float | None = None, live_peak_bytes: int | None = None) -> None: ...
 
 
 @runtime_checkable
@@ -107,6 +111,8 @@ class _Session:
         self.conversion: Conversion | None = None
         self.replaced: Optimizer | None = None
         """What the trainer had made, while bitsandbytes' class stands in for it."""
+        self.report_to: str | None = None
+        """The page to write when a training ends; None: as the arguments say."""
         self._has_planned = False
 
     def install(self, trainer: Trainer) -> None:
@@ -201,6 +207,19 @@ class _Session:
         if self.meter.device_type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
 
+    def write_report(self) -> None:
+        """The page about this training, where one is wanted; what cannot be written ends no training."""
+        path = self.report_to or getattr(self._args, "memscale_report", None)
+        if path is None or self.executor is None:
+            return
+        meter = self.meter
+        step_ms = meter.seconds / meter.num_steps * 1e3 if meter.num_steps else None
+        live = meter.peak_bytes if meter.device_type == "cpu" else None
+        try:
+            self.executor.report(path, step_ms=step_ms, live_peak_bytes=live)
+        except (MemScaleError, OSError) as error:
+            logger.warning("memscale_report=%r cannot be written: %s", str(path), error)
+
     def _wrapped_model(self) -> nn.Module | None:
         return getattr(self.executor, "model", None)
 
@@ -231,6 +250,10 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not t
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.session.meter.pause_ends()
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.session.write_report()
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             checkpoint = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -257,15 +280,18 @@ class MemScaleCallback(_Callback):
 
     Args:
         config: What may be done, and the budget; None: the mode BALANCED.
+        memscale_report: An HTML file that the end of a training writes, with what was predicted and measured; None:
+            none.
 
     Raises:
         DoesNotFitError: In the first training step, where no plan that the config allows fits the budget.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, memscale_report: str | pathlib.Path | None = None) -> None:
         if config is not None and not isinstance(config, Config):
             raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
         self.config = Config() if config is None else config
+        self.memscale_report = memscale_report
         self.plan: Any = None
         """What was in force at the end of the latest training."""
 
@@ -277,11 +303,14 @@ class MemScaleCallback(_Callback):
         self.session = _Session(
             args, _respecting_the_trainer(args, model, precision, self.config), _api.attach_unplanned
         )
+        if self.memscale_report is not None:
+            self.session.report_to = str(self.memscale_report)
         if state.global_step:
             self.session.resume_from = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self.session.begin(model, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
         executor = self.session.executor
         if executor is not None:
             self.plan = executor.plan

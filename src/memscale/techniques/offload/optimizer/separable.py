@@ -18,7 +18,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
 from memscale._torch.host_rng import HostRng
-from memscale._torch.optimizer_steps import parameters_of
+from memscale._torch.optimizer_steps import living_optimizers, owns_any, parameters_of
 from memscale._torch.quiet_steps import quiet_steps
 from memscale.techniques.offload.optimizer.implementations import Stepped, foreach_of_whole, has_gradient
 
@@ -96,6 +96,14 @@ def shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[An
 
 def is_shadow(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, _SHADOW_MARK)
+
+
+def owners_of(parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
+    """The optimizers of this process that step one of these parameters."""
+    found = [o for o in living_optimizers() if not is_shadow(o) and owns_any(o, parameters)]
+    # Libraries wrap the user's optimizer in one of their own, which owns the same parameters.
+    wrapping = {id(o) for o in found if any(value is other for value in vars(o).values() for other in found)}
+    return [optimizer for optimizer in found if id(optimizer) not in wrapping]
 
 
 def idle_shadow(optimizer: Optimizer) -> Optimizer:
