@@ -78,7 +78,7 @@ test-torch:
 	@test -n "$(VERSION)" || { echo "say which: make test-torch VERSION=2.13.0"; exit 2; }
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/pip install --quiet $(if $(INDEX),--index-url $(INDEX)) 'torch==$(VERSION)'
-	grep -v '^torch' constraints.txt > $(TORCH_VENV)/constraints.txt
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	echo 'torch==$(VERSION)' >> $(TORCH_VENV)/constraints.txt
 	$(TORCH_VENV)/bin/pip install --quiet -c $(TORCH_VENV)/constraints.txt hatchling editables setuptools wheel
 	$(TORCH_VENV)/bin/pip install --quiet -c $(TORCH_VENV)/constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
