@@ -63,7 +63,7 @@ test-all: lint
 
 test-pages: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages]"
-	$(PYTEST) -n 0 -m full tests/report/test_page_in_browser.py tests/tools/test_fit_page.py
+	$(PYTEST) -n 0 -m full tests/report/test_page_in_browser.py tests/benchmarks/test_pictures.py tests/tools/test_fit_page.py
 
 durations: $(STAMP)
 	$(BIN)/python tools/durations.py $(DURATIONS)

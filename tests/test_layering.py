@@ -34,8 +34,8 @@ ALLOWED = {
     "_measurement": WORDS | {"_torch", "report"},  # asked when it is called: what a notebook shows
     "integrations": DATA | {"_api", "_torch", "techniques"},  # what a user makes (a callback) calls the verbs
 }
-"""Whom each room may import, at most. `_api`, `cli`, `verify`, `what_fits` and the package itself stand above all."""
-ABOVE_ALL = {"__init__", "__main__", "_api", "cli", "verify", "what_fits"}
+"""Whom each room may import, at most. `_api`, `cli`, `commands` and the package itself stand above all of them."""
+ABOVE_ALL = {"__init__", "__main__", "_api", "cli", "commands"}
 NO_TORCH_ON_IMPORT = {
     "__init__",
     "_config",

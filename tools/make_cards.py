@@ -13,11 +13,11 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from memscale.verify import Session, named_cases
-from memscale.verify.cases import WAYS
-from memscale.verify.record import Record
-from memscale.verify.session import new_record
-from memscale.verify.words import record_markdown
+from memscale.commands.verify import Session, named_cases
+from memscale.commands.verify.cases import WAYS
+from memscale.commands.verify.record import Record
+from memscale.commands.verify.session import new_record
+from memscale.commands.verify.words import record_markdown
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "results" / "cards"
 PAGE = FOLDER / "README.md"

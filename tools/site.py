@@ -24,6 +24,7 @@ ROOT_PAGES = {
 }
 """Files of the root, and the pages that they become."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _LIST = re.compile(r"^([-*]|\d+\.) ")
 
 Nav = list[dict[str, list[str]]]
@@ -48,17 +49,19 @@ def pages_of(docs: pathlib.Path) -> list[str]:
 
 def rewrite(markdown: str, source: str, docs: pathlib.Path = ROOT / "docs") -> str:
     """A file's text as that of a page. `source` is its path in the repository."""
+    parts = _FENCE.split(markdown.rstrip("\n"))
+    return "".join(part if _FENCE.match(part) else _page_text(part, source, docs) for part in parts) + "\n"
+
+
+def _page_text(text: str, source: str, docs: pathlib.Path) -> str:
+    """Text between blocks of code. A link may go over the end of a line."""
+    text = _LINK.sub(lambda link: _relinked(link, source, docs), text)
     lines: list[str] = []
-    fenced = False
-    for line in markdown.splitlines():
-        if line.lstrip().startswith("```"):
-            fenced = not fenced
-        elif not fenced:
-            line = _LINK.sub(lambda link: _relinked(link, source, docs), line)
-            if _LIST.match(line) and lines and lines[-1].strip() and not _is_in_list(lines):
-                lines.append("")  # a list right below a paragraph is one on GitHub, but not here
+    for line in text.split("\n"):
+        if _LIST.match(line) and lines and lines[-1].strip() and not _is_in_list(lines):
+            lines.append("")  # a list right below a paragraph is one on GitHub, but not here
         lines.append(line)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _is_in_list(lines: list[str]) -> bool:

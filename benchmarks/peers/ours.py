@@ -10,7 +10,6 @@ import torch
 import memscale
 from benchmarks.peers.work import SHAPE, Shape, Training, build_batch, build_model, torch_device
 from memscale import Config, Hardware
-from memscale._decide.choice import Choice
 from memscale._decide.policy import choose_strategy
 from memscale._execute.executor import executor_of
 from memscale._plan import Plan
@@ -19,8 +18,8 @@ from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale.report.explain import what_is_done
 
-NUM_HALVINGS = 6
-"""The budget is found to 1/64 of what lies between the lowest plan and the peer's peak."""
+MAX_TRIES = 3
+"""Plans that are made to find the lowest that is fast enough; each takes seconds."""
 
 
 def config_for(device: str, allowed: dict[str, Any], budget_bytes: int | None) -> Config:
@@ -66,18 +65,17 @@ def said_by(plan: Plan) -> dict[str, Any]:
 def least_budget(
     device: str, allowed: dict[str, Any], most_bytes: int, most_slowdown: float, shape: Shape = SHAPE
 ) -> int:
-    """The smallest budget whose plan is predicted to be no slower; that of the peer, if none below it is."""
+    """The smallest budget whose plan is predicted to be no slower; that of the peer, if none below it is found.
+
+    Budgets are taken from the front of the lowest plan, which is thinned: a plan between two of its points is missed.
+    """
     config = config_for(device, allowed, None)
     hardware = Hardware.detect(torch_device(device))
     planner = Planner(Job(build_model(shape), config, hardware), Inputs.from_sample(build_batch(shape)))
-    low, high = planner.plan(choose_strategy(config)).predicted_peak_bytes, most_bytes
-    plain = planner.cost_model().evaluate(Choice()).peak_bytes
-    high = max(high, plain)
-    for _ in range(NUM_HALVINGS):
-        middle = (low + high) // 2
-        plan = planner.plan(choose_strategy(config_for(device, allowed, middle)))
+    front = planner.plan(choose_strategy(config)).front
+    fast_enough = sorted(point.peak_bytes for point in front if point.slowdown <= most_slowdown)
+    for budget in [peak for peak in fast_enough if peak < most_bytes][:MAX_TRIES]:
+        plan = planner.plan(choose_strategy(config_for(device, allowed, budget)))
         if plan.fits and plan.predicted_slowdown <= most_slowdown:
-            high = min(high, middle)
-        else:
-            low = middle
-    return high
+            return budget
+    return most_bytes

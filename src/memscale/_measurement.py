@@ -33,9 +33,11 @@ class Sample:
 class Measurement:
     """What `measure()` saw. Grows while the context is open.
 
-    with memscale.measure() as measured:
-        train_one_step(model)
-    print(measured.peak_bytes, measured.breakdown["activations"])
+        with memscale.measure() as measured:
+            train_one_step(model)
+        print(measured.peak_bytes, measured.breakdown["activations"])
+
+    Bytes are counted by unique storage.
     """
 
     def __init__(self, device_type: str) -> None:

@@ -367,7 +367,13 @@ class Plan:
         return self.predicted_slowdown / self.least_slowdown
 
     def explain(self) -> str:
-        """The plan as text: each choice with its rule and numbers, and what there would be instead."""
+        """The plan as text: each choice with its rule and numbers, and what there would be instead.
+
+            print(executor.plan.explain())
+
+        Returns:
+            Lines for a terminal; the same for the same plan.
+        """
         from memscale.report.explain import explain  # the one describer reads plans, so it lies above them
 
         return explain(self)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from memscale._planning.estimate import Estimate
     from memscale._planning.planner import Planner
     from memscale._profile.inputs import Inputs
+    from memscale.commands.verify.record import Machine, Record
+    from memscale.commands.what_fits import Question
     from memscale.report.page import Report
     from memscale.report.watch import Frame
-    from memscale.verify.record import Machine, Record
-    from memscale.what_fits import Question
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
@@ -438,8 +438,8 @@ def table(
     as_json: JsonOption = False,
 ) -> None:
     """Find the largest model of each family that trains on cards of 8 to 48 GB, in full and with LoRA. Predicted."""
-    from memscale import what_fits
-    from memscale.what_fits.page import lines, markdown
+    from memscale.commands import what_fits
+    from memscale.commands.what_fits.page import lines, markdown
 
     questions = _questions(cards, families, kind)
     for option, path in (("--log", log), ("--page", page)):
@@ -464,7 +464,7 @@ def _say(text: str) -> None:
 
 
 def _questions(cards: list[int] | None, families: list[str] | None, kind: str | None) -> list[Question]:
-    from memscale import what_fits
+    from memscale.commands import what_fits
 
     for option, given, known in (
         ("--card", cards, what_fits.CARDS),
@@ -501,9 +501,9 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Train models plain and wrapped on this machine's GPU: bytes and times, predicted and measured; parity."""
-    from memscale.verify import cases
-    from memscale.verify.session import Session
-    from memscale.verify.words import record_lines
+    from memscale.commands.verify import cases
+    from memscale.commands.verify.session import Session
+    from memscale.commands.verify.words import record_lines
 
     if (batch is not None or seq is not None) and not models:
         raise ConfigError("--batch and --seq are of models that are named: memscale verify gpt2 --batch 4 --seq 256")
@@ -527,8 +527,8 @@ def _file_name(name: str) -> str:
 
 def _record_at(path: pathlib.Path, machine: Machine) -> Record:
     """What is there already of this machine, to go on from; otherwise an empty one."""
-    from memscale.verify.record import Record
-    from memscale.verify.session import new_record
+    from memscale.commands.verify.record import Record
+    from memscale.commands.verify.session import new_record
 
     if not path.exists():
         return new_record(machine)
@@ -705,7 +705,7 @@ def _open_subject(
 def _card(gpu: str | None, host_gb: float | None) -> Hardware | None:
     """The card of this name in a machine with so much memory; None: what this machine has."""
     from memscale._hardware import Hardware
-    from memscale.what_fits import with_host
+    from memscale.commands.what_fits import with_host
 
     if host_gb is not None and (gpu is None or not 0 < host_gb <= _MAX_HOST_GB):
         raise ConfigError(f"--host {host_gb:g} must be above 0 and at most {_MAX_HOST_GB:g} GB, and comes with --gpu")

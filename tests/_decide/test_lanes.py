@@ -15,10 +15,12 @@ from memscale._planning.planner import Planner
 from memscale._planning.step_times import step_times
 from memscale._profile.inputs import Inputs
 from memscale.report.step_times import LANES, StepTimes
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from tests.models import WIDTH, features, small
 
 pytestmark = pytest.mark.unit
 CARD = Hardware.from_name("RTX 3090")
+EVERY = tuple(StreamParameters(f"blocks.{index}") for index in range(4))
 STREAMED = tuple(StreamParameters(f"blocks.{index}") for index in range(2))
 
 
@@ -64,13 +66,16 @@ def test_lanes_that_block_follow_one_another() -> None:
     assert by_lane["link in"].ms == pytest.approx((by_lane["link in"].num_bytes or 0) / 8e9 * 1e3)
 
 
-def test_a_plan_adds_up_about() -> None:
+@pytest.mark.parametrize("steps_on_device", [False, True])
+def test_a_plan_adds_up_about(steps_on_device: bool) -> None:
     """Blocks are mixed from traces where a plan is decided, and rehearsed as a whole here."""
-    planner = planner_of(True)
-    times = step_times(planner, STREAMED, planner.job.config)
+    actions: tuple[Action, ...] = (*EVERY, StepOnDevice(1 << 20)) if steps_on_device else EVERY
+    times = times_of(actions, overlaps=False)
+    planner = planner_of(False)
     planner.look_into_everything(planner.job.config)
-    predicted = planner.cost_model().evaluate(choice_of(STREAMED, planner.profile)).step_ms
-    assert times.total_ms == pytest.approx(predicted, rel=0.35)
+    predicted = planner.cost_model().evaluate(choice_of(actions, planner.profile)).step_ms
+    assert times.total_ms == pytest.approx(predicted, rel=0.1)
+    assert any(span.lane == "link in" and span.phase == "optimizer" for span in times.spans) == steps_on_device
 
 
 def test_state_travels_in_the_optimizer_step() -> None:

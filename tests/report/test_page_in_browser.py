@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from benchmarks.pictures import BROWSER_FLAGS, find_browser
 from memscale.cli import main
 
 pytestmark = pytest.mark.full
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +28,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium is not None, "this test needs Chromium: apt-get install chromium"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=list(BROWSER_FLAGS))
         yield browser
         browser.close()
 

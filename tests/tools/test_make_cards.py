@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.verify.test_record import BUDGET, PLAIN, record_of
+from tests.commands.verify.test_record import BUDGET, PLAIN, record_of
 from tools import make_cards
 
 pytestmark = pytest.mark.unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def test_a_page_that_is_not_named_comes_last_in_its_section() -> None:
         ),
         ("README.md", "[web](https://example.org/docs/x.md)", "[web](https://example.org/docs/x.md)"),
         ("docs/a.md", "```\n[kept](../README.md)\n```", "```\n[kept](../README.md)\n```"),
+        ("README.md", "[over\ntwo lines](docs/a.md)", "[over\ntwo lines](a.md)"),
         ("docs/a.md", "Words:\n- one\n  goes on\n- two", "Words:\n\n- one\n  goes on\n- two"),
     ],
 )
@@ -81,10 +83,26 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
         assert name == "__version__" or f"::: memscale.{name}\n" in text, name
 
 
+@pytest.mark.unit
+def test_public_functions_and_classes_teach() -> None:
+    """An example, arguments, what is returned and what is raised; classes have an example, errors the base's."""
+    import memscale
+
+    for name in memscale.__all__:
+        thing = getattr(memscale, name)
+        text = inspect.getdoc(thing) or ""
+        if inspect.isfunction(thing):
+            wanted = ["Args:", "Raises:"]
+            wanted += [] if inspect.signature(thing).return_annotation == "None" else ["Returns:"]
+            assert [part for part in wanted if part not in text] == [], name
+        if inspect.isfunction(thing) or (inspect.isclass(thing) and not issubclass(thing, memscale.MemScaleError)):
+            assert "\n    " in text.split("Args:")[0], f"{name} has no example, indented to be shown as code"
+
+
 @pytest.mark.full
 def test_the_site_builds_without_a_warning(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     api = (tmp_path / "reference" / "api.html").read_text()
     for name in ("wrap", "Estimate", "DoesNotFitError"):

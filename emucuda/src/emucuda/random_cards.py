@@ -219,7 +219,8 @@ def _loss(model: Any, batch: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output.float().square().mean()
 
 
-def _train(case: Case, model: Any, batch: Any, optimizer: Any) -> None:
+def _train(case: Case, model: Any, batch: Any, optimizer: Any, plans: list[Any]) -> None:
+    """Some steps; the plans that were in force are put into the list."""
     import torch
 
     uses_scaler = case.loop == "autocast"
@@ -229,6 +230,7 @@ def _train(case: Case, model: Any, batch: Any, optimizer: Any) -> None:
         for _ in range(2 if case.loop == "accumulated" else 1):
             with torch.autocast("cuda", torch.float16, enabled=uses_scaler):
                 loss = _loss(model, batch)
+            plans.append(model._memscale_executor.plan)
             scaler.scale(loss).backward()
         if case.loop == "clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -273,27 +275,28 @@ def outcome_of(case: Case) -> dict[str, Any]:
         enable_logging=False,
         memory_budget_gb=None if case.budget_share is None else case.budget_share * free_bytes / 1e9,
     )
+    plans: list[Any] = []
     try:
         memscale.wrap(model, config, sample_input=None if case.plans_late else batch)
         torch.cuda.reset_peak_memory_stats()
-        _train(case, model, batch, optimizer)
+        _train(case, model, batch, optimizer, plans)
     except memscale.DoesNotFitError as error:
         return {"outcome": "does not fit", "says": str(error)}
     except torch.cuda.OutOfMemoryError as error:
-        return _figures(model) | {"outcome": "out of memory", "says": str(error)}
-    return _figures(model) | {"outcome": "trained"}
+        return _figures(plans) | {"outcome": "out of memory", "says": str(error)}
+    return _figures(plans) | {"outcome": "trained"}
 
 
-def _figures(model: Any) -> dict[str, Any]:
+def _figures(plans: list[Any]) -> dict[str, Any]:
+    """What was promised, by whichever plan promised the most, and what was taken; what the last plan does."""
     import torch
 
     from memscale.report.explain import what_is_done
 
-    executor = getattr(model, "_memscale_executor", None)
-    plan = None if executor is None else executor.plan
+    plan = plans[-1] if plans else None
     return {
-        "predicted_allocated_bytes": plan and plan.predicted_allocated_bytes,
-        "predicted_reserved_bytes": plan and plan.predicted_reserved_bytes,
+        "predicted_allocated_bytes": max((each.predicted_allocated_bytes or 0 for each in plans), default=None),
+        "predicted_reserved_bytes": max((each.predicted_reserved_bytes or 0 for each in plans), default=None),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "num_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),

@@ -5,9 +5,9 @@ import pathlib
 import pytest
 
 from emucuda._launch import command
-from memscale.verify import Session, named_cases, words
-from memscale.verify.record import Record
-from memscale.verify.session import new_record
+from memscale.commands.verify import Session, named_cases, words
+from memscale.commands.verify.record import Record
+from memscale.commands.verify.session import new_record
 
 
 @pytest.mark.parametrize("model", ["bert-tiny", "resnet-18"])

@@ -66,9 +66,11 @@ class Stats:
 class Executor:
     """What is attached to one model. Taking it off leaves the model as it was.
 
-    with memscale.optimize(model, optimizer, sample_input=batch) as executor:
-        train(model, optimizer)
-        print(executor.plan.explain(), executor.stats())
+        with memscale.optimize(model, optimizer, sample_input=batch) as executor:
+            train(model, optimizer)
+            print(executor.plan.explain(), executor.stats())
+
+    `memscale.wrap` attaches one, too, and `memscale.detach` takes it off.
     """
 
     def __init__(
@@ -269,11 +271,23 @@ class Executor:
                 last_first.callback(self._techniques.close)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the model's and the optimizer's state: the loss scale of fp16."""
+        """What a resumed run needs beside the model's and the optimizer's state: the loss scale of fp16.
+
+            torch.save({"model": model.state_dict(), "memscale": executor.state_dict()}, "checkpoint.pt")
+
+        Returns:
+            Plain data, for `load_state_dict`.
+        """
         return {"loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the run that this state was saved in. May come before there is a plan."""
+        """Go on as the run that this state was saved in. May come before there is a plan.
+
+            executor.load_state_dict(torch.load("checkpoint.pt")["memscale"])
+
+        Args:
+            state: What `state_dict` returned.
+        """
         if state.get("loss_scale") is not None:
             if self._loss_scale is None:
                 self._loss_scale = LossScale()
@@ -284,7 +298,13 @@ class Executor:
         return self._offloading.traffic()
 
     def stats(self) -> Stats:
-        """What was done since it was attached: peak, recomputations, bytes that were moved and time that was waited."""
+        """What was done since it was attached: peak, recomputations, bytes that were moved and time that was waited.
+
+            print(executor.stats().peak_bytes, executor.stats().num_recomputes)
+
+        Returns:
+            `Stats`, as it is now; it does not grow.
+        """
         scale = self._precision.scale if self._precision is not None else None
         device_type = self.plan.device_type if self.plan is not None else "cpu"
         on_device = device_type != "cpu" and torch.accelerator.is_available()

@@ -13,7 +13,7 @@ import logging
 from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
-from memscale._errors import ConfigError
+from memscale._errors import ConfigError, MemScaleError
 from memscale._hardware.allocator_environment import own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.allocation_log import (
@@ -25,6 +25,7 @@ from memscale._planning.allocation_log import (
     Reached,
     Thread,
 )
+from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
 
@@ -67,11 +68,13 @@ def reserved_of(
     workspace_bytes: int = WORKSPACE_BYTES,
     capacity_bytes: int | None = None,
     use: AllocatorUse | None = None,
+    most_bytes: int | None = None,
 ) -> Reserved:
     """What PyTorch's allocator hands out and holds in that many steps, of which the last recorded one is repeated.
 
     `workspace_bytes` is what cuBLAS takes for each thread that multiplies matrices; 0: nothing. `use` is what a plan
-    asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice.
+    asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice, and
+    `HoldsMore` as soon as more than `most_bytes` are held in a step.
     """
     memory = CachingAllocator(settings, capacity_bytes)
     replay = Replay(memory, workspace_bytes)
@@ -80,11 +83,16 @@ def reserved_of(
     memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
     if use is not None:
         replay.follow(use)
+    replay.most_bytes = most_bytes
     for events in steps:
         replay.play(events)
     return Reserved(
         memory.peak_requested_bytes, memory.peak_allocated_bytes, memory.peak_reserved_bytes, frozenset(replay.rises)
     )
+
+
+class HoldsMore(MemScaleError):
+    """More is held than somebody wants to know about."""
 
 
 class Replay:
@@ -99,6 +107,8 @@ class Replay:
         self._releases: frozenset[ReleasePoint] = frozenset()
         self._passed: ReleasePoint | None = None
         self.rises: set[ReleasePoint] = set()
+        self.most_bytes: int | None = None
+        """`HoldsMore` is raised above this; None: nothing is too much."""
 
     def follow(self, use: AllocatorUse) -> None:
         """As the executor does when a plan is attached."""
@@ -123,8 +133,11 @@ class Replay:
         memory, old = self._memory, self._blocks.get(event.serial)
         highest_bytes = memory.peak_reserved_bytes
         self._blocks[event.serial] = memory.allocate(event.num_bytes)
-        if memory.peak_reserved_bytes > highest_bytes and self._passed is not None:
-            self.rises.add(self._passed)
+        if memory.peak_reserved_bytes > highest_bytes:
+            if self.most_bytes is not None and memory.peak_reserved_bytes > self.most_bytes:
+                raise HoldsMore(f"more than {show_bytes(self.most_bytes)} are held")
+            if self._passed is not None:
+                self.rises.add(self._passed)
         if old is not None:
             memory.free(old)
 

@@ -335,7 +335,7 @@ def _record_parts(
             for _ in range(num_steps):
                 stepped.append(log.begin_step())
                 if optimizer is not None:
-                    with recorder.optimizing():
+                    with recorder.optimizing(), rehearsal.values.unasked():
                         optimizer.step()
     ended, let_go = log.begin_step(), recorder.storages.begin_step()
     del loss

@@ -117,8 +117,8 @@ class Replanner(OwnHook):
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
         self._is_tight = False
-        """All gradients beside the planned peak would exceed the budget, or nothing is done, so that a plan that counts
-        them costs no more than its number."""
+        """All gradients beside the planned peak would exceed the budget; or nothing is done, and a plan that counts
+        them costs no more than the numbers that the card's allocator is promised to hold."""
         executor.on_detach(self._stop_observing)
         executor.on_detach(self._watch.stop)
 
@@ -513,7 +513,8 @@ class Replanner(OwnHook):
         trained = [parameter for parameter in self.executor.model.parameters() if parameter.requires_grad]
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
         most_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0) + gradient_bytes
-        self._is_tight = not self.holds_gradients and (most_bytes > plan.budget_bytes or not plan.actions)
+        is_cheap = not plan.actions and plan.predicted_reserved_bytes is not None
+        self._is_tight = not self.holds_gradients and (most_bytes > plan.budget_bytes or is_cheap)
 
     def _remember(self, new: _Known) -> None:
         """Plans for smaller batches stay if they do less. See NOTE [plans by shape]."""

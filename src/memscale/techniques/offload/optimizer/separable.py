@@ -100,7 +100,9 @@ def is_shadow(optimizer: Optimizer) -> bool:
 
 def owners_of(parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
     """The optimizers of this process that step one of these parameters."""
-    found = [o for o in living_optimizers() if not is_shadow(o) and owns_any(o, parameters)]
+    # What has no groups of its own steps through others, which have them.
+    found = [o for o in living_optimizers() if "param_groups" in vars(o) and not is_shadow(o)]
+    found = [optimizer for optimizer in found if owns_any(optimizer, parameters)]
     # Libraries wrap the user's optimizer in one of their own, which owns the same parameters.
     wrapping = {id(o) for o in found if any(value is other for value in vars(o).values() for other in found)}
     return [optimizer for optimizer in found if id(optimizer) not in wrapping]

@@ -13,7 +13,7 @@ import torch
 from memscale import zoo
 from memscale._errors import MemScaleError
 from memscale.cli import main
-from memscale.what_fits import (
+from memscale.commands.what_fits import (
     CARDS,
     FAMILIES,
     NUM_PARAMETERS,
@@ -29,7 +29,7 @@ from memscale.what_fits import (
 from tests.lanes import full
 
 pytestmark = pytest.mark.unit
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parent.parent.parent
 GB = 10**9
 SMALL, LARGE = Question("RTX 3070", "gpt2", "full"), Question("RTX 3070", "gpt2-medium", "full")
 

@@ -12,10 +12,10 @@ import pytest
 
 from memscale import _json
 from memscale._errors import ConfigError, MemScaleError
-from memscale.verify.cases import CardCase
-from memscale.verify.record import Numbers, Record, Trial
-from memscale.verify.session import MARK, Session, new_record, without_paths
-from tests.verify.test_record import MACHINE
+from memscale.commands.verify.cases import CardCase
+from memscale.commands.verify.record import Numbers, Record, Trial
+from memscale.commands.verify.session import MARK, Session, new_record, without_paths
+from tests.commands.verify.test_record import MACHINE
 
 pytestmark = pytest.mark.unit
 CASE = CardCase("gpt2", 4, 256)

@@ -21,11 +21,11 @@ from typing import Any
 
 from memscale import _json
 from memscale._errors import ConfigError, MemScaleError
-from memscale.verify.cases import BUDGET, BUDGET_SHARE, PLAIN, WAYS, CardCase
-from memscale.verify.record import Machine, Record, Trial
+from memscale.commands.verify.cases import BUDGET, BUDGET_SHARE, PLAIN, WAYS, CardCase
+from memscale.commands.verify.record import Machine, Record, Trial
 
-MARK = "memscale.verify: "
-_PROGRAM = ("-m", "memscale.verify.trial")
+MARK = "memscale.commands.verify: "
+_PROGRAM = ("-m", "memscale.commands.verify.trial")
 
 
 def _by_this_python(arguments: Sequence[str]) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memscale.report.tables import table
-from memscale.what_fits import (
+from memscale.commands.what_fits import (
     ACTIVATIONS_SHARE,
     BYTES_A_PARAMETER,
     CARDS,
@@ -19,6 +18,7 @@ from memscale.what_fits import (
     is_settled,
     rule_of_thumb,
 )
+from memscale.report.tables import table
 
 _TITLES: dict[Kind, str] = {"full": "In full", "lora": "With LoRA"}
 _HEADER = ("card", "family", "largest", "total on the card", "step", "host RAM", "mode", "rule of thumb")
@@ -97,7 +97,7 @@ def _caption(log: Log) -> str:
 
 def _legend() -> str:
     return (
-        f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} bytes a parameter in full, "
+        f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} B per parameter in full, "
         f"{BYTES_A_PARAMETER['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card. "
         '"or larger": the next model was not planned for yet.'
     )

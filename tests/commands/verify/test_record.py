@@ -8,8 +8,8 @@ import pathlib
 import pytest
 
 from memscale._errors import MemScaleError, UnknownModelError
-from memscale.verify import cases, words
-from memscale.verify.record import Machine, Numbers, Record, Trial, parity_of
+from memscale.commands.verify import cases, words
+from memscale.commands.verify.record import Machine, Numbers, Record, Trial, parity_of
 
 pytestmark = pytest.mark.unit
 GB = 10**9

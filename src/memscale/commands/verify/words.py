@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memscale._units import show_bytes
+from memscale.commands.verify.record import Machine, Record, Trial, parity_of
 from memscale.report.tables import table
-from memscale.verify.record import Machine, Record, Trial, parity_of
 
 HEADER = (
     "model",

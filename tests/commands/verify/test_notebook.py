@@ -10,7 +10,7 @@ import pytest
 
 from tests.lanes import full
 
-NOTEBOOK = pathlib.Path(__file__).parent.parent.parent / "notebooks" / "measure_on_a_card.ipynb"
+NOTEBOOK = pathlib.Path(__file__).parent.parent.parent.parent / "notebooks" / "measure_on_a_card.ipynb"
 
 
 def code_cells() -> list[dict[str, Any]]:

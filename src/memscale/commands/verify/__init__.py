@@ -10,8 +10,8 @@ Each trial has a process of its own, so that what it takes of the card is its ow
 the process that waits for it never touches the card.
 """
 
-from memscale.verify.cases import CardCase, default_cases, named_cases
-from memscale.verify.record import Numbers, Record, Trial
-from memscale.verify.session import Session
+from memscale.commands.verify.cases import CardCase, default_cases, named_cases
+from memscale.commands.verify.record import Numbers, Record, Trial
+from memscale.commands.verify.session import Session
 
 __all__ = ["CardCase", "Numbers", "Record", "Session", "Trial", "default_cases", "named_cases"]

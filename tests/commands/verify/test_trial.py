@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import simgpu
 from memscale._errors import ConfigError
 from memscale.cli import main
-from memscale.verify import trial
-from memscale.verify.cases import CardCase
-from memscale.verify.record import Record, parity_of
+from memscale.commands.verify import trial
+from memscale.commands.verify.cases import CardCase
+from memscale.commands.verify.record import Record, parity_of
 from tests.lanes import full
 
 TINY = CardCase("bert-tiny", 4, 32)

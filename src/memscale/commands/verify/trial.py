@@ -1,4 +1,4 @@
-"""One model trained in one way, in a process of its own: `python -m memscale.verify.trial ORDER`.
+"""One model trained in one way, in a process of its own: `python -m memscale.commands.verify.trial ORDER`.
 
 The order is JSON; the answer is the last line of standard output. What goes wrong in training is an answer, too.
 """
@@ -36,10 +36,10 @@ from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.rehearsal import loss_of
 from memscale._torch.device_memory import total_peak_bytes
+from memscale.commands.verify.cases import AGAIN, BUDGET, LOWEST, PLAIN, CardCase
+from memscale.commands.verify.record import Machine, Numbers, Trial
+from memscale.commands.verify.session import MARK, without_paths
 from memscale.report.explain import what_is_done
-from memscale.verify.cases import AGAIN, BUDGET, LOWEST, PLAIN, CardCase
-from memscale.verify.record import Machine, Numbers, Trial
-from memscale.verify.session import MARK, without_paths
 
 _TOO_MANY_LINES = 6
 
