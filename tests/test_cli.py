@@ -394,11 +394,14 @@ def test_doctor_names_the_extra_of_what_is_missing() -> None:
     )
 
 
+CONTRIBUTORS_EXTRAS = {"audit", "coverage", "dev", "docs", "pages", "peers"}
+
+
 def test_every_extra_of_the_package_is_known_to_doctor() -> None:
     import importlib.metadata
 
     declared = set(importlib.metadata.metadata("memscale").get_all("Provides-Extra") or ())
-    assert set(doctor.EXTRA_OF.values()) == declared - {"audit", "dev", "pages"}, "those of contributors are left out"
+    assert set(doctor.EXTRA_OF.values()) == declared - CONTRIBUTORS_EXTRAS
 
 
 # ---- bad input: exit code 2 and a sentence
