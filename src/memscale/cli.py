@@ -168,9 +168,10 @@ def estimate(
         result = _estimate_of(subject, config, optimizer, world_size or 1, shards=fsdp)
     result = result if mode is None else _of_mode(result, config.mode)
     way = "shared out by FSDP2" if fsdp else "replicated by DDP"
-    name = model if world_size is None else f"{model}, {way} over {world_size} ranks, each of them"
+    is_alone = world_size in (None, 1)  # then nothing is shared out, and all that holds of a plain model holds
+    name = model if is_alone else f"{model}, {way} over {world_size} ranks, each of them"
     _print_estimate(name, subject, result, as_json=as_json)
-    if fsdp and subject.hardware.has_caching_allocator and not as_json:
+    if fsdp and not is_alone and subject.hardware.has_caching_allocator and not as_json:
         print("What PyTorch reserves for it is not predicted: whether it fits is said of live bytes alone.")
     if snapshot is not None:
         planned = None if mode is None else result.by_mode[config.mode].plan
@@ -657,14 +658,21 @@ class _Subject:
 def _config(
     mode: str | None, budget: float | None, utilization: float, overlaps: bool | None, *, force: bool = False
 ) -> Config:
-    """What the options of a command wish for."""
-    return Config(
-        mode=OptimizationMode.BALANCED if mode is None else mode,  # type: ignore[arg-type]
-        memory_budget_gb=budget,
-        target_gpu_utilization=utilization,
-        force_optimize=force,
-        async_offload=overlaps,
-    )
+    """What the options of a command wish for. What is wrong with one is said of the option, not of the field."""
+    try:
+        return Config(
+            mode=OptimizationMode.BALANCED if mode is None else mode,  # type: ignore[arg-type]
+            memory_budget_gb=budget,
+            target_gpu_utilization=utilization,
+            force_optimize=force,
+            async_offload=overlaps,
+        )
+    except ConfigError as error:
+        field, equals, rest = str(error).partition("=")
+        raise ConfigError(f"{_OPTION_OF.get(field, field)}{equals}{rest}") from error
+
+
+_OPTION_OF = {"memory_budget_gb": "--budget", "target_gpu_utilization": "--utilization", "mode": "--mode"}
 
 
 def _open_subject(

@@ -149,7 +149,10 @@ def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
 def _switches() -> Iterator[Any]:
     """Of this process, that decide which kernels run and what they keep."""
     yield torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")
+    # PyTorch 2.9 warns of the function that returns both of these as one.
+    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+    yield [backend.matmul.fp32_precision for backend in backends]
+    yield torch.is_autocast_enabled("cpu")
     attention = torch.backends.cuda
     yield attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
     yield attention.cudnn_sdp_enabled(), torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark
