@@ -62,7 +62,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 def train(directory: pathlib.Path, device: str, steps: int, phase: str = "", die: int = 0) -> None:

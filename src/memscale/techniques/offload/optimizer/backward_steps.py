@@ -43,7 +43,6 @@ from memscale._torch.interception import intercept
 from memscale._torch.optimizer_steps import (
     StepOrder,
     StepWatcher,
-    living_optimizers,
     owns_any,
     parameters_of,
     watch_steps,
@@ -58,6 +57,7 @@ from memscale.techniques.offload.optimizer.separable import (
     idle_shadow,
     is_shadow,
     mark_of,
+    owners_of,
     skips_parameters_without_gradient,
 )
 
@@ -333,10 +333,10 @@ def _refuse_broken(optimizer: Optimizer) -> None:
 def _owner_of(parameters: Iterable[torch.Tensor]) -> Optimizer:
     """Return the only optimizer that steps these parameters; raise if there is none, or more than one."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    found = _owners_of(trained)
+    found = owners_of(trained)
     if len(found) > 1:
         gc.collect()  # an optimizer that was replaced may only wait to be collected
-        found = _owners_of(trained)
+        found = owners_of(trained)
     if not found:
         raise StepInBackwardError(
             "No optimizer owns parameters of this model, so nothing can be stepped in backward. Create it before the "
@@ -349,13 +349,6 @@ def _owner_of(parameters: Iterable[torch.Tensor]) -> Optimizer:
             "is not known before. Use memscale.optimize(model, optimizer), or set step_in_backward=False."
         )
     return found[0]
-
-
-def _owners_of(parameters: list[torch.Tensor]) -> list[Optimizer]:
-    found = [o for o in living_optimizers() if not is_shadow(o) and owns_any(o, parameters)]
-    # Libraries wrap the user's optimizer in one of their own, which owns the same parameters.
-    wrapping = {id(o) for o in found if any(value is other for value in vars(o).values() for other in found)}
-    return [optimizer for optimizer in found if id(optimizer) not in wrapping]
 
 
 def refuse_inseparable(optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ differ from a plain model's in the last bit.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator
@@ -431,6 +432,12 @@ def streamable(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:
     return streamed
 
 
+def shared(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters that several modules have, such as tied embeddings; each of them once."""
+    counts = collections.Counter(id(slot.get()) for slot in slots_of(model.modules()))
+    return [parameter for parameter in model.parameters() if counts[id(parameter)] > 1]
+
+
 def _is_plain(parameter: torch.Tensor) -> bool:
     is_plain = type(parameter) in (nn.Parameter, torch.Tensor) or private.is_fake(parameter)
     return is_plain and parameter.layout is torch.strided and not is_expanded(parameter)
@@ -448,7 +455,7 @@ def _open(
     if is_fake:
         store = ShapeStore()
     else:
-        store = HostStore(host_budget_bytes, pinned=asynchronous, segment_bytes=LARGEST_SEGMENT_BYTES)
+        store = HostStore(host_budget_bytes, pinned=asynchronous, segment_bytes=LARGEST_SEGMENT_BYTES, splits=False)
     homes = Homes(device, store if asynchronous or is_fake else None)
     undo.callback(_close, homes, store)
     transfers = Transfers(device, store, asynchronous=asynchronous, window_bytes=gradient_window_bytes)
