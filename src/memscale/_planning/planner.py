@@ -100,7 +100,9 @@ class Planner:
         untrained = self.rehearsal.untrained
         self.costs.leave_idle(frozenset(id(p) for name, p in job.model.named_parameters() if name in untrained))
         profile = profile_model(job.model, self.rehearsal, self.stage.plain, self.costs.cost(), inputs)
-        self.profile = dataclasses.replace(profile, communication_bytes=job.ranks.bucket_bytes)
+        self.profile = dataclasses.replace(
+            profile, communication_bytes=job.ranks.bucket_bytes, loop_bytes=job.loop.other_bytes
+        )
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self._leaner_by: dict[Hashable, Held] = {}
@@ -252,10 +254,10 @@ class Planner:
         return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
 
     def _held_on(self, allocated_bytes: int, reserved_bytes: int, use: AllocatorUse | None = None) -> Held:
-        """With the buckets of ranks that train together, which are there before any step."""
-        buckets = self.job.ranks.bucket_sizes()
-        allocated_bytes += sum(round_up(size, MIN_BLOCK_BYTES) for size in buckets)
-        reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in buckets)
+        """With the buckets of ranks that train together and what the loop holds, which are there before any step."""
+        others = [*self.job.ranks.bucket_sizes(), self.job.loop.other_bytes]
+        allocated_bytes += sum(round_up(size, MIN_BLOCK_BYTES) for size in others)
+        reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in others)
         return Held.on(self.hardware, allocated_bytes, reserved_bytes, use)
 
     def _record_held(self, key: Hashable, actions: tuple[Action, ...], config: Config) -> Held | None:
@@ -279,7 +281,7 @@ class Planner:
             self.model,
             self.job.optimizer,
             learns=self.travel.overlaps and settling_steps(actions) > 1,
-            attach=self._attacher(actions, config) if actions else None,
+            attach=self.attacher(actions, config) if actions else None,
             rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
             hardware=self.hardware,
             points=points_of(beside) if actions else (),
@@ -308,7 +310,7 @@ class Planner:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
                 trace = None if num_steps > 1 else self._rehearsed_short(actions, config)
-                known[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+                known[key] = trace or self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
         return known[key]
 
     def _key(self, actions: tuple[Action, ...]) -> Hashable:
@@ -320,7 +322,7 @@ class Planner:
         """On a shorter model where that shows the same."""
         if self.shallow is None or any(technique_of(action).changes_loop for action in actions):
             return None  # what is collected to be stepped together goes across blocks
-        return rehearse_short(self.rehearsal, actions, lambda here: self._attacher(here, config))
+        return rehearse_short(self.rehearsal, actions, lambda here: self.attacher(here, config))
 
     def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
         """With the optimizer over what is not streamed, to the byte."""
@@ -439,9 +441,9 @@ class Planner:
         if shallow is not None:
             names = {None, *(name for name, _ in shallow.stage.model.named_modules())}
             here = tuple(action for action in actions if getattr(action, "module_fqn", None) in names)
-            trace = try_variant(shallow.stage, self._attacher(here, config), what)
+            trace = try_variant(shallow.stage, self.attacher(here, config), what)
             return None if trace is None else shallow.stretch(trace)
-        return try_variant(self.rehearsal, self._attacher(actions, config), what)
+        return try_variant(self.rehearsal, self.attacher(actions, config), what)
 
     @property
     def shallow(self) -> ShallowRehearsal | None:
@@ -466,7 +468,8 @@ class Planner:
     def _is_compiled(self, module_fqn: str) -> bool:
         return any(f"{module_fqn}.".startswith(f"{part}.") or not part for part in self._compiled)
 
-    def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
+    def attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
+        """What attaches these actions on the stage."""
         travelling, device = self.travel.said_in(config), torch.device(self.rehearsal.device_type)
         settings = ExecutionSettings.from_config(travelling, device)
         settings = dataclasses.replace(settings, optimizer_on_stage=self.costs.on_stage)

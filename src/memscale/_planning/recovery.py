@@ -236,7 +236,8 @@ class Recovery:
         """Put a plan in force that takes less, and say what changed."""
         plan = self._executor.plan
         assert plan is not None
-        promised, available = _promised(plan), self._available(model, inputs)
+        # What the plan counts of the loop's own is not part of what is left for the model.
+        promised, available = _promised(plan), self._available(model, inputs) + plan.loop_bytes
         budgets = {min(int(_TIGHTER * promised), available), min(promised - 1, available)}
         misfit = "It is the lowest that there is."
         for budget in sorted(budgets) if plan is not self._lowest else ():
