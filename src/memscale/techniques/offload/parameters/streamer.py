@@ -30,6 +30,7 @@ from memscale._errors import StoreFullError
 from memscale._torch import private
 from memscale._units import round_up
 from memscale.techniques.offload.parameters.parameter_homes import CPU, Homes, tensor_over, unviewed
+from memscale.techniques.offload.parameters.state_placement import Followers
 from memscale.techniques.offload.parameters.sum_order import Tails
 from memscale.techniques.offload.store.stores import PART_BYTES, Layout, StoreCounters, Ticket
 from memscale.techniques.offload.transfer import stream_order
@@ -251,6 +252,8 @@ class Streamer:
         """The visits fetched ahead for the layers that come next in forward."""
         self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
         self.tails = Tails(device)
+        self.following: Followers | None = None
+        """Keeps optimizer state beside the parameters."""
         self.landed: LandedGradients | None = None
         """The gradients that wait for a step on the device; None if the host steps the parameters."""
 
