@@ -347,6 +347,13 @@ class Plan:
     other_peaks: dict[str, int] = dataclasses.field(default_factory=dict)
     """Live bytes at the peak of what is done between steps, with the planned batch: "evaluation", "generate" where the
     model has it, "saving" and "resuming". Empty where nothing was rehearsed."""
+    baseline_step_ms: float | None = None
+    """The predicted time of the unmodified model's step, by the time model; None where nothing was timed."""
+
+    @property
+    def predicted_step_ms(self) -> float | None:
+        """The predicted time of a step under this plan; None where the plain step's is not known."""
+        return None if self.baseline_step_ms is None else self.baseline_step_ms * self.predicted_slowdown
 
     @property
     def reduction(self) -> float:
@@ -365,7 +372,13 @@ class Plan:
         return self.predicted_slowdown / self.least_slowdown
 
     def explain(self) -> str:
-        """The plan as text: each choice with its rule and numbers, and what there would be instead."""
+        """The plan as text: each choice with its rule and numbers, and what there would be instead.
+
+            print(executor.plan.explain())
+
+        Returns:
+            Lines for a terminal; the same for the same plan.
+        """
         from memscale.report.explain import explain  # the one describer reads plans, so it lies above them
 
         return explain(self)

@@ -19,6 +19,7 @@ from memscale._decide.choice import choice_of
 from memscale._decide.travel import travel_of
 from memscale._errors import quoted
 from memscale._plan import Plan
+from memscale._planning.one_way import OneWay
 from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale._progress import stage
@@ -36,14 +37,14 @@ REMEDIES = {
 
 def other_peaks(planner: Planner, plan: Plan, config: Config) -> dict[str, int]:
     """By what is done. What does not run on fake tensors is left out."""
-    planner = planner.by(travel_of(plan, config, planner.hardware))
-    model, choice = planner.cost_model(), choice_of(plan.actions, planner.profile)
+    way = planner.by(travel_of(plan, config, planner.hardware))
+    model, choice = way.cost_model(), choice_of(plan.actions, way.profile)
     resident_bytes = model.resident_bytes(choice)
-    between_bytes = resident_bytes - planner.profile.input_bytes
+    between_bytes = resident_bytes - way.profile.input_bytes
     peaks = {}
     for name, changes in (("evaluation", {}), ("generate", _as_generate_calls(planner.model, planner.inputs))):
         if changes is not None:
-            taken_bytes = _evaluated(planner, plan, config, name, changes)
+            taken_bytes = _evaluated(way, plan, config, name, changes)
             if taken_bytes is not None:
                 peaks[name] = resident_bytes + taken_bytes
     # A checkpoint is written tensor by tensor; read, it lies beside the model until it is copied there.
@@ -61,11 +62,11 @@ def warn_of_other_peaks(plan: Plan) -> None:
         logger.warning("the budget is %s, and with the planned batch other things come above it: %s", budget, said)
 
 
-def _evaluated(planner: Planner, plan: Plan, config: Config, name: str, changes: dict[str, Any]) -> int | None:
-    attach = planner.attacher(plan.actions, config) if plan.actions else None
+def _evaluated(way: OneWay, plan: Plan, config: Config, name: str, changes: dict[str, Any]) -> int | None:
+    attach = way.attacher(plan.actions, config) if plan.actions else None
     try:
         with stage(f"rehearsing {name}"):
-            return planner.rehearsal.evaluate(attach, **changes)
+            return way.rehearsal.evaluate(attach, **changes)
     except Exception as error:  # whatever a user's model raises in evaluation
         logger.debug("the peak of %s is not known: %s", name, quoted(error), exc_info=True)
         return None

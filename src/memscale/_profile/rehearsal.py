@@ -23,6 +23,7 @@ from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
+from memscale._profile.read_elsewhere import ReadingWatch
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
@@ -92,6 +93,8 @@ class Rehearsal:
         """The bytes of outputs that the loop kept of the last step."""
         self.untrained: frozenset[str] = frozenset()
         """The names of trainable parameters that get no gradient in any step, as far as the plain step shows it."""
+        self.read_elsewhere: frozenset[str] = frozenset()
+        """The names of modules whose parameters the plain step reads while the module does not run."""
         self.sharding: Sharding | None = None
         """How ranks that train together share the model out; None: each has all of it."""
 
@@ -110,11 +113,15 @@ class Rehearsal:
             if attached is not None:
                 undo.callback(attached.detach)
             traffic: Traffic = getattr(attached, "traffic", no_traffic)  # what is attached may move nothing
-            watch = TrainedWatch(self.model, undo) if attached is None and self.is_fake else None
+            is_plain = attached is None and self.is_fake
+            watch = TrainedWatch(self.model, undo) if is_plain else None
+            readings = ReadingWatch(self.model, undo) if is_plain else None
             held: list[torch.Tensor] = getattr(attached, "held", [])
             traces = [self._record(traffic, held) for _ in range(num_steps)]
             if watch is not None:
                 self.untrained = watch.untrained(self.num_calls)
+            if readings is not None:
+                self.read_elsewhere |= readings.found()
         return max(traces, key=lambda trace: trace.peak_bytes)
 
     def _record(self, traffic: Traffic, held: list[torch.Tensor]) -> StepTrace:
@@ -130,7 +137,7 @@ class Rehearsal:
             recorder.see_all(held, "optimizer state")
             recorder.open()
             with recorder:
-                kept = self._step(recorder)
+                kept = self.pass_through(recorder)
             trace = recorder.close()
         self.num_calls = recorder.num_calls
         self.output_sizes = self._sizes_of(kept)
@@ -138,8 +145,8 @@ class Rehearsal:
             trace = trace.with_earlier_outputs(sum(round_up(size, self.rounding_bytes) for size in self.output_sizes))
         return trace if self.sharding is None else self.sharding.applied(trace)
 
-    def _step(self, recorder: SegmentRecorder) -> list[torch.Tensor]:
-        """Returns what the loop keeps of the output."""
+    def pass_through(self, recorder: SegmentRecorder) -> list[torch.Tensor]:
+        """Forward and backward. Returns what the loop keeps of the output."""
         if self.holds_gradients:
             self.hold_gradients(recorder)
         output = self.model(*self.inputs.args, **self.inputs.kwargs)

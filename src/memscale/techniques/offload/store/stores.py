@@ -151,11 +151,9 @@ class Ticket:
         self.store = store
         self.layout = layout
         self.num_bytes = layout.num_bytes
-        self.spot = spot
         self.checksum: int | None = None
         self.digest: torch.Tensor | None = None
         """With `debug`, a digest of the bytes that were sent, on their device."""
-        self.freed = False
         self.written: torch.Event | None = None
         """The event of the copy into the store; every reader waits for it."""
         self.read: Fence | None = None
@@ -168,6 +166,8 @@ class Ticket:
         """The bytes, on the host, after a threaded write of them failed: an error loses nothing."""
         self.sent: Any = None
         """The source on its way to the store; `Transfers` keeps it alive."""
+        self.spot = spot
+        self.freed = False  # last: until here, `__del__` leaves it alone
 
     def wait_written(self) -> None:
         """Block until the bytes are in the store; raise what the write raised."""
@@ -179,7 +179,7 @@ class Ticket:
 
     def __del__(self) -> None:
         # Garbage may be collected while one of our own locks is held, so this only leaves a note.
-        if not self.freed and not self.store.closed:
+        if not getattr(self, "freed", True) and not self.store.closed:  # absent: Ctrl-C in the middle of `__init__`
             self.store.abandoned.append(self)
 
 
