@@ -244,6 +244,30 @@ def test_ranks_are_said_with_how_they_train(shell: Shell, model_file: str, optio
     assert "--fsdp" in shell.complaint("estimate", f"{model_file}:build", *options)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "has no lengths"),
+        ("12\nmany\n", "neither a length nor a length and a count"),
+        ("0 3\n", "neither a length nor a length and a count"),
+        ("1 2 3\n", "neither a length nor a length and a count"),
+        ("99999999\n", "is above"),
+    ],
+)
+def test_a_file_that_has_no_lengths_is_a_sentence(
+    shell: Shell, model_file: str, tmp_path: pathlib.Path, content: str, words: str
+) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    assert words in shell.complaint("estimate", f"{model_file}:build", "--lengths", str(path))
+
+
+def test_a_table_of_lengths_takes_no_single_length(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
+    missing = str(tmp_path / "none.txt")
+    assert "cannot be read" in shell.complaint("estimate", f"{model_file}:build", "--lengths", missing)
+    assert "leave --seq" in shell.complaint("estimate", f"{model_file}:build", "--lengths", missing, "--seq", "4")
+
+
 def test_estimate_of_one_mode(shell: Shell, model_file: str) -> None:
     arguments = ("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--mode", "Aggressive", "--json")
     data = json.loads(shell(*arguments))["estimate"]

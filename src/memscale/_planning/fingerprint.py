@@ -54,7 +54,7 @@ def fingerprint(job: Job, inputs: Inputs) -> str:
     describe.add("inputs", *_form_of(inputs))
     for optimizer in (job.optimizer, job.replacement):
         describe.add("optimizer", *_optimizer_of(optimizer, job.model))
-    describe.add("wishes", job.config, job.holds_gradients, job.ranks)
+    describe.add("wishes", job.config, job.holds_gradients, job.ranks, job.loop)
     figures = {f.name: getattr(job.hardware, f.name) for f in dataclasses.fields(job.hardware)}
     describe.add("hardware", {name: figure for name, figure in figures.items() if name not in _PASSING_FIELDS})
     describe.add("process", *_switches())
