@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := hf,lightning,quantization,observability,report,dev
+EXTRAS := hf,lightning,quantization,observability,report,libraries,dev
 STAMP := $(VENV)/.installed
 PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 DURATIONS := build/test-durations.xml
@@ -12,20 +12,21 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 # `===` asks for the build of the ordinary index, and keeps one without CUDA ("2.13.0+cpu") out.
 CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
-.PHONY: help demo check test test-all test-shuffled test-pages search-cases fuzz zoo durations audit cuda lint format clean
+.PHONY: help demo check test test-all test-shuffled test-pages search-cases fuzz zoo durations audit docs cuda lint format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
 	@echo "make check     the quick loop, about a minute: format, lint, types, pure and small tests"
 	@echo "make test      what CI runs, about a quarter of an hour: format, lint, types, every technique and model"
-	@echo "make test-all  every combination, long curves, the simulator's own suite: before a release"
+	@echo "make test-all  every combination, long curves, the simulator's own suite, with coverage: before a release"
 	@echo "make durations       what the last run of tests cost, by file"
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make test-pages      reports in a real browser; needs Chromium (Debian: apt-get install chromium)"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
-	@echo "make fuzz            random models under random plans against plain ones: EXAMPLES=2000 for so many"
+	@echo "make fuzz            random models and random histories against plain ones: EXAMPLES=2000 for so many of each"
 	@echo "make zoo             every architecture at hand against a plain copy; goes on where it was stopped"
 	@echo "make audit   bandit over our code, pip-audit over what is installed (the latter asks a database on the network)"
+	@echo "make docs    the documentation as a site in build/site; broken links are errors"
 	@echo "make cuda    the CUDA build of PyTorch on an emulated card (no GPU needed): its tests, and a table; downloads 5 GB once"
 	@echo "make format  rewrite the code in our format"
 	@echo "make clean   remove the environment and caches"
@@ -54,13 +55,13 @@ test: lint
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-all: lint
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages]"
-	$(PYTEST) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS) -m ""
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages,torchao,docs,coverage]"
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS) -m "" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-pages: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages]"
-	$(PYTEST) -n 0 -m full tests/report/test_page_in_browser.py
+	$(PYTEST) -n 0 -m full tests/report/test_page_in_browser.py tests/benchmarks/test_pictures.py tests/tools/test_fit_page.py
 
 durations: $(STAMP)
 	$(BIN)/python tools/durations.py $(DURATIONS)
@@ -74,7 +75,8 @@ search-cases: $(STAMP)
 
 fuzz: EXAMPLES ?= 1000
 fuzz: $(STAMP)
-	MEMSCALE_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -n 0 tests/training/test_random_models.py --hypothesis-profile search
+	MEMSCALE_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) -q -n 0 tests/training/test_random_models.py tests/training/test_histories.py \
+		--hypothesis-profile search -m ""
 
 zoo: $(STAMP)
 	mkdir -p build
@@ -84,6 +86,10 @@ audit: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[audit]"
 	$(BIN)/bandit --quiet -c pyproject.toml -r src simgpu/src emucuda/src benchmarks tools
 	$(BIN)/pip-audit --skip-editable
+
+docs: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(CUDA_STAMP): pyproject.toml emucuda/pyproject.toml constraints.txt
 	@echo "Creating $(CUDA_VENV) with the CUDA build of PyTorch: about 5 GB on disk, a few minutes the first time ..."

@@ -1,10 +1,11 @@
 """How long does planning take? Processor seconds from a model to its plan, by stage, next to the bars.
 
-    python -m benchmarks.planning [--device NAME ...] [--model NAME ...] [--json]
+    python -m benchmarks.planning [--device NAME ...] [--model NAME ...] [--budget NAME ...] [--json]
 
 Models have shapes and no weights. Each is planned as `wrap` would do it with a cache that is empty, for this machine's
 processor and for a card by its name, with a loose budget (85 % of the plain step's peak), a tight one (60 %), and for
-the lowest peak that BALANCED allows. What counts is the processor's time of the whole process, so other work on the
+the lowest peak that BALANCED allows. "new shape" is what it takes to loosen the tight plan for batches of half the
+size, as a run does when such batches come. What counts is the time of the processor, so other work on the
 machine matters little, and a second core does not help. Exits with 1 when a bar is missed.
 """
 
@@ -14,11 +15,12 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
@@ -28,9 +30,11 @@ from memscale._config import Config
 from memscale._decide.choice import Choice
 from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
+from memscale._plan import Plan
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
+from memscale._planning.shapes import loosened
 from memscale._profile.inputs import Inputs
 from memscale._progress import Board
 from memscale.report.tables import table
@@ -38,6 +42,8 @@ from memscale.report.tables import table
 CARD = "RTX 3090"
 BUDGETS: dict[str, float | None] = {"loose": 0.85, "tight": 0.6, "lowest": None}
 """Shares of the plain step's peak; None: as low as can be."""
+NEW_SHAPE = "new shape"
+NEW_SHAPE_BAR_S = 1.0
 LAYERS, WIDTH = 100, 512
 
 
@@ -47,6 +53,8 @@ class Case:
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
+    smaller: Callable[[], Inputs]
+    """Batches of another shape."""
     bar_s: float
 
 
@@ -73,15 +81,19 @@ def _tokens(batch: int, length: int) -> Callable[[], Inputs]:
     return inputs
 
 
+def _hidden(length: int) -> Callable[[], Inputs]:
+    return lambda: Inputs((torch.empty(8, length, WIDTH, device="meta"),), {})
+
+
 def _deep() -> nn.Module:
     with torch.device("meta"):
         return Deep().train()
 
 
 CASES = {
-    "bert-base": Case(lambda: zoo.build("bert-base"), _tokens(8, 128), 5.0),
-    "gpt2-xl": Case(lambda: zoo.build("gpt2-xl"), _tokens(4, 512), 10.0),
-    "100 layers": Case(_deep, lambda: Inputs((torch.empty(8, 128, WIDTH, device="meta"),), {}), 10.0),
+    "bert-base": Case(lambda: zoo.build("bert-base"), _tokens(8, 128), _tokens(8, 64), 5.0),
+    "gpt2-xl": Case(lambda: zoo.build("gpt2-xl"), _tokens(4, 512), _tokens(4, 256), 10.0),
+    "100 layers": Case(_deep, _hidden(128), _hidden(64), 10.0),
 }
 
 
@@ -135,24 +147,49 @@ class Row:
     outcome: str
 
 
-def run(model_name: str, case: Case, hardware: Hardware, device: str) -> Iterator[Row]:
+def run(model_name: str, case: Case, hardware: Hardware, device: str, budgets: Collection[str]) -> Iterator[Row]:
     model = case.build()
     planner = Planner(Job(model, Config(), hardware), case.inputs())
     held = planner.held((), Config())
     plain = planner.cost_model().peak_of(planner.profile.plain, Choice()) if held is None else held.reserved_bytes
     del planner
+    tight, tight_config = None, _config(BUDGETS["tight"], plain)
     for name, share in BUDGETS.items():
-        config = Config(force_optimize=True) if share is None else Config(memory_budget_gb=plain * share / 1e9)
-        gc.collect()
-        with clocked() as clock:
-            start = time.process_time()
-            try:
-                plan = make_plan(Job(model, config, hardware), case.inputs())
-                outcome = f"{plan.predicted_peak_bytes / 1e9:.3f} GB, {plan.predicted_slowdown:.2f}x"
-            except DoesNotFitError:
-                outcome = "does not fit"
-            seconds = time.process_time() - start
-        yield Row(model_name, device, name, seconds, case.bar_s, dict(clock.seconds), dict(clock.counts), outcome)
+        if name in budgets or (name == "tight" and NEW_SHAPE in budgets):
+            job = Job(model, _config(share, plain), hardware)
+            plan, row = _timed(functools.partial(make_plan, job, case.inputs()), model_name, device, name, case.bar_s)
+            tight = plan if name == "tight" else tight
+            if name in budgets:
+                yield row
+    if NEW_SHAPE in budgets and tight is not None:
+        job = Job(model, tight_config, hardware)
+        yield _timed(
+            lambda: loosened(Planner(job, case.smaller()), tight, tight_config),
+            model_name,
+            device,
+            NEW_SHAPE,
+            NEW_SHAPE_BAR_S,
+        )[1]
+
+
+def _config(share: float | None, plain_bytes: int) -> Config:
+    return Config(force_optimize=True) if share is None else Config(memory_budget_gb=plain_bytes * share / 1e9)
+
+
+def _timed(
+    plan: Callable[[], Plan | None], model_name: str, device: str, budget: str, bar_s: float
+) -> tuple[Plan | None, Row]:
+    gc.collect()
+    made, outcome = None, "does not fit"
+    with clocked() as clock:
+        start = time.process_time()
+        with contextlib.suppress(DoesNotFitError):
+            made = plan()
+            outcome = "as it was"
+        seconds = time.process_time() - start
+    if made is not None:
+        outcome = f"{made.predicted_peak_bytes / 1e9:.3f} GB, {made.predicted_slowdown:.2f}x"
+    return made, Row(model_name, device, budget, seconds, bar_s, dict(clock.seconds), dict(clock.counts), outcome)
 
 
 STAGES = ("rehearsing", "recording", "playing", "costing", "deciding", "other")
@@ -184,13 +221,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning")
     parser.add_argument("--device", action="append", choices=["cpu", CARD])
     parser.add_argument("--model", action="append", choices=list(CASES))
+    parser.add_argument("--budget", action="append", choices=[*BUDGETS, NEW_SHAPE])
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     rows: list[Row] = []
     for device in asked.device or ["cpu", CARD]:
         hardware = Hardware.detect("cpu") if device == "cpu" else Hardware.from_name(device)
         for name in asked.model or CASES:
-            for row in run(name, CASES[name], hardware, device):
+            for row in run(name, CASES[name], hardware, device, asked.budget or [*BUDGETS, NEW_SHAPE]):
                 rows.append(row)
                 if not asked.json:
                     print(f"{row.model}, {device}, {row.budget}: {row.seconds:.2f} s", file=sys.stderr, flush=True)

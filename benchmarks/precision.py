@@ -20,13 +20,14 @@ import json
 import pathlib
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from benchmarks.models import case
+from benchmarks.pictures import loss_curves, write_svg
 from benchmarks.text import Characters, Learned, build, learn
 from memscale._plan import MixedPrecision
 from memscale._torch.live_bytes import LiveBytes
@@ -158,38 +159,9 @@ def show_distances(found: Sequence[Distance]) -> str:
 # -------------------------------------------------------------------------------------------------------------- main
 
 
-def draw(runs: Sequence[Run]) -> str:
-    return draw_curves({run.precision: run.losses for run in runs}, COLORS)
-
-
-def draw_curves(curves: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> str:
-    """Losses as SVG, each curve smoothed over ten steps; the same curves give the same bytes."""
-    width, height, left, bottom = 640, 320, 56, 36
-    smooth = {name: _smooth(losses) for name, losses in curves.items()}
-    top = max(max(losses) for losses in smooth.values())
-    low = min(min(losses) for losses in smooth.values())
-    num_steps = max(len(losses) for losses in smooth.values())
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
-    parts.append(f'<rect width="{width}" height="{height}" fill="#ffffff"/>')  # dark pages show through
-    for number, (name, losses) in enumerate(smooth.items()):
-        points = " ".join(
-            f"{left + (width - left - 12) * index / max(1, len(losses) - 1):.1f},"
-            f"{12 + (height - bottom - 12) * (top - loss) / (top - low):.1f}"
-            for index, loss in enumerate(losses)
-        )
-        # With gaps, the wider the later: curves that are the same are all seen.
-        line = f'stroke="{colors[name]}" stroke-width="1.5" stroke-dasharray="6 {6 * number}"'
-        parts.append(f'<polyline fill="none" {line} points="{points}"/>')
-        label = f'x="{width - 12}" y="{28 + 18 * number}" font-size="13" text-anchor="end"'
-        parts.append(f'<text {label} fill="{colors[name]}">{name}</text>')
-    for loss, y in ((top, 16), (low, height - bottom)):
-        parts.append(f'<text x="8" y="{y}" font-size="12">{loss:.2f}</text>')
-    parts.append(f'<text x="{left}" y="{height - 10}" font-size="12">loss over {num_steps} steps</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _smooth(losses: Sequence[float]) -> list[float]:
-    return [statistics.fmean(losses[max(0, index - 9) : index + 1]) for index in range(len(losses))]
+def figure_of(runs: Sequence[Run]) -> Any:
+    """The curves, as a figure of Plotly."""
+    return loss_curves({run.precision: run.losses for run in runs}, COLORS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--svg", type=pathlib.Path, help="draw the curves into this file")
+    parser.add_argument("--svg", type=pathlib.Path, help="draw the curves into this file (needs Chromium)")
     parser.add_argument("--json", action="store_true", help="print every loss as JSON")
     parser.add_argument("--bounds", action="store_true", help="small BERT and GPT-2 models against the promised bounds")
     options = parser.parse_args(argv)
@@ -212,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = Characters()
     runs = [train(kind, text, options.steps) for kind in PRECISIONS]
     if options.svg is not None:
-        options.svg.write_text(draw(runs))
+        write_svg(figure_of(runs), options.svg, width=640, height=320)
     if options.json:
         print(json.dumps([dataclasses.asdict(run) for run in runs]))
     else:

@@ -29,13 +29,13 @@ class RealRehearsal(Rehearsal):
         super().__init__(model, inputs, device.type, rounding_of(device.type))
         self.warmup_steps = warmup_steps
 
-    def _step(self, recorder: SegmentRecorder) -> None:
+    def pass_through(self, recorder: SegmentRecorder) -> None:
         for _ in range(self.warmup_steps):
-            super()._step(recorder)
+            super().pass_through(recorder)
             for parameter in self.model.parameters():
                 parameter.grad = None
         recorder.open()
-        super()._step(recorder)
+        super().pass_through(recorder)
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:

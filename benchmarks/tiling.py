@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.pictures import layout, write_svg
 from benchmarks.real_step import RealRehearsal
 from memscale._plan import Checkpoint, TileHead, TileMlp
 from memscale._profile.inputs import Inputs
@@ -259,66 +260,37 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 380, 70, 20, 50, 50
+def figure_of(peaks: Sequence[Peak]) -> Any:
+    """The sweep, as a figure of Plotly."""
+    from plotly.graph_objects import Figure
 
-
-def draw(peaks: Sequence[Peak]) -> str:
-    """The sweep as an SVG, written by hand: the same numbers give the same bytes."""
-    highest = max(peak.rehearsed_bytes for peak in peaks)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="13">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="24" font-size="15" fill="#2e3440">Peak of a training step of a small GPT-2 '
-        "against the sequence length</text>",
-        *_axes(highest),
-    ]
-    for index, treatment in enumerate(TREATMENTS):
-        points = [(_x(p.length), _y(p.rehearsed_bytes, highest)) for p in peaks if p.treatment == treatment]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        color = COLORS[treatment]
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2.5"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points]
-        y = TOP + 20 + 20 * index
-        parts.append(f'<rect x="{LEFT + 16}" y="{y - 9}" width="12" height="12" fill="{color}"/>')
-        parts.append(f'<text x="{LEFT + 36}" y="{y + 2}" fill="#2e3440">{treatment}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _x(length: int) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * length / max(LENGTHS)
-
-
-def _y(num_bytes: float, highest: int) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * num_bytes / highest
-
-
-def _axes(highest: int) -> list[str]:
-    parts = []
-    step = 10 ** (len(str(highest)) - 1)
-    step = step if highest / step >= 3 else step // 2
-    for mark in range(0, highest + 1, step):
-        y = _y(mark, highest)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e9f0"/>')
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#4c566a">{mark / 1e9:.1f} GB</text>'
+    title = "Peak of a training step of a small GPT-2 against the sequence length"
+    tokens = {"title": {"text": "tokens in the sequence"}, "tickvals": list(LENGTHS), "gridcolor": "#e5e9f0"}
+    bytes_axis = {
+        "title": {"text": "peak"},
+        "ticksuffix": "B",
+        "exponentformat": "SI",
+        "rangemode": "tozero",
+        "gridcolor": "#e5e9f0",
+    }
+    figure = Figure(layout=layout(title, xaxis=tokens, yaxis=bytes_axis))
+    for treatment in TREATMENTS:
+        mine = [peak for peak in peaks if peak.treatment == treatment]
+        figure.add_scatter(
+            x=[peak.length for peak in mine],
+            y=[peak.rehearsed_bytes for peak in mine],
+            name=treatment,
+            mode="lines+markers",
+            line={"color": COLORS[treatment], "width": 2.5},
         )
-    for length in LENGTHS[1:]:
-        parts.append(
-            f'<text x="{_x(length):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle" fill="#4c566a">{length}</text>'
-        )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(
-        f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle" fill="#4c566a">tokens in the sequence</text>'
-    )
-    return parts
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiling", description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each head")
     parser.add_argument("--measured-up-to", type=int, default=512, help="longest sequence that is also run for real")
-    parser.add_argument("--svg", type=pathlib.Path, help="write the sweep as a plot")
+    parser.add_argument("--svg", type=pathlib.Path, help="draw the sweep into this file (needs Chromium)")
     parser.add_argument("--skip-head", action="store_true", help="the sweep only")
     parser.add_argument("--simgpu", action="store_true", help="the head's bytes on the simulated device, too")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file, too")
@@ -329,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_device = measure_on_simgpu() if options.simgpu else []
     peaks = sweep(options.measured_up_to)
     if options.svg is not None:
-        options.svg.write_text(draw(peaks))
+        write_svg(figure_of(peaks), options.svg, width=720, height=380)
     if options.json is not None:
         parts: dict[str, Sequence[Any]] = {"head": runs, "head_on_simgpu": on_device, "sweep": peaks}
         rows = {name: [_plain(row) for row in rows] for name, rows in parts.items()}

@@ -18,11 +18,32 @@ def test_the_version_is_the_same_everywhere():
     assert memscale.__version__ == packaged == str(cited)
 
 
-def test_the_workflow_runs_what_ci_runs_on_pythons_that_we_claim():
+def test_the_workflow_runs_what_ci_runs_on_versions_that_we_claim():
     jobs = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())["jobs"]
     assert "bash .ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
-    oldest = re.search(r'requires-python = ">=(.+)"', (ROOT / "pyproject.toml").read_text())[1]
-    assert oldest in jobs["test"]["strategy"]["matrix"]["python"]
+    packaged = (ROOT / "pyproject.toml").read_text()
+    runs = jobs["test"]["strategy"]["matrix"]["include"]
+    pythons, torches = ({run[name] for run in runs} for name in ("python", "torch"))
+    assert re.search(r'requires-python = ">=(.+)"', packaged)[1] in pythons
+    assert any(torch.startswith(re.search(r'"torch>=(.+)"', packaged)[1]) for torch in torches)
+    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    assert pinned in torches
+    assert len(pythons) == len(torches) == 2
+    assert len({(run["python"], run["torch"]) for run in runs}) == 4
+
+
+def test_the_workflow_builds_the_documents():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())["jobs"]
+    assert "make docs" in [step.get("run") for step in jobs["docs"]["steps"]]
+
+
+def test_the_changelog_has_this_version_in_about_ten_lines():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    released = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert any(release.startswith(f"[{memscale.__version__}]") for release in released)
+    for release in released:
+        if not release.startswith("[Unreleased]"):
+            assert len(re.findall(r"^- ", release, re.MULTILINE)) <= 12, release.split("\n")[0]
 
 
 def test_a_report_asks_for_what_doctor_prints():

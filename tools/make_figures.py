@@ -1,25 +1,32 @@
-"""Draw `docs/images/demo.svg` and write README's table: the memory of a step with and without MemScale, measured.
+"""Draw the pictures of docs/images from the data of docs/results, and write the table of the measured demo.
 
-    python -m tools.make_figures              draw from docs/results/demo.json
-    python -m tools.make_figures --measure    run examples/demo.py first, and keep its numbers there
+    python -m tools.make_figures              draw from the data; needs Chromium (Debian: apt-get install chromium)
+    python -m tools.make_figures --measure    run examples/demo.py first, and keep its numbers in docs/results/demo.json
+    python -m tools.make_figures --table      the table only
 
-The SVG is written by hand: no plotting library is needed, and the same data gives the same bytes.
+Plotly draws, in a browser (`benchmarks/pictures.py`). Each picture says from which figure it was drawn, so that
+`tests/test_docs.py` finds one that is not that of its data. The curves of docs/images/precision.svg have no data in
+docs/results: `python -m benchmarks.precision --svg docs/images/precision.svg` trains and draws them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import pictures, tiling
+from benchmarks.full_stack import loss
+
 ROOT = pathlib.Path(__file__).parent.parent
-DATA, FIGURE = ROOT / "docs" / "results" / "demo.json", ROOT / "docs" / "images" / "demo.svg"
-README = ROOT / "README.md"
+RESULTS, IMAGES = ROOT / "docs" / "results", ROOT / "docs" / "images"
+DATA, PAGE = RESULTS / "demo.json", RESULTS / "measured.md"
 NUM_BINS = 120
 _TABLE_START, _TABLE_END = "<!-- written by tools/make_figures.py -->", "<!-- end -->"
 
@@ -34,7 +41,6 @@ COLORS = {
 """In the order in which they are stacked; what is always there lies at the bottom."""
 
 WIDTH, HEIGHT = 860, 360
-TOP, BOTTOM, LEFT, PANEL, GAP = 78, 44, 62, 370, 40
 
 
 def reduce_timeline(kinds: Sequence[str], timeline: list[list[float]]) -> list[dict[str, int]]:
@@ -63,34 +69,98 @@ def measure() -> None:
     DATA.write_text(json.dumps(data) + "\n")
 
 
-def draw(data: dict[str, Any]) -> str:
+def demo_figure(data: dict[str, Any]) -> Any:
+    """Live bytes by kind over a step, plain and wrapped, side by side."""
+    from plotly.subplots import make_subplots
+
     size, highest = data["size"], data["plain"]["peak_bytes"]
-    scale = (HEIGHT - TOP - BOTTOM) / (highest * 1.08)
     title = (
-        f"One training step of GPT-2 ({size['layers']} layers of width {size['width']}, "
-        f"batch {size['batch']} x {size['length']}): live bytes by kind, measured on {data['device'].upper()}"
+        f"One training step of GPT-2 ({size['layers']} layers of width {size['width']}, batch {size['batch']} x "
+        f"{size['length']}): live bytes by kind, measured on {data['device'].upper()}"
     )
-    right = LEFT + PANEL + GAP
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-            f'height="{HEIGHT}" font-family="sans-serif" font-size="12" role="img">',
-            f"<title>{title}</title>",
-            f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#ffffff"/>',
-            text(LEFT, 24, title, size=13),
-            *legend(),
-            *axis(highest, scale),
-            *panel(LEFT, data["plain"], scale, "plain"),
-            *panel(right, data["wrapped"], scale, "memscale.wrap(model)"),
-            *budget_line(right, data["budget_bytes"], scale),
-            "</svg>",
-            "",
-        ]
+    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
+    for column, side in enumerate(("plain", "wrapped"), 1):
+        _draw_side(figure, data[side], column)
+    budget = data["budget_bytes"]
+    line = {"dash": "dash", "width": 1.2, "color": "#2e3440"}
+    label = f"budget {budget / 1e6:.0f} MB"
+    figure.add_hline(y=budget, row=1, col=2, line=line, annotation_text=label, annotation_position="top right")
+    figure.update_layout(pictures.layout(title), hovermode=False)
+    figure.layout.title.font.size = 13
+    for column, name in enumerate(("plain", "memscale.wrap(model)"), 1):
+        figure.update_xaxes(title_text=f"{name}, over time →", showticklabels=False, col=column)
+    figure.update_yaxes(range=[0, highest * 1.12], ticksuffix="B", exponentformat="SI", gridcolor="#e5e9f0")
+    return figure
+
+
+def _draw_side(figure: Any, side: dict[str, Any], column: int) -> None:
+    timeline = side["timeline"]
+    for kind, color in COLORS.items():
+        heights = [sample[kind] for sample in timeline]
+        if kind != "other" and any(heights):  # the batch is too thin to be seen
+            figure.add_scatter(
+                y=heights,
+                name=kind,
+                stackgroup=f"side{column}",
+                mode="none",
+                fillcolor=color,
+                legendgroup=kind,
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
+    sums = [sum(sample.values()) for sample in timeline]
+    at = max(range(len(sums)), key=sums.__getitem__)
+    figure.add_scatter(
+        x=[at],
+        y=[sums[at]],
+        mode="markers+text",
+        text=[f"peak {side['peak_bytes'] / 1e6:.0f} MB"],
+        textposition="top center",
+        marker={"color": "#bf616a", "size": 7},
+        textfont={"color": "#bf616a"},
+        showlegend=False,
+        row=1,
+        col=column,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """A file of docs/images and what it is drawn from."""
+
+    name: str
+    data: str
+    figure: Callable[[Any], Any]
+    width: int
+    height: int
+
+    @property
+    def path(self) -> pathlib.Path:
+        return IMAGES / self.name
+
+    def make(self) -> Any:
+        """The figure, from its data."""
+        return self.figure(json.loads((RESULTS / self.data).read_text()))
+
+
+def _full_stack_figure(data: Any) -> Any:
+    return pictures.loss_curves({run["name"]: run["losses"] for run in data}, loss.COLORS)
+
+
+def _tiling_figure(data: Any) -> Any:
+    return tiling.figure_of([tiling.Peak(**row) for row in data["sweep"]])
+
+
+PICTURES = (
+    Picture("demo.svg", "demo.json", demo_figure, WIDTH, HEIGHT),
+    Picture("full_stack.svg", "full_stack_loss.json", _full_stack_figure, 640, 320),
+    Picture("tiling.svg", "tiling.json", _tiling_figure, 720, 380),
+)
 
 
 def table(data: dict[str, Any]) -> str:
-    """README's table, in Markdown."""
+    """The table of docs/results/measured.md, in Markdown."""
 
     def row(name: str, plain: str, wrapped: str, change: str) -> str:
         return f"| {name} | {plain} | {wrapped} | {change} |"
@@ -114,73 +184,21 @@ def table(data: dict[str, Any]) -> str:
 
 
 def write_table(data: dict[str, Any]) -> None:
-    before, _, rest = README.read_text().partition(_TABLE_START)
+    before, _, rest = PAGE.read_text().partition(_TABLE_START)
     _, _, after = rest.partition(_TABLE_END)
-    README.write_text(f"{before}{_TABLE_START}\n{table(data)}\n{_TABLE_END}{after}")
-
-
-def text(x: float, y: float, content: str, *, size: int = 12, anchor: str = "start", color: str = "#2e3440") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}">{content}</text>'
-
-
-def legend() -> list[str]:
-    parts, x = [], float(LEFT)
-    for kind, color in COLORS.items():
-        if kind == "other":  # the batch: too thin to be seen
-            continue
-        parts.append(f'<rect x="{x:.1f}" y="38" width="11" height="11" fill="{color}"/>')
-        parts.append(text(x + 16, 48, kind))
-        x += 36 + 6.6 * len(kind)
-    return parts
-
-
-def axis(highest: int, scale: float) -> list[str]:
-    step = next(step for step in (50e6, 100e6, 200e6, 500e6, 1e9, 2e9, 5e9) if highest / step <= 6)
-    parts = []
-    for number in range(int(highest * 1.08 / step) + 1):
-        y = HEIGHT - BOTTOM - number * step * scale
-        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 18}" y2="{y:.1f}" stroke="#e5e9f0"/>')
-        parts.append(text(LEFT - 6, y + 4, f"{number * step / 1e6:.0f} MB", size=11, anchor="end", color="#6b7280"))
-    return parts
-
-
-def panel(left: int, side: dict[str, Any], scale: float, name: str) -> list[str]:
-    base = HEIGHT - BOTTOM
-    floor = [0.0] * len(side["timeline"])
-    parts = []
-    for kind, color in COLORS.items():
-        top = [low + sample[kind] for low, sample in zip(floor, side["timeline"], strict=True)]
-        if any(top[index] > floor[index] for index in range(len(top))):
-            outline = [*enumerate(top), *reversed(list(enumerate(floor)))]
-            points = " ".join(f"{left + PANEL * i / (len(top) - 1):.1f},{base - v * scale:.1f}" for i, v in outline)
-            parts.append(f'<polygon points="{points}" fill="{color}"/>')
-        floor = top
-    peak_at = max(range(len(floor)), key=floor.__getitem__)
-    x, y = left + PANEL * peak_at / (len(floor) - 1), base - floor[peak_at] * scale
-    parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#bf616a"/>')
-    parts.append(text(x, y - 7, f"peak {side['peak_bytes'] / 1e6:.0f} MB", anchor="middle", color="#bf616a"))
-    parts.append(f'<line x1="{left}" y1="{base}" x2="{left + PANEL}" y2="{base}" stroke="#2e3440"/>')
-    parts.append(text(left, base + 18, name, size=13))
-    parts.append(text(left + PANEL, base + 18, "time →", size=11, anchor="end", color="#6b7280"))
-    return parts
-
-
-def budget_line(left: int, budget_bytes: int, scale: float) -> list[str]:
-    y = HEIGHT - BOTTOM - budget_bytes * scale
-    return [
-        f'<line x1="{left}" y1="{y:.1f}" x2="{left + PANEL}" y2="{y:.1f}" stroke="#2e3440" stroke-dasharray="5 4"/>',
-        text(left + PANEL, y - 5, f"budget {budget_bytes / 1e6:.0f} MB", size=11, anchor="end"),
-    ]
+    PAGE.write_text(f"{before}{_TABLE_START}\n{table(data)}\n{_TABLE_END}{after}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure again before drawing")
-    if parser.parse_args(argv).measure:
+    parser.add_argument("--table", action="store_true", help="draw nothing")
+    options = parser.parse_args(argv)
+    if options.measure:
         measure()
-    data = json.loads(DATA.read_text())
-    FIGURE.write_text(draw(data))
-    write_table(data)
+    write_table(json.loads(DATA.read_text()))
+    for picture in () if options.table else PICTURES:
+        pictures.write_svg(picture.make(), picture.path, width=picture.width, height=picture.height)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from benchmarks.full_stack.loss import COLORS, RUNS, meets_bars, show_runs, trai
 from benchmarks.full_stack.peaks import measure_peak, show_peaks
 from benchmarks.full_stack.setups import BATCHES
 from benchmarks.full_stack.state import measure_states, show_states
-from benchmarks.precision import draw_curves
+from benchmarks.pictures import loss_curves, write_svg
 from benchmarks.text import Characters
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--model", choices=list(BATCHES), action="append", help="only this one; may be repeated")
     loss = commands.add_parser("loss", help="curves on a real text")
     loss.add_argument("--steps", type=int, default=300)
-    loss.add_argument("--svg", type=pathlib.Path, help="draw the curves into this file")
+    loss.add_argument("--svg", type=pathlib.Path, help="draw the curves into this file (needs Chromium)")
     for command in (peaks, loss, state):
         command.add_argument("--json", type=pathlib.Path, help="write every figure into this file")
     options = parser.parse_args(argv)
@@ -83,7 +83,7 @@ def _loss(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         runs.append(train(name, text, options.steps))
         print(f"{name}: {runs[-1].final_loss:.4f} after {runs[-1].seconds:.0f} s", file=sys.stderr, flush=True)
     if options.svg is not None:
-        options.svg.write_text(draw_curves({run.name: run.losses for run in runs}, COLORS))
+        write_svg(loss_curves({run.name: run.losses for run in runs}, COLORS), options.svg, width=640, height=320)
     if options.json is not None:
         options.json.write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=1) + "\n")
     print(show_runs(runs))

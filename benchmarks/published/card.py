@@ -21,8 +21,9 @@ import torch
 from memscale import Hardware
 from memscale._decide.allocator import SMALL_BYTES, CachingAllocator
 from memscale._decide.allocator.blocks import Block
-from memscale._planning.allocations import PRODUCTS, Thread
+from memscale._planning.allocation_log import Thread
 from memscale._planning.kernel_temporaries import KernelTemporaries
+from memscale._planning.recording import PRODUCTS
 from memscale._profile.device_kernels import gpu_kernels
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private

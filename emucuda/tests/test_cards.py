@@ -1,9 +1,9 @@
 """The table of cards: complete, and found by any spelling of their names."""
 
 import pytest
-from memscale._cards import KNOWN_CARDS
 
 import emucuda
+from memscale._hardware.cards import KNOWN_CARDS
 
 
 def test_every_card_that_memscale_knows_can_be_emulated():

@@ -102,7 +102,8 @@ def test_cuda_starts_without_a_fault_handler():
 def test_copies_above_the_limit_are_counted_and_not_made(on_the_card):
     code = """
 import json, torch, emucuda
-small, large = torch.ones(4).cuda(), torch.ones(1000).cuda()
+here = torch.ones(1000)  # kept, so that what comes back is not put into its memory
+small, large = torch.ones(4).cuda(), here.cuda()
 print(json.dumps([small.sum().numel(), small.cpu()[0].item(), large.cpu()[0].item() == 1.0,
                   emucuda.counters().host_to_device_bytes]))
 """

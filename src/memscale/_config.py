@@ -21,8 +21,10 @@ _MAX_GB = 1e9
 class OptimizationMode(str, enum.Enum):
     """How far MemScale may go; an explicit `Config` field always wins over the mode.
 
-    model = memscale.wrap(model, memscale.Config(mode=memscale.OptimizationMode.AGGRESSIVE))
-    model = memscale.wrap(model, memscale.Config(mode="aggressive"))  # the same
+        model = memscale.wrap(model, memscale.Config(mode=memscale.OptimizationMode.AGGRESSIVE))
+        model = memscale.wrap(model, memscale.Config(mode="aggressive"))  # the same
+
+    Each mode may do all that the one before it may.
     """
 
     CONSERVATIVE = "conservative"

@@ -41,10 +41,12 @@ def install_command(extra: str) -> str:
 class MemScaleError(Exception):
     """Base of every error that MemScale raises on its own account.
 
-    try:
-        memscale.wrap(model, memscale.Config(memory_budget_gb=2.0), batch)
-    except memscale.DoesNotFitError as error:
-        print(error)  # what was tried, the numbers, and a batch or a mode that does fit
+        try:
+            memscale.wrap(model, memscale.Config(memory_budget_gb=2.0), batch)
+        except memscale.DoesNotFitError as error:
+            print(error)  # what was tried, the numbers, and a batch or a mode that does fit
+
+    An argument of a wrong type is a `TypeError`, as everywhere.
     """
 
 
@@ -54,6 +56,9 @@ class ConfigError(MemScaleError, ValueError):
 
 class DoesNotFitError(MemScaleError):
     """No plan with the enabled techniques stays under the budget."""
+
+    batch_size: int | None = None
+    """The batch size that the message names as one that would fit; None where it names none."""
 
 
 class ProfileError(MemScaleError):

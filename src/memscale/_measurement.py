@@ -33,9 +33,11 @@ class Sample:
 class Measurement:
     """What `measure()` saw. Grows while the context is open.
 
-    with memscale.measure() as measured:
-        train_one_step(model)
-    print(measured.peak_bytes, measured.breakdown["activations"])
+        with memscale.measure() as measured:
+            train_one_step(model)
+        print(measured.peak_bytes, measured.breakdown["activations"])
+
+    Bytes are counted by unique storage.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -54,13 +56,24 @@ class Measurement:
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{kind} {self.breakdown[kind] / 1e9:.3f}" for kind in KINDS)
+        card = "".join(f", {name} {value / 1e9:.3f}" for name, value in self._held().items())
+        return f"Measurement({self.device_type}: peak {self.peak_bytes / 1e9:.3f} GB{card}; {kinds})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from memscale.report.measured import measurement_html
+
+        breakdown: dict[str, int] = {kind: self.breakdown[kind] for kind in KINDS}
+        return measurement_html(self.device_type, self.peak_bytes, breakdown, self._held())
+
+    def _held(self) -> dict[str, int]:
+        """What the allocator and the card held; nothing on a CPU."""
         held = {
             "allocated": self.allocator_peak_bytes,
             "reserved": self.reserved_peak_bytes,
             "total": self.total_peak_bytes,
         }
-        card = "".join(f", {name} {value / 1e9:.3f}" for name, value in held.items() if value is not None)
-        return f"Measurement({self.device_type}: peak {self.peak_bytes / 1e9:.3f} GB{card}; {kinds})"
+        return {name: value for name, value in held.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -342,6 +342,13 @@ class Plan:
     """What the card will hold then: reserved bytes, the context, and what others held when it was planned."""
     allocator: AllocatorUse | None = None
     """What is asked of the caching allocator; None: nothing."""
+    baseline_step_ms: float | None = None
+    """The predicted time of the unmodified model's step, by the time model; None where nothing was timed."""
+
+    @property
+    def predicted_step_ms(self) -> float | None:
+        """The predicted time of a step under this plan; None where the plain step's is not known."""
+        return None if self.baseline_step_ms is None else self.baseline_step_ms * self.predicted_slowdown
 
     @property
     def reduction(self) -> float:
@@ -360,7 +367,13 @@ class Plan:
         return self.predicted_slowdown / self.least_slowdown
 
     def explain(self) -> str:
-        """The plan as text: each choice with its rule and numbers, and what there would be instead."""
+        """The plan as text: each choice with its rule and numbers, and what there would be instead.
+
+            print(executor.plan.explain())
+
+        Returns:
+            Lines for a terminal; the same for the same plan.
+        """
         from memscale.report.explain import explain  # the one describer reads plans, so it lies above them
 
         return explain(self)

@@ -1,4 +1,5 @@
-"""The command line: `memscale estimate`, `plan`, `report`, `fit`, `doctor`, `cache`, `bench`.
+"""The command line: `memscale estimate`, `plan`, `report`, `fit`, `table`, `verify`, `watch`, `doctor`, `cache` and
+`bench`.
 
 Exit codes: 0 done; 1 no plan fits (`plan` and `report`); 2 bad input, with one sentence on stderr. Results go to
 stdout, progress to stderr. torch is imported inside the commands, so that `memscale --help` answers at once.
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from memscale._planning.estimate import Estimate
     from memscale._planning.planner import Planner
     from memscale._profile.inputs import Inputs
+    from memscale.commands.verify.record import Machine, Record
+    from memscale.commands.what_fits import Question
     from memscale.report.page import Report
+    from memscale.report.watch import Frame
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
@@ -52,6 +56,7 @@ app = typer.Typer(
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A name (gpt2-medium) or path/to/file.py:factory.")]
 MAX_SIZE = 2**24
 """The largest batch or sequence; with more, bytes could not be counted in 64 bits."""
+_MAX_HOST_GB = 1e6
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, max=MAX_SIZE, help="Batch size.  [default: 1]")]
 SeqOption = Annotated[
     int | None, typer.Option("--seq", min=1, max=MAX_SIZE, help="Sequence length.  [default: up to 512]")
@@ -68,6 +73,13 @@ AsyncOption = Annotated[
 ]
 WeightsOption = Annotated[
     bool, typer.Option("--with-weights", help="Call a factory with real tensors, not on the meta device.")
+]
+LoraOption = Annotated[
+    int | None,
+    typer.Option("--lora", metavar="RANK", min=1, max=65536, help="Train LoRA adapters of this rank; weights in bf16."),
+]
+HostOption = Annotated[
+    float | None, typer.Option("--host", metavar="GB", help="With --gpu: the host's memory; without: this machine's.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -130,6 +142,8 @@ def estimate(
     force: ForceOption = False,
     overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
+    lora: LoraOption = None,
+    host: HostOption = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, max=MAX_SIZE, help="Ranks that train it together.")
     ] = None,
@@ -145,7 +159,7 @@ def estimate(
     config = _config(mode, budget, utilization, overlaps, force=force)
     _check_writable("--snapshot", snapshot)
     _check_ranks(world_size, ddp=ddp, fsdp=fsdp, snapshot=snapshot)
-    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
+    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights, lora, host)
     if snapshot is not None and not subject.hardware.has_caching_allocator:
         raise ConfigError(
             '--snapshot shows the memory of a card, which this machine does not have: add --gpu "RTX 3090"'
@@ -227,6 +241,8 @@ def plan(
     force: ForceOption = False,
     overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
+    lora: LoraOption = None,
+    host: HostOption = None,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")
     ] = None,
@@ -246,7 +262,7 @@ def plan(
         from memscale.report.charts import plotly
 
         plotly()  # before anything that takes long
-    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights)
+    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights, lora, host)
     with _progress(f"planning {model} on fake tensors"), _quiet():
         made = _make_plan(subject, config, optimizer, with_front=pareto is not None)
     _write_plan(made, output, pareto)
@@ -303,6 +319,8 @@ def report(
     force: ForceOption = False,
     overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
+    lora: LoraOption = None,
+    host: HostOption = None,
 ) -> None:
     """Write one HTML page: memory over a step with and without MemScale, the plan, what there would be instead."""
     from memscale.report.charts import plotly
@@ -311,7 +329,7 @@ def report(
     _check_writable("--output", output)
     plotly()
     if subject.endswith(".json"):
-        unread = (batch, seq, gpu, budget, overlaps) != (None,) * 5 or force or with_weights
+        unread = (batch, seq, gpu, budget, overlaps, lora, host) != (None,) * 7 or force or with_weights
         if unread or (optimizer, utilization, mode) != ("adamw", 0.85, "balanced"):
             raise ConfigError(f"{subject} is a plan that was made already: of the options only --output applies to it")
         if _is_same_file(pathlib.Path(subject), output):
@@ -319,7 +337,8 @@ def report(
         made = Report(_read_plan(pathlib.Path(subject)))
     else:
         config = _config(mode, budget, utilization, overlaps, force=force)
-        made = _report_of(_open_subject(subject, batch, seq, gpu, optimizer, with_weights), config, optimizer)
+        opened = _open_subject(subject, batch, seq, gpu, optimizer, with_weights, lora, host)
+        made = _report_of(opened, config, optimizer)
     _write("--output", output, made.html())
     print(f"written to {output}", file=sys.stderr)
 
@@ -339,15 +358,16 @@ def _read_plan(path: pathlib.Path) -> Plan:
 
 def _report_of(subject: _Subject, config: Config, optimizer: str) -> Report:
     from memscale._planning.step_memory import step_memory
+    from memscale._planning.step_times import step_times
     from memscale.report.page import Report
 
     with _progress(f"planning {subject.name} on fake tensors"), _quiet():
         made = _make_plan(subject, config, optimizer, with_front=True)
     with _progress("rehearsing a step with the plan and one without"), _quiet():
         planner, travelling = _planner_of(subject, config, optimizer, made)
-        return Report(
-            made, step_memory(planner, (), travelling), step_memory(planner, made.actions, travelling, made.allocator)
-        )
+        plain = step_memory(planner, (), travelling)
+        under = step_memory(planner, made.actions, travelling, made.allocator)
+        return Report(made, plain, under, times=step_times(planner, made.actions, travelling))
 
 
 @app.command()
@@ -399,6 +419,170 @@ def doctor(as_json: JsonOption = False) -> None:
     with _progress("looking at this machine"):
         findings = doctor_report.examine()
     print(_json.dumps(findings) if as_json else "\n".join(doctor_report.lines(findings)), end="" if as_json else "\n")
+
+
+@app.command()
+def table(
+    log: Annotated[
+        pathlib.Path, typer.Option("--log", help="Answers are kept there; a second call goes on from them.")
+    ] = pathlib.Path("memscale-table.json"),
+    cards: Annotated[
+        list[int] | None, typer.Option("--card", metavar="GB", help="Cards of this size only; may be repeated.")
+    ] = None,
+    families: Annotated[list[str] | None, typer.Option("--family", help="This family only; may be repeated.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="full or lora; without: both.")] = None,
+    host: Annotated[float, typer.Option("--host", metavar="GB", help="The host's memory.")] = 64.0,
+    page: Annotated[pathlib.Path | None, typer.Option("--page", help="Write the table there, as Markdown.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Plan nothing: show what the log has.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the largest model of each family that trains on cards of 8 to 48 GB, in full and with LoRA. Predicted."""
+    from memscale.commands import what_fits
+    from memscale.commands.what_fits.page import lines, markdown
+
+    questions = _questions(cards, families, kind)
+    for option, path in (("--log", log), ("--page", page)):
+        _check_writable(option, path)
+    if _is_same_file(log, page):
+        raise PlanError(f"--log and --page are both {log}: one would overwrite the other")
+    answers = what_fits.Log.load(log) if log.exists() else what_fits.Log(host, memscale.__version__)
+    if answers.host_gb != host:
+        raise ConfigError(f"{log} has answers for a host of {answers.host_gb:g} GB, not {host:g}: name another --log")
+    with _quiet():
+        for latest in what_fits.plan_all(answers, [] if show else questions, _say):
+            latest.save(log)
+            answers = latest
+        if page is not None:
+            _write("--page", page, markdown(answers))
+        shown_lines = [] if as_json else lines(answers)
+    print(_json.dumps(answers) if as_json else "\n".join(shown_lines), end="" if as_json else "\n")
+
+
+def _say(text: str) -> None:
+    print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def _questions(cards: list[int] | None, families: list[str] | None, kind: str | None) -> list[Question]:
+    from memscale.commands import what_fits
+
+    for option, given, known in (
+        ("--card", cards, what_fits.CARDS),
+        ("--family", families, what_fits.FAMILIES),
+        ("--kind", [kind] if kind else None, what_fits.KINDS),
+    ):
+        for each in given or ():
+            if each not in known:
+                raise ConfigError(
+                    f"{option} {shown(each)} is not known; it must be one of {', '.join(map(str, known))}"
+                )
+    kinds = what_fits.KINDS if kind is None else tuple(each for each in what_fits.KINDS if each == kind)
+    return what_fits.wanted(cards or what_fits.CARDS, families or what_fits.FAMILIES, kinds)
+
+
+@app.command()
+def verify(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Models by name; without: five small ones and two large ones."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, max=MAX_SIZE, help="Batch size of named models.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option("--seq", min=1, max=MAX_SIZE, help="Their sequence length.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Where to train; without: this machine's GPU.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Leave the two large models out.")] = False,
+    output: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--output", "-o", help="The JSON to write, and to go on from.  [default: memscale-verify-CARD.json]"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train models plain and wrapped on this machine's GPU: bytes and times, predicted and measured; parity."""
+    from memscale.commands.verify import cases
+    from memscale.commands.verify.session import Session
+    from memscale.commands.verify.words import record_lines
+
+    if (batch is not None or seq is not None) and not models:
+        raise ConfigError("--batch and --seq are of models that are named: memscale verify gpt2 --batch 4 --seq 256")
+    named = cases.named_cases(models or (), batch, seq)
+    _check_writable("--output", output)
+    session = Session(device, _say)
+    machine = session.look()
+    path = output or pathlib.Path(f"memscale-verify-{_file_name(machine.device_name)}.json")
+    record = _record_at(path, machine)
+    chosen = named or cases.default_cases(machine.device_type, with_large=not small)
+    for so_far in session.run(record, chosen):
+        _save_record(path, so_far)
+        record = so_far
+    print(_json.dumps(record) if as_json else "\n".join(record_lines(record)), end="" if as_json else "\n")
+    print(f"written to {path}; please send it back: it says nothing about you or your data", file=sys.stderr)
+
+
+def _file_name(name: str) -> str:
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
+
+
+def _record_at(path: pathlib.Path, machine: Machine) -> Record:
+    """What is there already of this machine, to go on from; otherwise an empty one."""
+    from memscale.commands.verify.record import Record
+    from memscale.commands.verify.session import new_record
+
+    if not path.exists():
+        return new_record(machine)
+    found = Record.load(path)
+    if (found.machine.device_name, found.machine.versions) != (machine.device_name, machine.versions):
+        raise ConfigError(
+            f"{path} is of {found.machine.device_name} with other versions than these: name another --output"
+        )
+    print(f"going on from {path}, which has {len(found.trials)} trials", file=sys.stderr)
+    return found
+
+
+def _save_record(path: pathlib.Path, record: Record) -> None:
+    try:
+        record.save(path)
+    except OSError as error:
+        raise PlanError(f"--output {shown(str(path))} cannot be written: {error.strerror or error}") from error
+
+
+@app.command()
+def watch(
+    target: Annotated[str, typer.Argument(metavar="PORT|PID|URL", help="Of a training with observability_port.")],
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.05, max=3600.0, help="Between two readings.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
+) -> None:
+    """Watch a training: bytes by tier against budget and prediction, link use, step time. Ends when it does."""
+    from memscale.report import watch as view
+
+    url = view.find_endpoint(target)
+    seen = view.frames(url, interval)
+    if once:
+        frame = next(seen, None)
+        if frame is None:
+            raise ConfigError(f"the training at {url} has ended")
+        print("\n".join(view.frame_lines(frame)))
+        return
+    _watch(seen)
+    print(f"the training at {url} has ended", file=sys.stderr)
+
+
+def _watch(seen: Iterator[Frame]) -> None:
+    """On a terminal a view that changes, elsewhere frame after frame."""
+    from memscale.report import watch as view
+
+    if not sys.stdout.isatty():
+        for frame in seen:
+            print("\n".join([*view.frame_lines(frame), ""]), flush=True)
+        return
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        for frame in seen:
+            live.update(view.frame_view(frame), refresh=True)
 
 
 @app.command()
@@ -484,14 +668,21 @@ def _config(
 
 
 def _open_subject(
-    name: str, batch: int | None, seq: int | None, gpu: str | None, optimizer: str, with_weights: bool
+    name: str,
+    batch: int | None,
+    seq: int | None,
+    gpu: str | None,
+    optimizer: str,
+    with_weights: bool,
+    lora: int | None = None,
+    host: float | None = None,
 ) -> _Subject:
     """Check what is cheap to check before anything heavy is imported, then build the model."""
     from memscale import zoo
     from memscale._hardware import Hardware
 
     zoo.check_name(name)
-    hardware = Hardware.from_name(gpu) if gpu is not None else None
+    hardware = _card(gpu, host)
     with _progress(f"building {name}"):
         _check_optimizer(optimizer)
         if zoo.is_factory(name):
@@ -499,7 +690,21 @@ def _open_subject(
         else:
             model, sample = zoo.build(name), None
         inputs = _inputs_for(name, model, sample, batch, seq)
+        model = model if lora is None else zoo.with_adapters(model, lora)
         return _Subject(name, model, inputs, hardware or Hardware.detect())
+
+
+def _card(gpu: str | None, host_gb: float | None) -> Hardware | None:
+    """The card of this name in a machine with so much memory; None: what this machine has."""
+    from memscale._hardware import Hardware
+    from memscale.commands.what_fits import with_host
+
+    if host_gb is not None and (gpu is None or not 0 < host_gb <= _MAX_HOST_GB):
+        raise ConfigError(f"--host {host_gb:g} must be above 0 and at most {_MAX_HOST_GB:g} GB, and comes with --gpu")
+    if gpu is None:
+        return None
+    hardware = Hardware.from_name(gpu)
+    return hardware if host_gb is None else with_host(hardware, host_gb)
 
 
 def _check_optimizer(name: str) -> None:

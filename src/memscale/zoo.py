@@ -16,6 +16,7 @@ import logging
 import pathlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -245,16 +246,38 @@ def find_entry(name: str) -> Entry:
     )
 
 
-def build(name: str) -> nn.Module:
-    """The model of this name on the meta device: shapes without weights."""
+def build(name: str, *, with_weights: bool = False) -> nn.Module:
+    """The model of this name on the meta device: shapes without weights; or in host memory, with random weights."""
     entry = find_entry(name)
     transformers = load_transformers()
     config_class, model_class = (_class_of(transformers, name) for name in (entry.config_class, entry.model_class))
     import torch
 
-    with quiet(), torch.device("meta"):
+    with quiet(), torch.device("cpu" if with_weights else "meta"):
         model: nn.Module = model_class(config_class(**entry.numbers))
     return model.train()
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """LoRA by PEFT: weights frozen in bf16, and adapters of this rank in fp32 on every linear layer."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UnknownModelError(f"LoRA is PEFT's, which cannot be imported ({quoted(error)}): {_INSTALL}") from error
+    import torch
+
+    tensors = next(model.parameters())
+    with quiet(), warnings.catch_warnings(), torch.device(tensors.device):
+        warnings.simplefilter("ignore")  # that GPT-2's layers are transposed: it sets what it asks for by itself
+        adapted: nn.Module = peft.get_peft_model(
+            model.to(torch.bfloat16), peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_targets(model))
+        )
+    return adapted.train()
+
+
+def _targets(model: nn.Module) -> Any:
+    """Every linear layer but the head; PEFT knows the head of models that write text by itself."""
+    return "all-linear" if hasattr(model, "get_output_embeddings") else ["query", "value"]
 
 
 def load_transformers() -> Any:

@@ -13,17 +13,9 @@ import memscale
 from memscale import zoo
 from memscale._decide.allocator import OutOfMemoryError
 from memscale._decide.allocator.settings import parse_settings
-from memscale._planning.allocations import (
-    WORKSPACE_BYTES,
-    Allocated,
-    AllocationLog,
-    Event,
-    Freed,
-    Multiplied,
-    Reserved,
-    record_steps,
-    reserved_of,
-)
+from memscale._planning.allocation_log import Allocated, AllocationLog, Event, Freed, Multiplied
+from memscale._planning.allocations import WORKSPACE_BYTES, Reserved, reserved_of
+from memscale._planning.recording import record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes

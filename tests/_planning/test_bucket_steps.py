@@ -10,10 +10,12 @@ from torch import nn
 
 from memscale import AsyncOffloadConfig, Config, Hardware
 from memscale._plan import StreamParameters
-from memscale._planning.allocations import Allocated, AllocationLog, Freed, record_steps, reserved_of
+from memscale._planning.allocation_log import Allocated, AllocationLog, Freed
+from memscale._planning.allocations import reserved_of
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
+from memscale._planning.recording import record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice

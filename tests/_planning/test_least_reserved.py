@@ -7,7 +7,8 @@ import pytest
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
-from memscale._planning.allocations import AllocationLog, reserved_of
+from memscale._planning.allocation_log import AllocationLog
+from memscale._planning.allocations import reserved_of
 from memscale._planning.least_reserved import WORTH, growing, least_reserved
 from memscale._units import MIB
 

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
@@ -157,6 +158,14 @@ def test_batch_optimizer_wishes_and_hardware_count() -> None:
         key_of(model, holds_gradients=True),
     ]
     assert len(set(keys)) == len(keys)
+
+
+def test_options_that_an_optimizer_keeps_for_itself_count() -> None:
+    """bitsandbytes has one class for 8 and 32 bits."""
+    model = small()
+    optimizers = [bnb.optim.AdamW(model.parameters(), optim_bits=bits) for bits in (32, 8, 8)]
+    keys = [key_of(model, optimizer=optimizer) for optimizer in optimizers]
+    assert keys[0] != keys[1] == keys[2]
 
 
 def test_what_is_free_now_and_the_learning_rate_do_not_count() -> None:

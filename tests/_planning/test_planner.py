@@ -50,6 +50,23 @@ def test_inputs_that_wait_elsewhere_are_freed_by_the_blocks_that_sent_them() -> 
         assert extra_ms >= 2 * BOUNDARY_BYTES / planner.hardware.link_bytes_per_s * 1e3
 
 
+class TwoTowers(Chain):
+    """One of its towers is not called, like that for images in a step on text alone."""
+
+    def __init__(self) -> None:
+        super().__init__(*(TwoLinears() for _ in range(2)))
+        self.images = nn.ModuleList(TwoLinears() for _ in range(2))
+
+
+@pytest.mark.parametrize("card", ["T4", None], ids=str)
+def test_blocks_that_the_step_does_not_come_to_are_planned_around(card: str | None) -> None:
+    hardware = Hardware.detect("cpu") if card is None else Hardware.from_name(card)
+    inputs = Inputs(args=(torch.empty(1 << 12, WIDTH, device="meta"),))
+    plan = make_plan(Job(TwoTowers(), CONFIG, hardware), inputs)
+    assert plan.fits
+    assert plan.least_slowdown is not None, "the bound goes through all blocks"
+
+
 def test_a_card_without_bf16_is_planned_for_with_overlapped_transfers() -> None:
     """The second rehearsed step looks at the gradients of the first, which have no values there."""
     model = Chain(*(TwoLinears() for _ in range(3)))

@@ -17,7 +17,7 @@ from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
 from memscale._profile.rehearsal import Attach, FakeRehearsal
-from memscale._profile.shallow import KEPT, ShallowRehearsal, find_cuts, open_shallow, rehearse_short
+from memscale._profile.shallow import KEPT, ShallowRehearsal, find_cuts, find_runs_under, open_shallow, rehearse_short
 
 
 class Block(nn.Module):
@@ -33,11 +33,11 @@ class Block(nn.Module):
 class Deep(nn.Module):
     """A first block of its own, then many that are equal."""
 
-    def __init__(self, depth: int = 14, counts: int | None = None) -> None:
+    def __init__(self, depth: int = 14, counts: int | None = None, width: int = 16) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(1000, 16)
-        self.layers = nn.ModuleList([Block(16, bias=False), *(Block(16) for _ in range(depth - 1))])
-        self.head = nn.Linear(16, 1000)
+        self.embedding = nn.Embedding(1000, width)
+        self.layers = nn.ModuleList([Block(width, bias=False), *(Block(width) for _ in range(depth - 1))])
+        self.head = nn.Linear(width, 1000)
         self.counts = counts
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_a_plan_shows_the_same_without_most_of_its_equal_blocks() -> None:
         attached.append(here)
         return lambda model: _attached(model, here)
 
-    short = rehearse_short(rehearsal, actions, attach)
+    short = rehearse_short(rehearsal, actions, find_runs_under(rehearsal, actions), attach)
     assert short is not None
     assert len(attached[0]) < len(actions) - 10
     assert short.segments == rehearsal.run(attach(actions)).segments
@@ -170,7 +170,12 @@ def test_what_is_treated_differently_is_rehearsed_whole() -> None:
     rehearsal = FakeRehearsal(Deep(14), INPUTS, "cuda")
     blocks = list(find_blocks(rehearsal.model))
     actions = tuple(Checkpoint(fqn) for fqn in blocks[::2])
-    assert rehearse_short(rehearsal, actions, lambda here: lambda model: _attached(model, here)) is None
+    assert (
+        rehearse_short(
+            rehearsal, actions, find_runs_under(rehearsal, actions), lambda here: lambda model: _attached(model, here)
+        )
+        is None
+    )
 
 
 class Pair(nn.Module):
@@ -194,7 +199,9 @@ def test_blocks_of_a_container_without_a_cut_are_treated_too() -> None:
     """The decoder's are all treated alike, and most are left out; the encoder's are not, and none is."""
     rehearsal = FakeRehearsal(Pair(12), Inputs.from_sample(torch.randn(2, 32, 16)), "cuda")
     actions = tuple(Checkpoint(fqn) for i, fqn in enumerate(find_blocks(rehearsal.model)) if i % 2 or i >= 12)
-    short = rehearse_short(rehearsal, actions, lambda here: lambda model: _attached(model, here))
+    short = rehearse_short(
+        rehearsal, actions, find_runs_under(rehearsal, actions), lambda here: lambda model: _attached(model, here)
+    )
     assert short is not None
     assert short.segments == rehearsal.run(lambda model: _attached(model, actions)).segments
 

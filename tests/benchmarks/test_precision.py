@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections import defaultdict
 
 import pytest
 import torch
@@ -31,13 +30,11 @@ def test_batches_are_the_same_in_every_run():
     assert not torch.equal(first["input_ids"], text.batch(4, rows=2, length=4)["input_ids"])
 
 
-def test_a_short_run_draws_curves_and_prints_every_loss(tmp_path, capsys):
-    figure = tmp_path / "curves.svg"
-    assert precision.main(["--steps", "2", "--svg", str(figure), "--json"]) == 0
+def test_a_short_run_prints_every_loss(capsys):
+    assert precision.main(["--steps", "2", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)
     assert [run["precision"] for run in runs] == ["float32", "bfloat16", "float16"]
     assert all(len(run["losses"]) == 2 for run in runs)
-    assert figure.read_text().count("<polyline") == 3
     fp32, bf16, fp16 = (run["held_bytes"] for run in runs)
     assert bf16 < fp32
     assert fp16 < fp32
@@ -66,11 +63,3 @@ def test_bad_input_is_a_sentence(capsys):
         precision.main(["--steps", "0"])
     assert ending.value.code == 2
     assert "--steps must be at least 1" in capsys.readouterr().err
-
-
-def test_names_of_curves_end_inside_the_figure_and_its_ground_is_white():
-    text = precision.draw_curves(
-        {"a name that is rather long for a legend": [2.0, 1.0]}, defaultdict(lambda: "#123456")
-    )
-    assert 'x="628" y="28" font-size="13" text-anchor="end"' in text
-    assert '<rect width="640" height="320" fill="#ffffff"/>' in text

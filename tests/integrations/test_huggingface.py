@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
+import warnings
 from typing import Any
 
 import bitsandbytes as bnb
@@ -18,10 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import memscale
 from memscale import _api
 from memscale._execute.executor import executor_of
-from memscale._plan import Checkpoint, MixedPrecision
+from memscale._plan import Checkpoint, MixedPrecision, OffloadOptimizer
 from memscale._torch.step_meter import StepMeter
 from memscale.integrations.huggingface import STATE_FILE, MemScaleCallback, _Callback, wrap_trainer
-from tests.lanes import in_turns
+from tests.lanes import full, in_turns
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -67,12 +68,14 @@ def make_trainer(directory: pathlib.Path, data: Any = None, *, model: Any = None
     }
     callbacks = options.pop("callbacks", None)
     model_init = options.pop("model_init", None)
+    collator = options.pop("data_collator", None)
     return Trainer(
         model=None if model_init is not None else (model if model is not None else build()),
         args=TrainingArguments(**{**arguments, **options}),
         train_dataset=data if data is not None else samples(32),
         eval_dataset=samples(6, seed=9),
         callbacks=callbacks,
+        data_collator=collator,
         model_init=model_init,
     )
 
@@ -223,6 +226,34 @@ def test_the_trainers_fp16_is_not_doubled(tmp_path, caplog):
     memscale.detach(trainer)
 
 
+def test_the_batch_that_fits_is_taken_under_auto_find_batch_size(tmp_path, caplog):
+    """The run is that of a plain trainer that was asked for that batch."""
+    data = samples(64, length=48)
+    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 32, "max_steps": 2}
+    ours = make_trainer(tmp_path, data, **options)
+    with caplog.at_level(logging.INFO, logger="memscale"):
+        wrap(ours, memory_budget_gb=0.003, force_optimize=False)
+        ours.train()
+    found = ours.state.train_batch_size
+    assert 1 < found < 32
+    assert f"auto_find_batch_size takes the batch size {found}: The peak is" in caplog.text
+    plan = executor_of(ours.model).plan
+    assert plan.fits
+    plain = make_trainer(tmp_path, data, **options | {"per_device_train_batch_size": found})
+    plain.train()
+    assert_same_training(ours, plain)
+    memscale.detach(ours)
+
+
+def test_what_does_not_fit_is_refused_without_auto_find_batch_size(tmp_path):
+    ours = make_trainer(tmp_path, samples(64, length=48), per_device_train_batch_size=32)
+    wrap(ours, memory_budget_gb=0.003, force_optimize=False)
+    with pytest.raises(memscale.DoesNotFitError, match="lower the batch size from 32 to") as raised:
+        ours.train()
+    assert f"from 32 to {raised.value.batch_size}" in str(raised.value)
+    memscale.detach(ours)
+
+
 # ---- 16 bits by MemScale
 
 
@@ -347,6 +378,39 @@ def test_an_optimizer_that_is_bitsandbytes_own_already_is_left_alone(tmp_path):
     memscale.detach(trainer)
 
 
+def test_a_paged_optimizer_is_left_alone(tmp_path, caplog):
+    """On a CPU bitsandbytes pages nothing, and says so; the optimizer is the same."""
+    options = {"model": wide(), "optim": "paged_adamw_32bit", "max_steps": 2}
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, logger="memscale"):
+        warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+        plain = make_trainer(tmp_path, **options)
+        plain.train()
+        ours = wrap(make_trainer(tmp_path, **options | {"model": wide()}), mode="balanced", offload_dir=str(tmp_path))
+        ours.train()
+    assert_same_training(ours, plain)
+    assert inner(ours).is_paged
+    assert not any(isinstance(action, OffloadOptimizer) for action in executor_of(ours.model).plan.actions)
+    assert "the Trainer's AdamW is left alone: bitsandbytes pages its state" in caplog.text
+    memscale.detach(ours)
+
+
+@pytest.mark.full  # torchao compiles its step: a minute or more; the sibling is the paged optimizer
+def test_an_optimizer_of_torchao_is_left_alone(tmp_path, caplog):
+    options = {"model": wide(), "optim": "adamw_torch_8bit", "max_steps": 3}
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, logger="memscale"):
+        warnings.simplefilter("ignore")  # of torchao and of the compiler
+        plain = make_trainer(tmp_path, **options)
+        plain.train()
+        ours = wrap(make_trainer(tmp_path, **options | {"model": wide()}), mode="balanced", offload_dir=str(tmp_path))
+        ours.train()
+    assert_same_training(ours, plain)
+    assert type(inner(ours)).__module__.startswith("torchao")
+    assert not any(isinstance(action, OffloadOptimizer) for action in executor_of(ours.model).plan.actions)
+    assert "the Trainer's AdamW8bit is left alone: torchao compiles its step" in caplog.text
+    assert "memscale_peak_gb" not in ours.state.log_history[-1], "a compiled step cannot be measured"
+    memscale.detach(ours)
+
+
 def test_an_8_bit_run_resumes_bit_for_bit(tmp_path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = wrap(make_trainer(tmp_path / "whole", model=wide(), **options), **ONLY_8_BITS)
@@ -431,6 +495,33 @@ def test_figures_in_the_trainers_logs(tmp_path):
     assert not any("memscale_peak_gb" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
 
 
+@pytest.mark.parametrize("way", ["arguments", "callback"])
+def test_the_end_of_a_training_writes_a_report(tmp_path, way):
+    page = tmp_path / "run.html"
+    if way == "callback":
+        config = memscale.Config(mode="conservative", force_optimize=True, enable_logging=False)
+        trainer = make_trainer(tmp_path, max_steps=3, callbacks=[MemScaleCallback(config, memscale_report=page)])
+    else:
+        trainer = wrap(make_trainer(tmp_path, max_steps=3))
+        trainer.args.memscale_report = str(page)
+    trainer.train()
+    text = page.read_text()
+    assert "Predicted and measured" in text
+    assert "GPT2LMHeadModel" in text
+    if way == "arguments":  # the callback has left the model as it was
+        memscale.detach(trainer)
+
+
+def test_a_report_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+    trainer = wrap(make_trainer(tmp_path, max_steps=1))
+    trainer.args.memscale_report = str(tmp_path / "nowhere" / "run.html")
+    with caplog.at_level(logging.WARNING, "memscale"):
+        trainer.train()
+    assert "memscale_report=" in caplog.text
+    assert trainer.state.global_step == 1
+    memscale.detach(trainer)
+
+
 def test_the_logged_peak_is_measured_and_as_predicted(tmp_path):
     options = {"max_steps": 3, "per_device_train_batch_size": 16}
     trainer = wrap(make_trainer(tmp_path, samples(64, length=64), **options))
@@ -450,11 +541,15 @@ class Meter(TrainerCallback):
 
     def __init__(self) -> None:
         self.meter = StepMeter()
+        self.each_step = False
+        """Measure all but the first, instead of the second."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.begin(kwargs["model"], kwargs["optimizer"].optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.each_step:
+            self.meter.measure_again()
         self.meter.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -475,6 +570,51 @@ def test_the_logged_reduction_is_that_of_the_plain_trainer(tmp_path, accumulatio
     assert plan.predicted_peak_bytes == pytest.approx(logged["memscale_peak_gb"] * 1e9, rel=0.02)
     measured = 1 - logged["memscale_peak_gb"] * 1e9 / plain.meter.peak_bytes
     assert logged["memscale_reduction"] == pytest.approx(measured, abs=0.01)
+
+
+def ragged(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
+    """Samples of these lengths, which the trainer takes in this order."""
+    return [samples(1, length=length, seed=index)[0] for index, length in enumerate(lengths)]
+
+
+def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """To the longest of the batch."""
+    ids = [row["input_ids"] for row in rows]
+    padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+    return {"input_ids": padded, "attention_mask": mask, "labels": padded.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=full)])
+def test_the_logged_reduction_under_dynamic_padding(tmp_path, accumulation):
+    """The peak is that of the longest batch, and it is compared with what the plain trainer takes for that one."""
+    lengths = [24, 8, 12, 16] + [32] * 4 + [60, 40, 8, 60] + [10] * 4
+    options = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    options |= {"max_steps": 4, "train_sampling_strategy": "sequential"}
+    plain = Meter()
+    plain.each_step = True
+    theirs = make_trainer(tmp_path, ragged(lengths), callbacks=[plain], data_collator=pad, **options)
+    theirs.train()
+    ours = wrap(make_trainer(tmp_path, ragged(lengths), data_collator=pad, **options))
+    ours.train()
+    assert_same_training(ours, theirs)
+    logged = [entry for entry in ours.state.log_history if "loss" in entry]
+    highest = plain.meter.peak_bytes
+    plan = executor_of(ours.model).plan
+    assert plan.predicted_peak_bytes == pytest.approx(logged[-1]["memscale_peak_gb"] * 1e9, rel=0.02)
+    assert logged[-1]["memscale_reduction"] == pytest.approx(
+        1 - logged[-1]["memscale_peak_gb"] * 1e9 / highest, abs=0.01
+    )
+    assert logged[1]["memscale_peak_gb"] < logged[2]["memscale_peak_gb"] == logged[3]["memscale_peak_gb"]
+
+
+def test_no_reduction_is_logged_that_compares_a_short_batch_with_a_long_one(tmp_path):
+    options = {"max_steps": 2, "train_sampling_strategy": "sequential"}
+    trainer = wrap(make_trainer(tmp_path, ragged([60] * 4 + [8] * 4), data_collator=pad, **options))
+    trainer.train()
+    last = trainer.state.log_history[-1]
+    assert last["memscale_peak_gb"] > 0
+    assert "memscale_reduction" not in last
 
 
 def test_the_peak_with_the_8_bit_class_is_as_predicted(tmp_path):

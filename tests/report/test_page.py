@@ -19,6 +19,7 @@ from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
 from memscale._planning.step_memory import step_memory
+from memscale._planning.step_times import step_times
 from memscale._profile.inputs import Inputs
 from memscale._units import show_bytes
 from memscale.report.page import Report
@@ -40,7 +41,12 @@ def planned() -> tuple[Planner, Plan]:
 def report(planned: tuple[Planner, Plan]) -> Report:
     planner, plan = planned
     config = planner.job.config
-    return Report(plan, step_memory(planner, (), config), step_memory(planner, plan.actions, config, plan.allocator))
+    return Report(
+        plan,
+        step_memory(planner, (), config),
+        step_memory(planner, plan.actions, config, plan.allocator),
+        times=step_times(planner, plan.actions, config),
+    )
 
 
 class Page(html.parser.HTMLParser):
@@ -83,7 +89,7 @@ class Page(html.parser.HTMLParser):
 def test_the_page_stands_alone_and_draws_what_it_has_a_place_for(report: Report) -> None:
     page = Page(report.html())
     assert page.loaded == ["data:,"]
-    assert page.charts == list(page.figures) == ["memory0", "memory1", "layers", "front"]
+    assert page.charts == list(page.figures) == ["memory0", "memory1", "lanes", "layers", "front"]
     assert len(page.scripts) == 2
     assert "Plotly" in page.scripts[0]
 
@@ -177,8 +183,33 @@ def test_a_name_is_shown_and_never_run(report: Report, name: str) -> None:
 
 def test_measured_numbers_stand_beside_the_predicted_ones(report: Report) -> None:
     page = Page(Report(report.plan, measured=(("reserved", 1_000_000_000, 999_000_000), ("live", None, 5))).html())
-    assert page.charts == ["layers", "front"]
+    assert page.charts == ["layers", "front", "measured"]
     assert {"1.000 GB", "999.0 MB", "–"} <= set(page.shown)
+    heights = {bar["name"]: bar["y"] for bar in page.figures["measured"]["data"]}
+    assert heights == {"predicted": [1_000_000_000, None], "measured": [999_000_000, 5]}
+
+
+def test_a_measured_step_stands_beside_the_predicted_one(report: Report) -> None:
+    shown = Page(Report(report.plan, measured_step_ms=12.34).html()).shown
+    assert "12.3 ms" in shown
+    assert f"{report.plan.predicted_step_ms:.1f} ms" in shown
+
+
+def test_what_waits_elsewhere_is_shown(report: Report) -> None:
+    plan = dataclasses.replace(report.plan, host_bytes=3_000_000, movable_bytes=0)
+    shown = Page(Report(plan, elsewhere=(("on disk, in all", None, 2_000_000),)).html()).shown
+    assert {"Host and disk", "3.0 MB", "2.0 MB"} <= set(shown)
+    assert "Host and disk" not in Page(Report(dataclasses.replace(plan, host_bytes=0)).html()).shown
+
+
+def test_a_measurement_shows_itself_in_a_notebook() -> None:
+    with memscale.measure("cpu") as measured:
+        small()(features(0, 64, WIDTH)).sum().backward()
+    page = Page(measured._repr_html_())
+    assert not page.loaded
+    assert not page.scripts
+    assert show_bytes(measured.breakdown["parameters"]) in page.shown
+    assert show_bytes(measured.peak_bytes) in " ".join(page.shown)
 
 
 def test_a_plan_shows_itself_in_a_notebook(report: Report) -> None:

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from benchmarks.pictures import BROWSER_FLAGS, find_browser
 from memscale.cli import main
 
 pytestmark = pytest.mark.full
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +28,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium is not None, "this test needs Chromium: apt-get install chromium"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=list(BROWSER_FLAGS))
         yield browser
         browser.close()
 
@@ -48,13 +45,28 @@ def test_a_report_opens_offline(browser: Any, page_file: pathlib.Path, scheme: s
     )
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(page_file.as_uri())
-    for chart in ("memory0", "memory1", "layers", "front"):
+    for chart in ("memory0", "memory1", "lanes", "layers", "front"):
         page.wait_for_selector(f"#{chart} .trace path", state="attached")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
     assert complaints == []
     context.close()
+
+
+def test_what_travels_when_answers(browser: Any, page_file: pathlib.Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("#lanes .trace path", state="attached")
+    page.locator("#lanes").scroll_into_view_if_needed()
+    names = page.locator("#lanes .ytick text").all_text_contents()
+    assert names == ["host", "link out", "link in", "compute"], "from the bottom"
+    bars = [bar.bounding_box() for bar in page.locator("#lanes .point path").all()]
+    box = max(bars, key=lambda bar: bar["width"])
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#lanes .hovertext")
+    assert " ms" in page.locator("#lanes .hovertext").first.inner_html()
+    page.close()
 
 
 def test_hovering_and_the_keyboard_answer(browser: Any, page_file: pathlib.Path) -> None:

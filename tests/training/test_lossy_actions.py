@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import Config, Plan, _api
+from memscale import Config, Plan
 from memscale._decide import decide
 from memscale._execute.executor import execute, executor_of
 from memscale._plan import Checkpoint, MixedPrecision, QuantizeOptimizer
+from memscale._planning import attaching
 from tests.models import Mlp, square_loss
 from tests.parity import plan_of
 from tests.profiles import hardware_of, profile_of
@@ -163,6 +164,6 @@ def test_without_fp16_there_is_no_loss_scale_to_save() -> None:
 def test_hardware_without_fast_16_bit_math_is_named_once() -> None:
     slow = hardware_of(supports_bf16=False, supports_fp16=True, has_fast_16bit=False)
     with pytest.warns(UserWarning, match="test card has no fast 16-bit math, so the model stays in full precision"):
-        _api._warn_of_slow_math(Config(use_mixed_precision=True), slow)
-    _api._warn_of_slow_math(Config(), slow)
-    _api._warn_of_slow_math(Config(use_mixed_precision=True), hardware_of())
+        attaching._warn_of_slow_math(Config(use_mixed_precision=True), slow)
+    attaching._warn_of_slow_math(Config(), slow)
+    attaching._warn_of_slow_math(Config(use_mixed_precision=True), hardware_of())

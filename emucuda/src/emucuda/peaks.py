@@ -14,6 +14,7 @@ A mode is `plain`, or one of memscale.Config with how tensors travel: `balanced-
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -86,6 +87,12 @@ def _write(path: Path, row: dict[str, Any]) -> None:
     rows = [each for each in data["rows"] if (each["model"], each["mode"]) != (row["model"], row["mode"])]
     data["rows"] = sorted([*rows, row], key=lambda each: (each["model"], each["mode"]))
     path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """What a figure was measured with, to be kept beside it."""
+    names = ("torch", "transformers", "memscale")
+    return {name: importlib.metadata.version(name) for name in names} | {"commit": _commit()}
 
 
 def _commit() -> str:
@@ -295,10 +302,8 @@ def _trains(row: Row, mode: str) -> tuple[dict[str, Any], bool]:
 
 def _child(name: str, mode: str) -> None:
     import torch
-    import transformers
 
     import emucuda
-    import memscale
 
     predicted, fits = _trains(ROWS[name], mode)
     reserved_bytes = torch.cuda.max_memory_reserved()
@@ -309,12 +314,7 @@ def _child(name: str, mode: str) -> None:
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": reserved_bytes,
         "total_bytes": reserved_bytes + emucuda.Settings().context_bytes,
-        "versions": {
-            "torch": str(torch.version.__version__),
-            "transformers": transformers.__version__,
-            "memscale": memscale.__version__,
-            "commit": _commit(),
-        },
+        "versions": versions(),
     }
     print(_MARK + json.dumps(figures | predicted), flush=True)
 

@@ -3,6 +3,7 @@
     python -m emucuda.random_cards --cases 200 --seed 1     # one line a case, a summary; ends with 1 if a case fails
     python -m emucuda.random_cards --seed 1 --only 17 42    # these again
     python -m emucuda.random_cards --case '{"family": "gpt2", ...}'     # the one that is written there
+    python -m emucuda.random_cards --json docs/results/random_cards.json    # outcomes as data, with versions
 
 A case is a card with less memory than its model would like, of which others hold a part; a model, an optimizer, a
 training loop; a mode of memscale's, transfers that overlap or do not, and perhaps a budget. It is wrapped and trained
@@ -28,7 +29,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from emucuda.peaks import versions
 
 MIB = 1 << 20
 CONTEXT_BYTES = 256 * MIB
@@ -215,7 +219,8 @@ def _loss(model: Any, batch: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output.float().square().mean()
 
 
-def _train(case: Case, model: Any, batch: Any, optimizer: Any) -> None:
+def _train(case: Case, model: Any, batch: Any, optimizer: Any, plans: list[Any]) -> None:
+    """Some steps; the plans that were in force are put into the list."""
     import torch
 
     uses_scaler = case.loop == "autocast"
@@ -225,6 +230,7 @@ def _train(case: Case, model: Any, batch: Any, optimizer: Any) -> None:
         for _ in range(2 if case.loop == "accumulated" else 1):
             with torch.autocast("cuda", torch.float16, enabled=uses_scaler):
                 loss = _loss(model, batch)
+            plans.append(model._memscale_executor.plan)
             scaler.scale(loss).backward()
         if case.loop == "clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -269,27 +275,28 @@ def outcome_of(case: Case) -> dict[str, Any]:
         enable_logging=False,
         memory_budget_gb=None if case.budget_share is None else case.budget_share * free_bytes / 1e9,
     )
+    plans: list[Any] = []
     try:
         memscale.wrap(model, config, sample_input=None if case.plans_late else batch)
         torch.cuda.reset_peak_memory_stats()
-        _train(case, model, batch, optimizer)
+        _train(case, model, batch, optimizer, plans)
     except memscale.DoesNotFitError as error:
         return {"outcome": "does not fit", "says": str(error)}
     except torch.cuda.OutOfMemoryError as error:
-        return _figures(model) | {"outcome": "out of memory", "says": str(error)}
-    return _figures(model) | {"outcome": "trained"}
+        return _figures(plans) | {"outcome": "out of memory", "says": str(error)}
+    return _figures(plans) | {"outcome": "trained"}
 
 
-def _figures(model: Any) -> dict[str, Any]:
+def _figures(plans: list[Any]) -> dict[str, Any]:
+    """What was promised, by whichever plan promised the most, and what was taken; what the last plan does."""
     import torch
 
     from memscale.report.explain import what_is_done
 
-    executor = getattr(model, "_memscale_executor", None)
-    plan = None if executor is None else executor.plan
+    plan = plans[-1] if plans else None
     return {
-        "predicted_allocated_bytes": plan and plan.predicted_allocated_bytes,
-        "predicted_reserved_bytes": plan and plan.predicted_reserved_bytes,
+        "predicted_allocated_bytes": max((each.predicted_allocated_bytes or 0 for each in plans), default=None),
+        "predicted_reserved_bytes": max((each.predicted_reserved_bytes or 0 for each in plans), default=None),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "num_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
@@ -385,21 +392,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, nargs="+", help="cases of these numbers")
     parser.add_argument("--seconds", type=float, default=MAX_SECONDS, help="how long a case may take")
     parser.add_argument("--case", type=json.loads, help="the case that is written here, as JSON")
+    parser.add_argument("--json", type=Path, help="also keep the outcomes in this file; those of other cases stay")
     options = parser.parse_args(arguments)
+    if options.json is not None and options.case is not None:
+        parser.error("--json keeps cases by seed and number, and --case has neither.")
     numbers = options.only or range(options.first, options.first + options.cases)
     cases = {number: drawn(options.seed, number) for number in numbers}
     if options.case is not None:
         cases = {0: Case(**options.case)}
-    return _report(cases, options.seconds)
+    return _report(cases, options.seconds, None if options.json is None else (options.json, options.seed))
 
 
-def _report(cases: dict[int, Case], max_seconds: float) -> int:
-    """One line a case; 1 if one fails."""
+def _report(cases: dict[int, Case], max_seconds: float, record: tuple[Path, int] | None) -> int:
+    """One line a case; 1 if one fails. `record` is the file that keeps outcomes, and the seed."""
     counts: dict[str, int] = {}
     off: dict[str, list[float]] = {"allocated": [], "reserved": []}
     for (number, case), found in zip(cases.items(), outcomes(list(cases.values()), max_seconds), strict=True):
         counts[found["outcome"]] = counts.get(found["outcome"], 0) + 1
         print(_line(number, case, found), flush=True)
+        if record is not None:
+            _keep(*record, number, case, found)
         for kind, values in off.items():
             if found["outcome"] == "trained" and found[f"predicted_{kind}_bytes"]:
                 values.append(found[f"predicted_{kind}_bytes"] / found[f"{kind}_bytes"] - 1)
@@ -411,6 +423,16 @@ def _report(cases: dict[int, Case], max_seconds: float) -> int:
             low, high = 100 * min(values), 100 * max(values)
             print(f"Predicted {kind} bytes are {low:+.2f} % to {high:+.2f} % off, in {len(values)} cases.")
     return int(any(outcome not in ("trained", "does not fit") for outcome in counts))
+
+
+def _keep(path: Path, seed: int, number: int, case: Case, found: dict[str, Any]) -> None:
+    """Put an outcome into the file, with what it was measured with. Seconds are not kept: they are the machine's."""
+    data = json.loads(path.read_text()) if path.exists() else {"cases": []}
+    rows = [row for row in data["cases"] if (row["seed"], row["number"]) != (seed, number)]
+    figures = {name: value for name, value in found.items() if name != "seconds"}
+    kept = {"seed": seed, "number": number, "case": dataclasses.asdict(case)} | figures | {"versions": versions()}
+    data["cases"] = sorted([*rows, kept], key=lambda row: (row["seed"], row["number"]))
+    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def _line(number: int, case: Case, found: dict[str, Any]) -> str:

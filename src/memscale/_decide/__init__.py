@@ -17,11 +17,10 @@ from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
-from memscale._decide.misfit import explain_misfit
+from memscale._decide.misfit import misfit
 from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
-from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
 from memscale._profile import Profile, Treatment
@@ -64,7 +63,7 @@ def decide(
         rehearsed=rehearsed,
     )
     if raise_if_unfit and not plan.fits:
-        raise DoesNotFitError(explain_misfit(profile, plan, config))
+        raise misfit(profile, plan, config)
     return plan
 
 

@@ -68,11 +68,18 @@ class CostModel:
 
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
-        runs = self._grouped(trace)
+        runs = self.runs_of(trace)
+        return [owner for owner, _, _ in runs], [self._merge(tuple(run), halves, more) for _, run, more in runs]
+
+    def runs_of(self, trace: StepTrace) -> list[tuple[str, list[Segment], Moved]]:
+        """By run: its block, or "" for what lies between, its segments, and what crosses the link in it besides."""
+        runs, nothing = self._grouped(trace), Moved()
         spread = self.pace.spread(runs, {fqn: layer.param_bytes for fqn, layer in self.blocks.items()})
-        nothing = Moved()
-        merged = [self._merge(tuple(run), halves, spread.get(index, nothing)) for index, (_, run) in enumerate(runs)]
-        return [owner for owner, _ in runs], merged
+        return [(owner, run, spread.get(index, nothing)) for index, (owner, run) in enumerate(runs)]
+
+    def streamed_bytes(self, choice: Choice) -> int:
+        """Trainable bytes of the blocks that a choice streams."""
+        return self._extras(choice).streamed_bytes
 
     def _grouped(self, trace: StepTrace) -> list[tuple[str, list[Segment]]]:
         return [(owner, list(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]
@@ -153,8 +160,8 @@ class CostModel:
         return order if called == [*order, *back] else None
 
     def places(self, module_fqn: str) -> list[int]:
-        """Which stretches of the step are this block's."""
-        return self._places[module_fqn]
+        """Which stretches of the step are this block's: none, where the step does not come to it."""
+        return self._places.get(module_fqn, [])
 
     def first_backward(self) -> int:
         """The first stretch with a piece of backward in it."""

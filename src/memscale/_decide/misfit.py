@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from memscale._config import Config
+from memscale._errors import DoesNotFitError
 from memscale._plan import Plan
 from memscale._profile import Profile
 from memscale._units import show_bytes
 from memscale.techniques import TECHNIQUES
+
+
+def misfit(
+    profile: Profile,
+    plan: Plan,
+    config: Config,
+    smaller: str | None = None,
+    tried: str = "",
+    batch_size: int | None = None,
+) -> DoesNotFitError:
+    """The error to raise, which names what does fit; `batch_size` is the one in `smaller`, if that is a batch."""
+    error = DoesNotFitError(explain_misfit(profile, plan, config, smaller, tried))
+    if smaller is None:
+        batch_size = _fitting_batch(profile, plan.predicted_peak_bytes, plan.budget_bytes, _batch_of(profile)) or None
+    error.batch_size = batch_size
+    return error
 
 
 def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | None = None, tried: str = "") -> str:
@@ -21,7 +38,7 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
     untried = " and ".join(switch for switch in exact if not getattr(config, switch))
     reserved = plan.predicted_reserved_bytes
     needed = peak if reserved is None else max(peak, reserved)
-    batch = max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
+    batch = _batch_of(profile)
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
         smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
@@ -35,6 +52,10 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
         + (f" Sizes that were rehearsed: {tried}{'' if smaller else '; none of them fits'}." if tried else "")
         + (f" Off, and not tried: {untried}." if untried else "")
     )
+
+
+def _batch_of(profile: Profile) -> int:
+    return max((spec.shape[0] for spec in profile.inputs if spec.shape), default=0)
 
 
 def _fitting_batch(profile: Profile, peak: int, budget: int, batch: int) -> int:

@@ -4,7 +4,7 @@
 
 NOTE [two ways]: transfers that overlap with compute are faster, and need device memory for what is on its way. Where
 the user leaves it to us, plans overlap; they block where only that fits the budget, or where it is predicted to be
-faster: what needs less memory may need to send less away. `_planning/either_way.py` looks into both as far as it must.
+faster: what needs less memory may need to send less away. `_planning/planner.py` looks into both as far as it must.
 """
 
 from __future__ import annotations

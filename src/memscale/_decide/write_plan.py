@@ -9,6 +9,7 @@ from typing import Any
 
 from memscale._config import Config
 from memscale._decide.bound import least_ms
+from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
@@ -20,6 +21,7 @@ from memscale._plan import Action, Conditions, DecisionSource, FrontPoint, Layer
 from memscale._profile import KEEP, Layer, Treatment
 from memscale.report.explain import words_of_block
 from memscale.techniques import technique_of
+from memscale.techniques.offload.pinned import arriving_bytes, segments_bytes
 from memscale.techniques.technique import Technique
 
 _SPEEDS = (
@@ -49,6 +51,7 @@ def write_plan(
     front_note: str = "",
 ) -> Plan:
     profile, outcome = model.profile, chosen.outcome
+    host_bytes, movable_bytes = _waiting(model, config, chosen)
     return Plan(
         actions=tuple(_actions(model, config, chosen.choice)),
         baseline_peak_bytes=baseline.peak_bytes,
@@ -66,13 +69,30 @@ def write_plan(
         inputs=tuple(f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs),
         summary=summary,
         rows=tuple(_row(model, config, layer, chosen.choice) for layer in profile.layers),
-        host_bytes=outcome.host_bytes,
-        movable_bytes=outcome.movable_bytes,
+        host_bytes=host_bytes,
+        movable_bytes=movable_bytes,
         front=front,
         front_note=front_note,
         conditions=conditions_of(config, model.hardware),
         least_slowdown=_least_slowdown(model, config, baseline, _bounded_bytes(config, budget_bytes, outcome)),
+        baseline_step_ms=round(baseline.step_ms, 3) or None,
     )
+
+
+def _waiting(model: CostModel, config: Config, chosen: Candidate) -> tuple[int, int]:
+    """What is taken on the host, and on the host or the disk. For overlap it is pinned, which takes some more; but no
+    more than the budget, within which stores take smaller segments."""
+    outcome, run = chosen.outcome, chosen.choice.run
+    if not outcome.waiting_bytes or not model.pace.overlaps:
+        return outcome.host_bytes, outcome.movable_bytes
+    seen, profile = Chosen(model, config, chosen.choice), model.profile
+    gradients = seen.streamed_bytes + profile.rest_trainable_bytes * run.streams_rest
+    shared = profile.rest_shared_bytes * run.streams_rest
+    arriving = arriving_bytes(gradients, shared, stays=run.steps_on_device)
+    most = full_budget(model.hardware, config).host_bytes
+    host_bytes = max(outcome.host_bytes, min(outcome.host_bytes + arriving, most - outcome.movable_bytes))
+    movable_bytes = max(outcome.movable_bytes, min(segments_bytes(outcome.movable_bytes), most - host_bytes))
+    return host_bytes, movable_bytes
 
 
 def _bounded_bytes(config: Config, budget_bytes: int, outcome: Outcome) -> int:

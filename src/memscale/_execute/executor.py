@@ -66,9 +66,11 @@ class Stats:
 class Executor:
     """What is attached to one model. Taking it off leaves the model as it was.
 
-    with memscale.optimize(model, optimizer, sample_input=batch) as executor:
-        train(model, optimizer)
-        print(executor.plan.explain(), executor.stats())
+        with memscale.optimize(model, optimizer, sample_input=batch) as executor:
+            train(model, optimizer)
+            print(executor.plan.explain(), executor.stats())
+
+    `memscale.wrap` attaches one, too, and `memscale.detach` takes it off.
     """
 
     def __init__(
@@ -269,11 +271,23 @@ class Executor:
                 last_first.callback(self._techniques.close)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the model's and the optimizer's state: the loss scale of fp16."""
+        """What a resumed run needs beside the model's and the optimizer's state: the loss scale of fp16.
+
+            torch.save({"model": model.state_dict(), "memscale": executor.state_dict()}, "checkpoint.pt")
+
+        Returns:
+            Plain data, for `load_state_dict`.
+        """
         return {"loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the run that this state was saved in. May come before there is a plan."""
+        """Go on as the run that this state was saved in. May come before there is a plan.
+
+            executor.load_state_dict(torch.load("checkpoint.pt")["memscale"])
+
+        Args:
+            state: What `state_dict` returned.
+        """
         if state.get("loss_scale") is not None:
             if self._loss_scale is None:
                 self._loss_scale = LossScale()
@@ -284,7 +298,13 @@ class Executor:
         return self._offloading.traffic()
 
     def stats(self) -> Stats:
-        """What was done since it was attached: peak, recomputations, bytes that were moved and time that was waited."""
+        """What was done since it was attached: peak, recomputations, bytes that were moved and time that was waited.
+
+            print(executor.stats().peak_bytes, executor.stats().num_recomputes)
+
+        Returns:
+            `Stats`, as it is now; it does not grow.
+        """
         scale = self._precision.scale if self._precision is not None else None
         device_type = self.plan.device_type if self.plan is not None else "cpu"
         on_device = device_type != "cpu" and torch.accelerator.is_available()
@@ -302,13 +322,17 @@ class Executor:
             num_skipped_steps=scale.num_skipped_steps if scale is not None else 0,
         )
 
-    def report(self, path: str | pathlib.Path) -> None:
+    def report(
+        self, path: str | pathlib.Path, *, step_ms: float | None = None, live_peak_bytes: int | None = None
+    ) -> None:
         """Write one HTML page about this run: the plan with its reasons, and what was predicted and measured.
 
             executor.report("run.html")
 
         Args:
             path: The file; what is there is overwritten.
+            step_ms: How long a step took, if somebody has timed it: it is shown beside what was predicted.
+            live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
 
         Raises:
             MemScaleError: There is no plan yet, or Plotly is not installed.
@@ -316,15 +340,20 @@ class Executor:
         """
         from memscale.report.page import Report
 
-        if self.plan is None:
+        plan = self.plan
+        if plan is None:
             raise MemScaleError("there is no plan to report on yet: it is made at the first training forward")
         stats = self.stats()
         measured = (
-            ("allocated", self.plan.predicted_allocated_bytes, stats.peak_bytes),
-            ("reserved", self.plan.predicted_reserved_bytes, stats.reserved_peak_bytes),
+            ("live", plan.predicted_peak_bytes, live_peak_bytes),
+            ("allocated", plan.predicted_allocated_bytes, stats.peak_bytes),
+            ("reserved", plan.predicted_reserved_bytes, stats.reserved_peak_bytes),
+            ("total", plan.predicted_total_bytes, stats.total_peak_bytes),
         )
         seen = tuple(numbers for numbers in measured if numbers[2] is not None)
-        pathlib.Path(path).write_text(Report(self.plan, measured=seen).html(), encoding="utf-8")
+        waiting = (("on the host, in all", None, stats.host_bytes), ("on disk, in all", None, stats.disk_bytes))
+        page = Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting).html()
+        pathlib.Path(path).write_text(page, encoding="utf-8")
 
 
 def _does_the_same(one: Plan, other: Plan) -> bool:

@@ -33,6 +33,7 @@ from memscale._hardware.host import host_memory
 from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, living_optimizers, owns_any, watch_steps
 from memscale._torch.overrides import OwnHook, keep_copies_clean, undo_with
+from memscale._torch.released_gradients import held_gradient
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer.buckets import Bucket, Waiting, values_here
 from memscale.techniques.offload.parameters.parameter_homes import CPU, Slot, overlapping, relocate, slots_of
@@ -168,8 +169,9 @@ class Parking(StepWatcher):
             if tensor is None:
                 continue
             found[id(tensor)] = tensor, device
-            if tensor.is_leaf and tensor.grad is not None:
-                found[id(tensor.grad)] = tensor.grad, device
+            gradient = held_gradient(tensor) if tensor.is_leaf else None
+            if gradient is not None:
+                found[id(gradient)] = gradient, device
         for parameter, name, value in self._state_tensors():
             if (id(parameter), name) in self._state:
                 found.setdefault(id(value), (value, self._state[id(parameter), name]))

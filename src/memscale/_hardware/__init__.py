@@ -33,9 +33,11 @@ PAGEABLE_BYTES_PER_S = 8e9
 class Hardware:
     """The device that computes, the host beside it and the disk below, as numbers.
 
-    here = memscale.Hardware.detect()
-    there = memscale.Hardware.from_name("RTX 3090")
-    print(memscale.estimate(model, batch, hardware=there).recommended_mode)
+        here = memscale.Hardware.detect()
+        there = memscale.Hardware.from_name("RTX 3090")
+        print(memscale.estimate(model, batch, hardware=there).recommended_mode)
+
+    `detect` reads this machine, `from_name` a table of published figures.
     """
 
     device_type: str

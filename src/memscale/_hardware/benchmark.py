@@ -337,27 +337,27 @@ class _Stopwatch:
 def _measure_disk(directory: pathlib.Path) -> float:
     """The mean of both directions: what goes there comes back."""
     memory = mmap.mmap(-1, _DISK_BYTES)  # aligned to pages, as direct access needs it
-    handle, name = tempfile.mkstemp(dir=directory, prefix="memscale-speed-")
-    os.close(handle)
-    try:
-        written_s = _timed_access(name, os.O_WRONLY, lambda file: os.writev(file, [memory]))
-        read_s = _timed_access(name, os.O_RDONLY, lambda file: os.readv(file, [memory]))
-    finally:
-        os.unlink(name)
-        memory.close()
-    return 2 * _DISK_BYTES / (written_s + read_s)
-
-
-def _timed_access(name: str, flags: int, access: Callable[[int], int]) -> float:
-    try:
-        file = os.open(name, flags | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system without direct access
-        file = os.open(name, flags)
+    file = _open_nameless(directory)
     try:
         start = time.perf_counter()
-        access(file)
-        if flags == os.O_WRONLY:
-            os.fsync(file)
-        return time.perf_counter() - start
+        os.pwritev(file, [memory], 0)
+        os.fsync(file)
+        os.preadv(file, [memory], 0)
+        return 2 * _DISK_BYTES / (time.perf_counter() - start)
     finally:
         os.close(file)
+        memory.close()
+
+
+def _open_nameless(directory: pathlib.Path) -> int:
+    """A file that the kernel removes with the process, however that ends. A kill in between leaves the empty file of a
+    name that the disk tier's next start removes."""
+    handle, name = tempfile.mkstemp(dir=directory, prefix="memscale-offload-")
+    os.close(handle)
+    try:
+        try:
+            return os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+        except OSError:  # a file system without direct access
+            return os.open(name, os.O_RDWR)
+    finally:
+        os.unlink(name)

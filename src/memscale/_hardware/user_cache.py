@@ -8,12 +8,14 @@ process finds out for itself what it would have read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import pathlib
 import stat
 import tempfile
+import time
 from typing import Any
 
 from memscale import _json
@@ -22,6 +24,8 @@ logger = logging.getLogger("memscale")
 
 MAX_FILE_BYTES = 1 << 24
 """A larger file is not one that we wrote."""
+_UNFINISHED_S = 600.0
+"""Nobody takes so long to write a small file."""
 
 
 def cache_dir() -> pathlib.Path:
@@ -57,6 +61,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     """All or nothing, whoever else writes. `OSError` where it cannot be written."""
     make_own_dir(path.parent)
+    _drop_unfinished(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -65,6 +70,14 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _drop_unfinished(path: pathlib.Path) -> None:
+    """Remove what writers of this file that were killed have left. One that is still writing is younger."""
+    for left in path.parent.glob(f"{path.name}{'[a-z0-9_]' * 8}"):
+        with contextlib.suppress(OSError):  # another process was quicker, or it is not ours
+            if time.time() - left.lstat().st_mtime > _UNFINISHED_S:
+                left.unlink()
 
 
 def make_own_dir(path: pathlib.Path) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from memscale._config import Config
 from memscale._decide import decide, plan_as_it_is
 from memscale._decide.budget import full_budget
-from memscale._decide.misfit import explain_misfit
+from memscale._decide.misfit import misfit
 from memscale._decide.policy import Situation, Strategy, choose_strategy
 from memscale._decide.travel import travel_of
-from memscale._errors import DoesNotFitError
 from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._planning.advice import find_smaller
@@ -48,8 +47,8 @@ def make_plan(
         plan = planner.plan(strategy)
     if not plan.fits:
         advice = find_smaller(planner, strategy.config, plan)
-        smaller, tried = (None, "") if advice is None else (advice.remedy, advice.tried)
-        raise DoesNotFitError(explain_misfit(planner.profile, plan, strategy.config, smaller, tried))
+        found = (None, "", None) if advice is None else (advice.remedy, advice.tried, advice.batch_size)
+        raise misfit(planner.profile, plan, strategy.config, *found)
     if on_front is not None:
         travelling = planner.by(travel_of(plan, strategy.config, hardware))
         on_front(travelling.full_front(strategy, plan))
@@ -65,7 +64,7 @@ def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_by
         plan = _decided(profile, strategy, hardware, margin_bytes)
     if not plan.fits:
         spared = dataclasses.replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + margin_bytes)
-        raise DoesNotFitError(explain_misfit(profile, spared, strategy.config))
+        raise misfit(profile, spared, strategy.config)
     return dataclasses.replace(plan, strategy=strategy.reason)
 
 
@@ -73,7 +72,7 @@ def keep_plan(profile: Profile, config: Config, hardware: Hardware, actions: tup
     """What is done already, as a plan for a step that was observed; `DoesNotFitError` if that does not fit."""
     plan = plan_as_it_is(profile, hardware, config, actions, rule)
     if not plan.fits:
-        raise DoesNotFitError(explain_misfit(profile, plan, config))
+        raise misfit(profile, plan, config)
     return plan
 
 

@@ -41,6 +41,8 @@ class Advice:
     """"lower the batch size from 64 to 12"; "" when nothing that was tried fits."""
     tried: str = ""
     """"batch size 32, 12"; "" when nothing was looked at."""
+    batch_size: int | None = None
+    """That of the remedy, where it is a batch size."""
 
 
 def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
@@ -61,7 +63,8 @@ def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
             num_sizes -= len(descent.peaks)
             tried += [f"{what} {', '.join(map(str, descent.peaks))}"] if descent.peaks else []
             if found:
-                return Advice(f"lower the {what} from {size} to {found}", " and ".join(tried))
+                remedy = f"lower the {what} from {size} to {found}"
+                return Advice(remedy, " and ".join(tried), found if dimension == 0 else None)
     return Advice("", " and ".join(tried))
 
 

@@ -1,7 +1,10 @@
 """An optimizer's step as a plan takes it, on the stage: whole, part by part, or in buckets whose state waits elsewhere.
 
-    stepping = SteppedOptimizer(optimizer, ids, away, rules, forget)
-    stepping.step()             # what it allocates and frees is in the recorder's log, in the executor's order
+    stepping = SteppedOptimizer(optimizer, ids, log, away, rules, forgets=True)
+    stepping.step()             # what it allocates and frees is in the log, in the executor's order
+
+A step of many buckets takes long even on fake tensors, and most are alike: one bucket of a kind is stepped, and the log
+has the same again for the others.
 
 The executor's own buckets (`techniques.offload.optimizer`) do not run on fake tensors, which have no addresses and no
 values. What they allocate is small and in a fixed order, so that this order is gone through here: see
@@ -12,20 +15,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memscale._planning.allocation_log import Allocated, AllocationLog, Event, Freed
 from memscale._profile.optimizer_twin import Stepping, host_counters, over_parameters
+from memscale._torch import private
 from memscale._torch.any_value import AnyValue
 from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.optimizer8bit.blocks import CHUNK_ELEMENTS
-
-Forget = Callable[[list[torch.Tensor]], None]
-"""Is told of tensors that are on the host in a real run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,23 +50,30 @@ class SteppedOptimizer:
     """Steps on fake parameters.
 
     `ids` are those of the user's parameters, by the ids of their stand-ins; stand-ins that are `away` are streamed.
-    Without `rules` the optimizer steps as a whole. `forget` is None where counters are on the host by themselves.
+    Without `rules` the optimizer steps as a whole. `log` is that of the recorder that sees the steps. `forgets`:
+    counters, which are on the host in a real run, are counted here, and the log is to forget them. `known`: buckets
+    that the same optimizer was seen to step.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         ids: Mapping[int, int],
+        log: AllocationLog,
         away: Collection[int] = (),
         rules: BucketRules | None = None,
-        forget: Forget | None = None,
+        *,
+        forgets: bool = False,
+        known: KnownSteps | None = None,
     ) -> None:
-        self._forget = forget
+        self._log = log
+        self._forgets = forgets
         self._whole = optimizer if rules is None else None
         self._buckets = [] if rules is None else _split(optimizer, ids, away, rules)
         self._prefetches = rules is not None and rules.stepping.prefetches
         self._tables: torch.Tensor | None = None
         self._rules = rules
+        self._known = {} if known is None else known
 
     def step(self) -> None:
         """Step once, with the gradients that there are."""
@@ -87,7 +97,7 @@ class SteppedOptimizer:
         to_come, leaving = [bucket for bucket in buckets if bucket.moves], collections.deque[_Bucket]()
         for bucket in buckets:
             was_whole = bucket.is_laid_out or not bucket.moves
-            bucket.bring()
+            bucket.bring(is_known=self._known.get(bucket.kind) is not None)
             bucket.welcome()
             if bucket.moves:
                 to_come.remove(bucket)
@@ -95,8 +105,7 @@ class SteppedOptimizer:
             if to_come and self._prefetches and was_whole:
                 to_come[0].start()
                 to_come[0].invite()
-            bucket.optimizer.step()
-            self._forget_counters(bucket.optimizer)
+            self._step_one(bucket)
             bucket.see_off()
             bucket.park()
             if bucket.moves:
@@ -117,9 +126,87 @@ class SteppedOptimizer:
             num_bytes = self._rules.stepping.tables_bytes(buckets[0].optimizer, "cuda")
             self._tables = torch.empty(num_bytes, dtype=torch.uint8, device=buckets[0].device)
 
+    def _step_one(self, bucket: _Bucket) -> None:
+        """As another of its kind was stepped, if one was."""
+        kind = bucket.kind
+        known = self._known.get(kind)
+        if known is not None:
+            known.again(bucket.optimizer, self._log)
+        else:
+            start = self._log.num_events
+            bucket.optimizer.step()
+            self._forget_counters(bucket.optimizer)
+            if kind not in self._known:
+                self._known[kind] = _KnownStep.of(bucket.optimizer, self._log, self._log.since(start))
+        bucket.num_steps += 1
+
     def _forget_counters(self, optimizer: Optimizer) -> None:
-        if self._forget is not None:
-            self._forget(host_counters(optimizer))
+        if self._forgets:
+            counters = host_counters(optimizer)
+            self._log.forget(private.storage_key(counter.untyped_storage()) for counter in counters)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Left:
+    """A tensor that a step left in the optimizer's state. The tensor itself is not held here: it goes when it goes."""
+
+    parameter: int
+    """Which of the optimizer's."""
+    name: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        parameter = parameters[self.parameter]
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=parameter.device)
+        optimizer.state[parameter][self.name] = made
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _KnownStep:
+    """What a step allocated and freed, and what it left in the optimizer's state."""
+
+    events: tuple[Event, ...]
+    left: Mapping[int, _Left]
+    """By serial."""
+    beside: tuple[tuple[int, Any, Any], ...]
+    """What is in the state and not in the log: by parameter and name, numbers, and counters that are on the host."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, log: AllocationLog, events: list[Event]) -> _KnownStep | None:
+        """None where something happened that cannot be told again."""
+        allocated = {event.serial for event in events if isinstance(event, Allocated)}
+        freed = {event.serial for event in events if isinstance(event, Freed)}
+        left, beside = dict[int, _Left](), []
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            for name, value in optimizer.state.get(parameter, {}).items():
+                serial = _serial_of(value, log)
+                if serial is None:
+                    beside.append((index, name, value))
+                elif serial in allocated:
+                    left[serial] = _Left(index, name, value.shape, value.stride(), value.dtype)
+        is_told = all(isinstance(event, Allocated | Freed) for event in events)
+        is_whole = freed <= allocated and allocated - freed == set(left)
+        return cls(tuple(events), left, tuple(beside)) if is_told and is_whole else None
+
+    def again(self, optimizer: Optimizer, log: AllocationLog) -> None:
+        """The same for an optimizer over parameters of the same kinds."""
+        parameters = parameters_of(optimizer)
+        for index, name, value in self.beside:
+            optimizer.state[parameters[index]].setdefault(name, value)
+        makers = {serial: functools.partial(one.make, optimizer, parameters) for serial, one in self.left.items()}
+        log.again(self.events, makers)
+
+
+KnownSteps = dict[Hashable, _KnownStep | None]
+"""Steps of buckets that were tried, by what decides what they allocate; None where such a step cannot be told again."""
+
+
+def _serial_of(value: object, log: AllocationLog) -> int | None:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return log.serial_of(private.storage_key(value.untyped_storage()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,10 +255,27 @@ class _Bucket:
         self._gradients: list[torch.Tensor] = []
         self._ids = ids
         self._rules = rules
+        self.num_steps = 0
         self._slots: tuple[_Slot, ...] | None = None
         self._num_bytes = 0
         self._memory: torch.Tensor | None = None
         """On the device now: coming, stepped, or on its way out; between steps, where it waits there."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Buckets of one kind allocate the same in their next step."""
+        members = [
+            (
+                index,
+                parameter.shape,
+                parameter.stride(),
+                parameter.dtype,
+                self._has_guests or self._cut is not None or parameter.grad is not None,
+            )
+            for index, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        ]
+        return self.num_steps, tuple(members)
 
     @property
     def device(self) -> torch.device:
@@ -234,10 +338,12 @@ class _Bucket:
             while sum(weight.nbytes for weight in self._weights) > window_bytes:
                 del self._weights[0]
 
-    def bring(self) -> None:
+    def bring(self, *, is_known: bool = False) -> None:
+        """`is_known`: what the step allocates is known, and nobody looks at state that lies in the bucket's memory."""
         self.start()
         for slot in self._slots or ():
-            self.optimizer.state[slot.parameter][slot.name] = self._brought(slot)
+            if slot.is_packed or not is_known:
+                self.optimizer.state[slot.parameter][slot.name] = self._brought(slot)
 
     def _brought(self, slot: _Slot) -> torch.Tensor:
         assert self._memory is not None
@@ -257,7 +363,7 @@ class _Bucket:
         for slot in self._slots or ():
             if slot.is_packed:
                 self._pack(slot)
-            del self.optimizer.state[slot.parameter][slot.name]
+            self.optimizer.state[slot.parameter].pop(slot.name, None)
         sent_at_once = not self._rules.stepping.prefetches or self._num_bytes > self._rules.window_bytes
         if self.moves and sent_at_once:
             self._memory = None

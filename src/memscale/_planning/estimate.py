@@ -48,9 +48,11 @@ class ModeEstimate:
 class Estimate:
     """What a training step would peak at.
 
-    found = memscale.estimate(model, batch)
-    for mode, entry in found.by_mode.items():
-        print(mode.value, entry.predicted_peak_bytes, entry.predicted_slowdown, entry.fits)
+        found = memscale.estimate(model, batch)
+        for mode, entry in found.by_mode.items():
+            print(mode.value, entry.predicted_peak_bytes, entry.predicted_slowdown, entry.fits)
+
+    Every figure is a prediction; nothing is trained for it.
     """
 
     baseline_peak_bytes: int

@@ -126,6 +126,7 @@ def _optimizer_of(optimizer: str | Optimizer | None, model: nn.Module) -> Iterat
         yield optimizer
         return
     yield type(optimizer)
+    yield _settings_of(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         yield {name: option for name, option in group.items() if name not in _PASSING_OPTIONS}
@@ -134,6 +135,15 @@ def _optimizer_of(optimizer: str | Optimizer | None, model: nn.Module) -> Iterat
             state = optimizer.state.get(parameter, {})
             forms = {n: _form_of_tensor(v) if isinstance(v, torch.Tensor) else type(v) for n, v in state.items()}
             yield names.get(id(parameter), _form_of_tensor(parameter)), forms
+
+
+def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What it keeps beside its groups: bitsandbytes has its number of bits in an object of options."""
+    found: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        holder = {"": value} if isinstance(value, _PLAIN) else getattr(value, "__dict__", {})
+        found.update((f"{name}.{part}", each) for part, each in holder.items() if isinstance(each, _PLAIN))
+    return found
 
 
 def _switches() -> Iterator[Any]:

@@ -28,6 +28,7 @@ from memscale._errors import ProfileError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.job import Job
+from memscale._planning.one_way import OneWay
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._planning.profile_scaling import at_size, can_scale
@@ -217,7 +218,7 @@ class _Search:
             probe = max(low + 1, probe)
         return low, plan
 
-    def _planner(self, size: int, config: Config) -> Planner:
+    def _planner(self, size: int, config: Config) -> OneWay:
         """With tensors that travel as this config says."""
         return self.planner_at(size).by(travels(config, self.hardware)[0])
 

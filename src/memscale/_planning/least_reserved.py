@@ -10,10 +10,13 @@ their pages come in the first steps and stay.
 
 from __future__ import annotations
 
+import math
+
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
-from memscale._planning.allocations import AllocationLog, Reached, Reserved, reserved_of
+from memscale._planning.allocation_log import AllocationLog, Reached
+from memscale._planning.allocations import HoldsMore, Reserved, reserved_of
 
 WORTH = 0.005
 """The share of the reserved bytes that all releases which are left out may cost together."""
@@ -51,17 +54,37 @@ class _Trials:
         self._settings = settings
         self._workspace_bytes = workspace_bytes
         self._known: dict[AllocatorUse, Reserved] = {}
+        self._above: dict[AllocatorUse, int] = {}
+        """What is known to be exceeded, of ways that were not played to their end."""
         self._num_left = _MAX_EVENTS // max(1, NUM_STEPS * len(log.steps[-1]))
         events = (event for events in log.steps for event in events)
         self._points = frozenset(event.point for event in events if isinstance(event, Reached))
 
     def played(self, use: AllocatorUse) -> Reserved:
         if use not in self._known:
-            self._num_left -= 1
-            self._known[use] = reserved_of(
-                self._log, self._settings, workspace_bytes=self._workspace_bytes, use=use, num_steps=NUM_STEPS
-            )
+            self._play(use)
         return self._known[use]
+
+    def _play(self, use: AllocatorUse, most_bytes: int | None = None) -> None:
+        if use not in self._above:
+            self._num_left -= 1
+        self._known[use] = reserved_of(
+            self._log,
+            self._settings,
+            workspace_bytes=self._workspace_bytes,
+            use=use,
+            num_steps=NUM_STEPS,
+            most_bytes=most_bytes,
+        )
+
+    def holds_at_most(self, use: AllocatorUse, most_bytes: int) -> bool:
+        """Whether no more is reserved. What holds more is played only until that shows."""
+        if use not in self._known and self._above.get(use, -1) < most_bytes:
+            try:
+                self._play(use, most_bytes)
+            except HoldsMore:
+                self._above[use] = most_bytes
+        return use in self._known and self._known[use].reserved_peak_bytes <= most_bytes
 
     def bytes_of(self, use: AllocatorUse) -> int:
         return self.played(use).reserved_peak_bytes
@@ -71,7 +94,10 @@ class _Trials:
         none = AllocatorUse(text)
         where_it_rises = AllocatorUse(text, _in_order(self.played(none).rises))
         everywhere = AllocatorUse(text, _in_order(self._points))
-        return min((none, where_it_rises, everywhere), key=self.bytes_of)
+        best = none
+        for use in (where_it_rises, everywhere):
+            best = use if self.holds_at_most(use, self.bytes_of(best) - 1) else best
+        return best
 
     def improved(self, use: AllocatorUse) -> AllocatorUse:
         """With one release more, or one fewer, as long as that saves something."""
@@ -79,7 +105,8 @@ class _Trials:
         while self._num_left > 0:
             for point in _in_order(self._points):
                 other = AllocatorUse(use.settings, _in_order(frozenset(better.releases) ^ {point}))
-                if self._num_left > 0 and self.bytes_of(other) < (1 - WORTH) * self.bytes_of(better):
+                worth_bytes = math.ceil((1 - WORTH) * self.bytes_of(better)) - 1
+                if self._num_left > 0 and self.holds_at_most(other, worth_bytes):
                     better = other
             if better == use:
                 break
@@ -93,7 +120,7 @@ class _Trials:
             size, start = -(-size // 2), 0
             while start < len(use.releases):
                 fewer = AllocatorUse(use.settings, use.releases[:start] + use.releases[start + size :])
-                if self.bytes_of(fewer) <= limit_bytes:
+                if self.holds_at_most(fewer, limit_bytes):
                     use = fewer
                 else:
                     start += size

@@ -22,7 +22,7 @@ from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOp
 from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
 from memscale._profile import GuestCost, OptimizerCost
-from memscale._profile.optimizer_twin import Prepare, guest_cost, optimizer_cost, optimizer_over
+from memscale._profile.optimizer_twin import Prepare, Trials, guest_cost, optimizer_cost, optimizer_over
 from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
@@ -76,6 +76,8 @@ class OptimizerCosts:
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int], bool], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
+        self._trials: dict[bool, Trials] = {False: {}, True: {}}
+        """Steps that were tried, of the optimizer and of what replaces it in 8 bits, however state travels."""
 
     @property
     def ranks(self) -> Ranks:
@@ -86,7 +88,9 @@ class OptimizerCosts:
         if travel == self.travel:
             return self
         if travel not in self._beside:
-            self._beside[travel] = OptimizerCosts(self._job.under(travel.said_in(self._job.config)))
+            other = OptimizerCosts(self._job.under(travel.said_in(self._job.config)))
+            other._trials = self._trials
+            self._beside[travel] = other
         return self._beside[travel]
 
     def leave_idle(self, idle: frozenset[int]) -> None:
@@ -120,7 +124,8 @@ class OptimizerCosts:
             return None
         prepare = self._preparation(self._optimizer)
         how = self._of_guests(eight_bit=False)
-        return guest_cost(self._model, self._optimizer, self._device_type, how, streamed, self._idle, prepare)
+        trials = self._trials[False]
+        return guest_cost(self._model, self._optimizer, self._device_type, how, streamed, self._idle, prepare, trials)
 
     def _find(self, eight_bit: bool, without: frozenset[int], *, guests: bool) -> OptimizerCost:
         optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
@@ -141,6 +146,7 @@ class OptimizerCosts:
             idle=self._idle,
             prepare=self._preparation(optimizer),
             num_shards=self.ranks.num_shards,
+            trials=self._trials[optimizer is not self._optimizer],
         )
 
     def rules(self, step: PlannedStep, *, window_bytes: int) -> BucketRules | None:

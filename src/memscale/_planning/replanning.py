@@ -38,6 +38,7 @@ from memscale._planning.planner import Planner
 from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
 from memscale._planning.step_watch import Excess, StepWatch
 from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, withheld_from
+from memscale._planning.trained_by import TrainedBy
 from memscale._planning.uncalled import UncalledWatch
 from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
@@ -94,7 +95,7 @@ class Replanner(OwnHook):
         self._has_met = False
         """The other ranks. See NOTE [no collective] in `together.py`."""
         # The model is not among them: it holds this hook, and must not be held by it.
-        self.config, self.hardware, self.optimizer = job.config, job.hardware, job.optimizer
+        self.config, self.hardware, self._trained_by = job.config, job.hardware, TrainedBy(job.optimizer)
         self.replacement, self.holds_gradients = job.replacement, job.holds_gradients
         self.reporter = reporter
         self._known: list[_Known] = []
@@ -116,7 +117,8 @@ class Replanner(OwnHook):
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
         self._is_tight = False
-        """All gradients beside the planned peak would exceed the budget."""
+        """All gradients beside the planned peak would exceed the budget; or nothing is done, and a plan that counts
+        them costs no more than the numbers that the card's allocator is promised to hold."""
         executor.on_detach(self._stop_observing)
         executor.on_detach(self._watch.stop)
 
@@ -156,6 +158,9 @@ class Replanner(OwnHook):
             self._go_on_observing(model, inputs, demand, is_known=known is not None)
             return
         known = known or self._look_at(model, inputs, demand)
+        if known is not None and self._trained_by.has_changed(model):
+            logger.info("the optimizer is another than the one that was planned for: planning again")
+            self._known, known = [], None
         if known is None:
             if self._known:
                 logger.info("this step may need more memory than any that was planned for: planning again")
@@ -318,7 +323,8 @@ class Replanner(OwnHook):
 
     def _job(self, model: nn.Module) -> Job:
         holds = self.holds_gradients or self.ranks.keeps_gradients
-        return Job(model, self._travelling(), self.hardware, self.optimizer, self.replacement, holds, self.ranks)
+        optimizer = self._trained_by.find(model)
+        return Job(model, self._travelling(), self.hardware, optimizer, self.replacement, holds, self.ranks)
 
     def _travelling(self) -> Config:
         """What waits in memory that is not pinned goes on to block: to be moved, it would have to fit the device."""
@@ -506,7 +512,9 @@ class Replanner(OwnHook):
                 self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
         trained = [parameter for parameter in self.executor.model.parameters() if parameter.requires_grad]
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
-        self._is_tight = not self.holds_gradients and plan.predicted_peak_bytes + gradient_bytes > plan.budget_bytes
+        most_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0) + gradient_bytes
+        is_cheap = not plan.actions and plan.predicted_reserved_bytes is not None
+        self._is_tight = not self.holds_gradients and (most_bytes > plan.budget_bytes or is_cheap)
 
     def _remember(self, new: _Known) -> None:
         """Plans for smaller batches stay if they do less. See NOTE [plans by shape]."""

@@ -26,6 +26,7 @@ from memscale._decide.travel import travel_of
 from memscale._errors import MemScaleError, shown
 from memscale._plan import Action, LayerAction, Plan
 from memscale._planning.demand import Demand
+from memscale._planning.one_way import OneWay
 from memscale._planning.planner import Planner
 from memscale._profile import STREAM, TraceKey
 from memscale._profile.inputs import Inputs, derive_inputs
@@ -150,11 +151,11 @@ def loosened(planner: Planner, plan: Plan, config: Config) -> Plan | None:
     What is left out first is left out of the blocks that come last.
     """
     travel = travel_of(plan, config, planner.hardware)
-    planner, config = planner.by(travel), travel.said_in(config)
+    way, config = planner.by(travel), travel.said_in(config)
     rungs = _rungs(plan.actions)
-    _look_into(planner, plan.actions, config)
-    spare_bytes = budget_bytes(planner.hardware, config) - planner.first_reserve(config)
-    model, profile = planner.cost_model(), planner.profile
+    _look_into(way, plan.actions, config)
+    spare_bytes = budget_bytes(way.hardware, config) - way.first_reserve(config)
+    model, profile = way.cost_model(), way.profile
     choice = choice_of(plan.actions, profile)
     if not (model.can_run(choice.run) and all(model.can_treat(choice.run, t) for _, t in choice.blocks)):
         return None
@@ -163,7 +164,7 @@ def loosened(planner: Planner, plan: Plan, config: Config) -> Plan | None:
         len(rungs),
     )
     for rung in rungs[first : first + _MAX_REHEARSALS]:
-        shown = planner.confirm(plan_as_it_is(profile, planner.hardware, config, rung, LOOSENED), config)
+        shown = way.confirm(plan_as_it_is(profile, way.hardware, config, rung, LOOSENED), config)
         if shown.fits:
             return dataclasses.replace(shown, strategy=plan.strategy, decision_source=plan.decision_source)
     return None
@@ -187,7 +188,7 @@ def _group(action: Action) -> str:
     return f"({technique.name})"
 
 
-def _look_into(planner: Planner, actions: tuple[Action, ...], config: Config) -> None:
+def _look_into(planner: OneWay, actions: tuple[Action, ...], config: Config) -> None:
     """Try what the plan does, and nothing else."""
     choice = choice_of(actions, planner.profile)
     treatments = planner.treatments(config)

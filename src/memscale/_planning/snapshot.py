@@ -19,8 +19,9 @@ from memscale._decide.allocator import CachingAllocator, Movement
 from memscale._decide.allocator.blocks import Block, SegmentState
 from memscale._decide.allocator.settings import NUM_DIVISIONS, AllocatorSettings
 from memscale._plan import Action
-from memscale._planning.allocations import NUM_STEPS, WORKSPACE_BYTES, AllocationLog, Place, Replay
-from memscale._planning.planner import Planner
+from memscale._planning.allocation_log import AllocationLog, Place
+from memscale._planning.allocations import NUM_STEPS, WORKSPACE_BYTES, Replay
+from memscale._planning.one_way import OneWay
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 """Where the first segment lies, as the driver would have it: a viewer may take 0 for nothing."""
@@ -47,7 +48,7 @@ def snapshot_of(
     }
 
 
-def step_snapshot(planner: Planner, actions: tuple[Action, ...], config: Config) -> bytes:
+def step_snapshot(planner: OneWay, actions: tuple[Action, ...], config: Config) -> bytes:
     """The contents of such a file: of the step as these actions change it, on the planner's card."""
     log = planner.steps(actions, config, names_modules=True)
     snapshot = snapshot_of(log, planner.allocator, workspace_bytes=planner.hardware.workspace_bytes)

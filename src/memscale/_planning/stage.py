@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from memscale._decide.budget import Held
+from memscale._planning.bucket_steps import KnownSteps
 from memscale._planning.job import Job
 from memscale._planning.tile_sizes import Tiles, find_tiles
 from memscale._profile import StepTrace
@@ -37,6 +38,8 @@ class Stage:
         """The same of whole plans."""
         self.held: dict[Hashable, Held | None] = {}
         """What the allocator holds under them."""
+        self.known_steps: KnownSteps = {}
+        """Of the optimizer, bucket by bucket."""
 
     @functools.cached_property
     def shallow(self) -> ShallowRehearsal | None:

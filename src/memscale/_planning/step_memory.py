@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from memscale._config import Config
 from memscale._decide.allocator import CachingAllocator
 from memscale._plan import Action, AllocatorUse
-from memscale._planning.allocations import NUM_STEPS, Allocated, Event, Freed, Place, Replay
-from memscale._planning.planner import Planner
+from memscale._planning.allocation_log import Allocated, Event, Freed, Place
+from memscale._planning.allocations import NUM_STEPS, Replay
+from memscale._planning.one_way import OneWay
 from memscale._units import round_up
 from memscale.report.step_memory import KINDS, Moment, StepMemory
 
@@ -34,7 +35,7 @@ _KIND_OF = {
 
 
 def step_memory(
-    planner: Planner, actions: tuple[Action, ...], config: Config, use: AllocatorUse | None = None
+    planner: OneWay, actions: tuple[Action, ...], config: Config, use: AllocatorUse | None = None
 ) -> StepMemory:
     """Of the step as these actions change it, once the optimizer has its state, on the planner's device."""
     log = planner.steps(actions, config, names_modules=True)

@@ -305,6 +305,8 @@ class Profile:
     """Modules beside the blocks whose parameters could be streamed: embeddings, norms, heads."""
     rest_param_bytes: int = 0
     rest_trainable_bytes: int = 0
+    rest_shared_bytes: int = 0
+    """Of these, parameters that several modules use (tied weights)."""
     eight_bit_optimizer: OptimizerCost | None = None
     """The optimizer with its state in 8 bits."""
     deciding_inputs: tuple[str, ...] = ()

@@ -114,6 +114,7 @@ def optimizer_cost(
     idle: Collection[int] = (),
     prepare: Prepare | None = None,
     num_shards: int = 1,
+    trials: Trials | None = None,
 ) -> OptimizerCost:
     """State and step temporaries of an optimizer over this model's parameters on this device.
 
@@ -122,12 +123,13 @@ def optimizer_cost(
     how parameters that are streamed visit the device to be stepped there, None: they are stepped on the host.
     `is_separable`: it can be stepped in parts. `without` leaves out parameters that are streamed, `idle` those that get
     no gradient, both by id; `prepare` is called before any step. `num_shards`: it steps one share of each parameter.
+    `trials`: steps of the same optimizer on this device that are known; more are added.
     """
     if optimizer == "none":
         return OptimizerCost("none", 0, 0, 0)
     try:
         with quiet_steps():
-            twin = _Twin(model, optimizer, device_type, without, idle, prepare, guests, num_shards)
+            twin = _Twin(model, optimizer, device_type, without, idle, prepare, guests, num_shards, trials)
             cost = twin.cost(resident, offloaded, is_separable=is_separable)
             cost = cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
             return cost if in_backward is None else dataclasses.replace(cost, in_backward=twin.in_backward(in_backward))
@@ -154,13 +156,14 @@ def guest_cost(
     streamed: Collection[int],
     idle: Collection[int] = (),
     prepare: Prepare | None = None,
+    trials: Trials | None = None,
 ) -> GuestCost | None:
     """What it takes to step the parameters with these ids on the device; None where that cannot be tried."""
     if optimizer == "none":
         return None
     try:
         with quiet_steps():
-            return _Twin(model, optimizer, device_type, streamed, idle, prepare, guests).guest_cost()
+            return _Twin(model, optimizer, device_type, streamed, idle, prepare, guests, trials=trials).guest_cost()
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         logger.debug("%s failed on fake tensors: %s", optimizer, quoted(error), exc_info=True)
         return None
@@ -274,6 +277,10 @@ class _Trial:
     launched_bytes: int
 
 
+Trials = dict[Hashable, _Trial]
+"""By what decides what the steps take: the kinds of the parameters, group by group."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StepCost:
     """What a step of all parameters takes."""
@@ -304,6 +311,7 @@ class _Twin:
         prepare: Prepare | None = None,
         guests: Stepping | None = None,
         num_shards: int = 1,
+        trials: Trials | None = None,
     ) -> None:
         self._left_out = left_out
         self._num_shards = num_shards
@@ -329,7 +337,7 @@ class _Twin:
             members = [group["params"] for group in optimizer.param_groups]
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = _same_class(optimizer, groups)
-        self._trials: dict[Hashable, _Trial] = {}
+        self._trials = {} if trials is None else trials
         self._members = members
         self._resident = [p for p in _each_once(members) if id(p) not in left_out]
         self._picked = self._pick_foreach()

@@ -23,6 +23,7 @@ from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
+from memscale._profile.read_elsewhere import ReadingWatch
 from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
@@ -87,6 +88,8 @@ class Rehearsal:
         """Steps begin with the gradients of earlier batches, to which theirs are added."""
         self.untrained: frozenset[str] = frozenset()
         """The names of trainable parameters that get no gradient in any step, as far as the plain step shows it."""
+        self.read_elsewhere: frozenset[str] = frozenset()
+        """The names of modules whose parameters the plain step reads while the module does not run."""
         self.sharding: Sharding | None = None
         """How ranks that train together share the model out; None: each has all of it."""
 
@@ -105,11 +108,15 @@ class Rehearsal:
             if attached is not None:
                 undo.callback(attached.detach)
             traffic: Traffic = getattr(attached, "traffic", no_traffic)  # what is attached may move nothing
-            watch = TrainedWatch(self.model, undo) if attached is None and self.is_fake else None
+            is_plain = attached is None and self.is_fake
+            watch = TrainedWatch(self.model, undo) if is_plain else None
+            readings = ReadingWatch(self.model, undo) if is_plain else None
             held: list[torch.Tensor] = getattr(attached, "held", [])
             traces = [self._record(traffic, held) for _ in range(num_steps)]
             if watch is not None:
                 self.untrained = watch.untrained(self.num_calls)
+            if readings is not None:
+                self.read_elsewhere |= readings.found()
         return max(traces, key=lambda trace: trace.peak_bytes)
 
     def _record(self, traffic: Traffic, held: list[torch.Tensor]) -> StepTrace:
@@ -125,12 +132,13 @@ class Rehearsal:
             recorder.see_all(held, "optimizer state")
             recorder.open()
             with recorder:
-                self._step(recorder)
+                self.pass_through(recorder)
             trace = recorder.close()
         self.num_calls = recorder.num_calls
         return trace if self.sharding is None else self.sharding.applied(trace)
 
-    def _step(self, recorder: SegmentRecorder) -> None:
+    def pass_through(self, recorder: SegmentRecorder) -> None:
+        """Forward and backward."""
         if self.holds_gradients:
             self.hold_gradients(recorder)
         loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))

@@ -42,10 +42,12 @@ class Cut:
     num_children: int
     start: int
     end: int
+    num_kept: int = KEPT
+    """At either end."""
 
     @property
     def left_out(self) -> range:
-        return range(self.start + KEPT, self.end - KEPT)
+        return range(self.start + self.num_kept, self.end - self.num_kept)
 
     @property
     def kept(self) -> list[int]:
@@ -55,15 +57,23 @@ class Cut:
         return f"{self.container_fqn}.{position}" if self.container_fqn else str(position)
 
     @property
-    def stands_in(self) -> str:
+    def stand_in(self) -> int:
         """The block that stands for those that are left out."""
-        return self.name(self.start + KEPT - 1)
+        return self.start + self.num_kept - 1
+
+    @property
+    def stands_in(self) -> str:
+        """Its name."""
+        return self.name(self.stand_in)
 
 
 def find_runs(
-    model: nn.Module, blocks: Iterable[str], treatment_of: Callable[[str], Hashable] = lambda module_fqn: None
+    model: nn.Module,
+    blocks: Iterable[str],
+    treatment_of: Callable[[str], Hashable] = lambda module_fqn: None,
+    num_kept: int = KEPT,
 ) -> list[Cut]:
-    """Runs of equal blocks, treated alike, that are long enough to be worth it."""
+    """Runs of equal blocks, treated alike, that are long enough to be worth it; so many are kept at either end."""
     by_container: dict[str, list[tuple[int, Hashable]]] = {}
     for module_fqn in blocks:
         container_fqn, _, name = module_fqn.rpartition(".")
@@ -77,8 +87,8 @@ def find_runs(
             continue
         for _, group in itertools.groupby(found, lambda entry: entry[1]):
             positions = [position for position, _ in group]
-            if len(positions) >= 2 * KEPT + _MIN_LEFT_OUT:
-                cuts.append(Cut(container_fqn, num_children, positions[0], positions[-1] + 1))
+            if len(positions) >= 2 * num_kept + _MIN_LEFT_OUT:
+                cuts.append(Cut(container_fqn, num_children, positions[0], positions[-1] + 1, num_kept))
     return cuts
 
 
@@ -87,32 +97,8 @@ def find_cuts(model: nn.Module, blocks: Iterable[str]) -> list[Cut]:
     return list({cut.container_fqn: cut for cut in reversed(find_runs(model, blocks))}.values())[::-1]
 
 
-@contextlib.contextmanager
-def shortened(model: nn.Module, cuts: list[Cut]) -> Iterator[dict[str, str]]:
-    """The model itself without what the cuts leave out. Gives the new names of blocks by their old ones."""
-    whole = {cut.container_fqn: model.get_submodule(cut.container_fqn)._modules for cut in cuts}
-    names = {}
-    try:
-        for container_fqn, children in whole.items():
-            here = [cut for cut in cuts if cut.container_fqn == container_fqn]
-            left_out = {position for cut in here for position in cut.left_out}
-            kept = [position for position in range(len(children)) if position not in left_out]
-            names.update({here[0].name(old): here[0].name(new) for new, old in enumerate(kept)})
-            container = model.get_submodule(container_fqn)
-            container._modules = {str(new): children[str(old)] for new, old in enumerate(kept)}
-        yield names
-    finally:
-        for container_fqn, children in whole.items():
-            model.get_submodule(container_fqn)._modules = children
-
-
-def rehearse_short(
-    rehearsal: Rehearsal, actions: tuple[Action, ...], attach: Callable[[tuple[Action, ...]], Attach]
-) -> StepTrace | None:
-    """The step under a plan, of which most of each run of equal blocks that are treated alike is left out.
-
-    None where there are no such runs, or the shorter model does not run.
-    """
+def find_runs_under(rehearsal: Rehearsal, actions: Iterable[Action], num_kept: int = KEPT) -> list[Cut]:
+    """Runs of equal blocks that these actions treat alike; so many are kept at either end."""
     blocks = rehearsal.blocks
     treatments: dict[str, list[str]] = {}
     for action in actions:
@@ -120,15 +106,57 @@ def rehearse_short(
         if block is not None:
             nameless = dataclasses.replace(_renamed_action(action, {block: ""}), reason=Reason(""))
             treatments.setdefault(block, []).append(str(nameless))
-    cuts = find_runs(rehearsal.model, blocks, lambda module_fqn: tuple(treatments.get(module_fqn, ())))
+    return find_runs(rehearsal.model, blocks, lambda module_fqn: tuple(treatments.get(module_fqn, ())), num_kept)
+
+
+def short_actions(actions: Iterable[Action], blocks: Collection[str], cuts: list[Cut]) -> tuple[Action, ...]:
+    """What is done to the model without what the cuts leave out, by the names that its blocks have then."""
+    left_out = {cut.name(position) for cut in cuts for position in cut.left_out}
+    names = {name: new for name, new in _short_names(cuts).items() if name in blocks}
+    # Blocks of other containers, which no cut touches, are treated as the plan says.
+    return tuple(_renamed_action(a, names) for a in actions if _block_of(a, blocks) not in left_out)
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, cuts: list[Cut]) -> Iterator[None]:
+    """The model itself without what the cuts leave out."""
+    whole = {cut.container_fqn: model.get_submodule(cut.container_fqn)._modules for cut in cuts}
+    names = _short_names(cuts)
+    try:
+        for container_fqn, children in whole.items():
+            prefix = f"{container_fqn}." if container_fqn else ""
+            kept = [old for old in children if f"{prefix}{old}" in names]
+            container = model.get_submodule(container_fqn)
+            container._modules = {str(new): children[old] for new, old in enumerate(kept)}
+        yield
+    finally:
+        for container_fqn, children in whole.items():
+            model.get_submodule(container_fqn)._modules = children
+
+
+def _short_names(cuts: list[Cut]) -> dict[str, str]:
+    """The names of blocks that are kept in the shorter model, by those in the whole one."""
+    names = {}
+    for container_fqn in {cut.container_fqn for cut in cuts}:
+        here = [cut for cut in cuts if cut.container_fqn == container_fqn]
+        left_out = {position for cut in here for position in cut.left_out}
+        kept = [position for position in range(here[0].num_children) if position not in left_out]
+        names.update({here[0].name(old): here[0].name(new) for new, old in enumerate(kept)})
+    return names
+
+
+def rehearse_short(
+    rehearsal: Rehearsal, actions: tuple[Action, ...], cuts: list[Cut], attach: Callable[[tuple[Action, ...]], Attach]
+) -> StepTrace | None:
+    """The step under a plan without what the cuts leave out, stretched.
+
+    None where there are no cuts, or the shorter model does not run.
+    """
     if not cuts:
         return None
-    # Blocks of other containers, which no cut touches, are treated as the plan says.
-    left_out = {cut.name(position) for cut in cuts for position in cut.left_out}
-    with shortened(rehearsal.model, cuts) as names:
-        here = tuple(_renamed_action(a, names) for a in actions if _block_of(a, blocks) not in left_out)
+    with shortened(rehearsal.model, cuts):
         try:
-            segments = rehearsal.run(attach(here)).segments
+            segments = rehearsal.run(attach(short_actions(actions, rehearsal.blocks, cuts))).segments
         except Exception as error:
             logger.debug("the plan does not run at a fraction of the depth: %s: %s", type(error).__name__, error)
             return None
@@ -202,7 +230,7 @@ def _renamed(segments: tuple[Segment, ...], names: dict[str, str]) -> tuple[Segm
 
 def _stretch(cut: Cut, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     """Put the blocks that are left out back between those around them, on the way there and on the way back."""
-    stand_in, behind, before = cut.stands_in, cut.name(cut.left_out.stop), cut.name(cut.start + KEPT - 2)
+    stand_in, behind, before = cut.stands_in, cut.name(cut.left_out.stop), cut.name(cut.stand_in - 1)
     left_out = [cut.name(position) for position in cut.left_out]
     start, end = _first(segments, "forward", stand_in), _first(segments, "forward", behind)
     copies = [_renamed(segments[start:end], {stand_in: name}) for name in left_out]

@@ -184,12 +184,22 @@ class Values(TorchDispatchMode):
         """Numbers came from Python's or NumPy's generator in another way than those that are put in our hands."""
         self.asked: set[str] = set()
         """The inputs whose values decided something."""
+        self._is_off = False
+
+    @contextlib.contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Inside, nobody asks for values, and none are computed."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace != "aten":
+        if self._is_off or func.namespace != "aten":
             return func(*args, **kwargs)
         args, kwargs = _spared(func, args, kwargs)
         values = [value_of(tensor) for tensor in tensors_of((*args, *kwargs.values()))]

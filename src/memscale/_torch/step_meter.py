@@ -7,16 +7,22 @@
     meter.step_ends()                       # ... and when the optimizer has stepped
     meter.stop()                            # leaves no measurement open, whatever happened
 
-On an accelerator the peak is the allocator's. A CPU keeps no such counter, so one step is measured: the second, when
-optimizer state exists. It counts the model, its gradients and optimizer state, and all that the step computes; tensors
-of others in the same process are left out. A model with compiled parts is not measured.
+On an accelerator the peak is the allocator's. A CPU keeps no such counter, so steps are measured: the second, when
+optimizer state exists, and later ones whose batch is larger than any that was measured (`forward_begins`). A measured
+step counts the model, its gradients and optimizer state, and all that the step computes; tensors of others in the same
+process are left out. A model with compiled parts, or an optimizer that compiles its step, is not measured.
+
+A reduction compares like with like: there is none while the largest batch of the training was not measured, as it may
+be under dynamic padding.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +37,30 @@ from memscale._torch.overrides import OwnHook
 
 def num_samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The length of the first tensor among a forward's inputs that has one."""
-    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    return _num_samples((args, kwargs))
+
+
+def _num_samples(inputs: Any) -> int:
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     return next((len(tensor) for tensor in tensors), 0)
+
+
+def _num_elements(inputs: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Size:
+    """How large a batch is: in elements, and by the peak of the unmodified model that is predicted with it."""
+
+    num_elements: int = 0
+    baseline_bytes: int = 0
+
+    def at_least(self, other: _Size) -> _Size:
+        return _Size(max(self.num_elements, other.num_elements), max(self.baseline_bytes, other.baseline_bytes))
+
+    def covers(self, other: _Size) -> bool:
+        return self.num_elements >= other.num_elements and self.baseline_bytes >= other.baseline_bytes
 
 
 class StepMeter:
@@ -49,6 +77,11 @@ class StepMeter:
         self._mark = 0.0
         self._measured_bytes: int | None = None
         self._is_due = False
+        self._largest = _Size()
+        """Of the batches of this training."""
+        self._measured = _Size()
+        self._begun = _Size()
+        """Of the batches of this step."""
         self._measuring = contextlib.ExitStack()
         self._books: LiveBytes | None = None
 
@@ -71,18 +104,33 @@ class StepMeter:
 
     def step_begins(self, inputs: Any = None) -> None:
         """Also where the step before has not ended yet, which is then part of this one. `inputs` are counted, too."""
+        if self.num_steps == 1 or self._is_due:
+            self._is_due = False
+            self._measure(inputs)
+
+    def forward_begins(self, inputs: Any, baseline_bytes: int | None) -> None:
+        """A forward of the step begins, under a plan whose batch would let the unmodified model peak so high."""
+        self.num_samples += _num_samples(inputs)
+        size = _Size(_num_elements(inputs), baseline_bytes or 0)
+        self._begun, self._largest = self._begun.at_least(size), self._largest.at_least(size)
+        if self.num_steps > 0 and not self._measured.covers(size):
+            self._measure(inputs)
+
+    def _measure(self, inputs: Any) -> None:
         if self._books is not None or self.device_type != "cpu" or not private.can_take_outermost_mode():
             return
-        if (self.num_steps == 1 or self._is_due) and not self._has_compiled_parts():
-            self._is_due = False
+        if not self._is_compiled():
             self._books = LiveBytes("cpu", 1)
             self._books.see_all([self._resident(), inputs], "other")
             private.insert_outermost_mode(self._books)
             self._measuring.callback(private.remove_mode, self._books)
 
-    def _has_compiled_parts(self) -> bool:
-        """Compiled code does not run inside a dispatch mode: the step would be computed by other kernels."""
+    def _is_compiled(self) -> bool:
+        """Compiled code does not run inside a dispatch mode: the step would be computed by other kernels, or fail."""
         model = self._model() if self._model is not None else None
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if type(optimizer).__module__.partition(".")[0] == "torchao":
+            return True
         return model is not None and any(map(private.is_compiled, model.modules()))
 
     def _resident(self) -> list[Any]:
@@ -102,7 +150,9 @@ class StepMeter:
         self.seconds, self._mark = self.seconds + now - self._mark, now
         if self._books is not None:
             self._measuring.close()
-            self._measured_bytes, self._books = self._books.peak_bytes, None
+            self._measured_bytes, self._books = max(self._measured_bytes or 0, self._books.peak_bytes), None
+            self._measured = self._measured.at_least(self._begun)
+        self._begun = _Size()
 
     def pause_ends(self) -> None:
         """An evaluation or a save is over; it was no training."""
@@ -120,6 +170,12 @@ class StepMeter:
             return int(torch.accelerator.max_memory_allocated())
         return self._measured_bytes
 
+    @property
+    def baseline_bytes(self) -> int | None:
+        """The peak of the unmodified model with the largest batch; None where the peak is that of a smaller one."""
+        is_comparable = self.device_type != "cpu" or self._measured.covers(self._largest)
+        return self._largest.baseline_bytes or None if is_comparable else None
+
     def figures(self, baseline_bytes: int | None, predicted_bytes: int | None = None) -> dict[str, float]:
         """What goes into the logs of whoever drives the training; the bytes are those of the plan in force."""
         found = {"memscale_samples_per_second": self.num_samples / self.seconds} if self.seconds else {}
@@ -133,12 +189,16 @@ class StepMeter:
         return found
 
 
-class SampleCounter(OwnHook):
-    """A forward pre-hook: counts samples in training."""
+class ForwardMeter(OwnHook):
+    """A forward pre-hook that tells the meter of training forwards. It comes after the hook that plans.
 
-    def __init__(self, meter: StepMeter) -> None:
+    `baseline_of` gives the predicted peak of the unmodified model, by the plan in force.
+    """
+
+    def __init__(self, meter: StepMeter, baseline_of: Callable[[], int | None]) -> None:
         self.meter = meter
+        self._baseline_of = baseline_of
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is not None and model.training and torch.is_grad_enabled():
-            self.meter.num_samples += num_samples_of(args, kwargs)
+            self.meter.forward_begins((args, kwargs), self._baseline_of())

@@ -11,14 +11,19 @@ With `use_8bit_optimizer`, what the trainer's `create_optimizer` makes is replac
 once, before a scheduler or a checkpoint sees it. An optimizer that the trainer was given stays what it is, and its
 waiting state is in 8 bits.
 
+With `args.memscale_report = "run.html"`, or `MemScaleCallback(memscale_report="run.html")`, the end of a training
+writes a page: the plan with its reasons, and what was predicted and measured.
+
 How peaks and samples are counted is said in `memscale._torch.step_meter`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
+import math
 import pathlib
 import weakref
 from collections.abc import Callable
@@ -31,7 +36,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
-from memscale._torch.step_meter import SampleCounter, StepMeter
+from memscale._errors import DoesNotFitError, MemScaleError
+from memscale._torch.host_rng import HostRng
+from memscale._torch.step_meter import ForwardMeter, StepMeter
+from memscale.techniques.offload.optimizer.separable import own_way_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
 logger = logging.getLogger("memscale")
@@ -47,6 +55,7 @@ class Attached(Protocol):
     def plan(self) -> Any: ...
     def on_detach(self, callback: Any, *args: Any) -> None: ...
     def detach(self) -> None: ...
+    def report(self, path: Any, *, step_ms: float | None = None, live_peak_bytes: int | None = None) -> None: ...
 
 
 @runtime_checkable
@@ -102,6 +111,9 @@ class _Session:
         self.conversion: Conversion | None = None
         self.replaced: Optimizer | None = None
         """What the trainer had made, while bitsandbytes' class stands in for it."""
+        self.report_to: str | None = None
+        """The page to write when a training ends; None: as the arguments say."""
+        self._has_planned = False
 
     def install(self, trainer: Trainer) -> None:
         """Be the first callback, so that the trainer's reporters see what is added to the logs."""
@@ -128,8 +140,8 @@ class _Session:
         accumulates = self._args.gradient_accumulation_steps > 1
         executor = self._attach(model, config, optimizer, self.replaced, accumulates)
         executor.on_detach(self._on_detach, executor)
-        feeder = model.register_forward_pre_hook(SampleCounter(self.meter), prepend=True, with_kwargs=True)
-        executor.on_detach(feeder.remove)
+        told = model.register_forward_pre_hook(ForwardMeter(self.meter, self._baseline_bytes), with_kwargs=True)
+        executor.on_detach(told.remove)
         self.executor, self.optimizer = executor, optimizer
 
     def _on_detach(self, executor: Attached) -> None:
@@ -173,14 +185,40 @@ class _Session:
         if self.executor is None or inner is not self.optimizer or model is not self._wrapped_model():
             self.attach_to(model, inner)
         self._load_state()
-        self.meter.begin(model, inner)
-        if self.meter.device_type != "cpu":
-            torch.accelerator.reset_peak_memory_stats()  # the peak that is logged is this training's
+        if inner is not None and (own_way := own_way_of(inner)):
+            logger.info("the Trainer's %s is left alone: %s", type(inner).__name__, own_way)
+        self.meter.begin(model, inner, self._args.device.type)  # streamed parameters are not where it computes
+        self._has_planned = False
+        self._forget_peak()  # the peak that is logged is this training's
 
     def figures(self) -> dict[str, float]:
         """What goes into the trainer's logs."""
+        return self.meter.figures(self.meter.baseline_bytes)
+
+    def _baseline_bytes(self) -> int | None:
+        """By the plan in force, when a forward begins under it."""
         plan = self.executor.plan if self.executor is not None else None
-        return self.meter.figures(None if plan is None else plan.baseline_peak_bytes)
+        if plan is not None and not self._has_planned:
+            self._has_planned = True
+            self._forget_peak()  # what was on the device before anything was planned is no part of the plan
+        return None if plan is None else plan.baseline_peak_bytes
+
+    def _forget_peak(self) -> None:
+        if self.meter.device_type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+
+    def write_report(self) -> None:
+        """The page about this training, where one is wanted; what cannot be written ends no training."""
+        path = self.report_to or getattr(self._args, "memscale_report", None)
+        if path is None or self.executor is None:
+            return
+        meter = self.meter
+        step_ms = meter.seconds / meter.num_steps * 1e3 if meter.num_steps else None
+        live = meter.peak_bytes if meter.device_type == "cpu" else None
+        try:
+            self.executor.report(path, step_ms=step_ms, live_peak_bytes=live)
+        except (MemScaleError, OSError) as error:
+            logger.warning("memscale_report=%r cannot be written: %s", str(path), error)
 
     def _wrapped_model(self) -> nn.Module | None:
         return getattr(self.executor, "model", None)
@@ -206,14 +244,15 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not t
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.session.begin(kwargs["model"], kwargs.get("optimizer"))
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.session.meter.step_begins()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.session.meter.step_ends()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.session.meter.pause_ends()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.session.write_report()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -241,15 +280,18 @@ class MemScaleCallback(_Callback):
 
     Args:
         config: What may be done, and the budget; None: the mode BALANCED.
+        memscale_report: An HTML file that the end of a training writes, with what was predicted and measured; None:
+            none.
 
     Raises:
         DoesNotFitError: In the first training step, where no plan that the config allows fits the budget.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, memscale_report: str | pathlib.Path | None = None) -> None:
         if config is not None and not isinstance(config, Config):
             raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
         self.config = Config() if config is None else config
+        self.memscale_report = memscale_report
         self.plan: Any = None
         """What was in force at the end of the latest training."""
 
@@ -261,11 +303,14 @@ class MemScaleCallback(_Callback):
         self.session = _Session(
             args, _respecting_the_trainer(args, model, precision, self.config), _api.attach_unplanned
         )
+        if self.memscale_report is not None:
+            self.session.report_to = str(self.memscale_report)
         if state.global_step:
             self.session.resume_from = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self.session.begin(model, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
         executor = self.session.executor
         if executor is not None:
             self.plan = executor.plan
@@ -288,10 +333,50 @@ class _Train:
             self.session.resume_from = str(resume_from_checkpoint)
         train = self.replaced if self.replaced is not None else type(trainer).train.__get__(trainer)
         try:
-            return train(resume_from_checkpoint, *args, **kwargs)
+            return self._find_batch(functools.partial(train, resume_from_checkpoint, *args, **kwargs))
         finally:
             self.session.meter.stop()
             self.session.resume_from = None
+
+    def _find_batch(self, train: Callable[[], Any]) -> Any:
+        """Under `auto_find_batch_size`, train with the batch size that fits, as if it had been asked for.
+
+        A plan that does not fit is refused before the first step, so nothing has been trained, and with the state of
+        random numbers put back the run is that of a trainer with the smaller batch.
+        """
+        before, random_state = math.inf, _RandomState(self.trainer.args.device)
+        while True:
+            try:
+                return train()
+            except DoesNotFitError as error:
+                found = self._smaller_batch(error)
+                if found is None or found >= before:
+                    raise
+                logger.info("auto_find_batch_size takes the batch size %d: %s", found, error)
+                self.trainer._train_batch_size = before = found
+            random_state.restore()
+
+    def _smaller_batch(self, error: DoesNotFitError) -> int | None:
+        """That of the error, where the trainer may take it: the other processes would go on with theirs."""
+        trainer = self.trainer
+        may_take = trainer.args.auto_find_batch_size and trainer.accelerator.num_processes == 1
+        has_trained = trainer.state.global_step > getattr(trainer, "_initial_global_step", 0)
+        return error.batch_size if may_take and not has_trained else None
+
+
+class _RandomState:
+    """Of the host and of the device, at one moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device) if device.type != "cpu" else None
+        self._host, self._torch = HostRng(), torch.get_rng_state()
+        self._device = self._module.get_rng_state() if self._module is not None else None
+
+    def restore(self) -> None:
+        self._host.restore()
+        torch.set_rng_state(self._torch)
+        if self._module is not None:
+            self._module.set_rng_state(self._device)
 
 
 def _remove(callbacks: list[Any], callback: _Callback) -> None:

@@ -32,7 +32,7 @@ from memscale._errors import ConfigError, install_command
 from memscale._plan import Plan
 from memscale._torch.optimizer_steps import owns_any
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, OwnHook, is_redirected, keep_copies_clean
-from memscale._torch.step_meter import SampleCounter, StepMeter, num_samples_of
+from memscale._torch.step_meter import ForwardMeter, StepMeter
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -136,15 +136,19 @@ class MemScaleCallback(Callback):  # type: ignore[misc]  # lightning is not foll
             logger.info("%s is wrapped already: its own plan stays", type(module).__name__)
         if self._loaded:
             self.executor.load_state_dict(self._loaded)
-        counter = module.register_forward_pre_hook(SampleCounter(self._meter), with_kwargs=True)
-        self.executor.on_detach(counter.remove)
-        self._meter.num_samples += num_samples_of(args, kwargs)
+        told = ForwardMeter(self._meter, self._baseline_bytes)
+        self.executor.on_detach(module.register_forward_pre_hook(told, with_kwargs=True).remove)
+        told(module, args, kwargs)  # PyTorch goes through the hooks that were there when the forward began
+
+    def _baseline_bytes(self) -> int | None:
+        plan = None if self.executor is None else self.executor.plan
+        return None if plan is None else plan.baseline_peak_bytes
 
     def _log(self, pl_module: LightningModule) -> None:
         if self.executor is None or self.executor.plan is None:
             return
         self.plan = self.executor.plan
-        figures = self._meter.figures(self.plan.baseline_peak_bytes, self.plan.predicted_peak_bytes)
+        figures = self._meter.figures(self._meter.baseline_bytes, self.plan.predicted_peak_bytes)
         pl_module.log_dict(figures, on_step=True, on_epoch=False)
 
     def _end(self) -> None:

@@ -15,6 +15,7 @@ from memscale._plan import FrontPoint, LayerRow, Plan
 from memscale._units import show_bytes
 from memscale.report.explain import reason_text, techniques_text
 from memscale.report.step_memory import KINDS, Moment, StepMemory
+from memscale.report.step_times import LANES, Span, StepTimes
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _KIND_COLORS = dict(zip(KINDS, ("#4c78a8", "#b279a2", "#f58518", "#54a24b", "#e45756", "#9d9da1"), strict=True))
 _TREATMENT_COLORS = ("#54a24b", "#eeca3b", "#f58518", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#ff9da6")
 _KEPT_COLOR, _BUDGET_COLOR, _CHOSEN_COLOR = "#4c78a8", "#e45756", "#e45756"
+_PHASE_COLORS = {"forward": "#4c78a8", "backward": "#f58518", "optimizer": "#b279a2"}
+_PREDICTED_COLOR, _MEASURED_COLOR = "#4c78a8", "#54a24b"
 MOST_MOMENTS = 900
 """That are drawn of a step; thinning keeps the peaks."""
 
@@ -146,6 +149,56 @@ def _draw_points(figure: Any, name: str, color: str, points: Sequence[FrontPoint
         ],
         hovertemplate="%{text}<extra></extra>",
     )
+
+
+def lanes_chart(times: StepTimes) -> Any:
+    """What the device, both ways of the link and the host do when: a bar a stretch, in the colour of its phase."""
+    figure = plotly().Figure(layout=_layout("", 0))
+    for phase, color in _PHASE_COLORS.items():
+        spans = [span for span in times.spans if span.phase == phase]
+        if spans:
+            figure.add_bar(
+                orientation="h",
+                base=[span.start_ms for span in spans],
+                x=[span.ms for span in spans],
+                y=[span.lane for span in spans],
+                name=phase,
+                marker={"color": color, "line": {"width": 0.5, "color": "rgba(255,255,255,0.6)"}},
+                text=[_span_words(span) for span in spans],
+                textposition="none",
+                hovertemplate="%{text}<extra></extra>",
+            )
+    lanes = list(reversed(LANES))
+    figure.update_layout(
+        barmode="overlay",
+        bargap=0.25,
+        xaxis={"title": "ms since the step began (predicted)", "range": [0, times.total_ms * 1.02 or 1]},
+        yaxis={"type": "category", "categoryorder": "array", "categoryarray": lanes, "title": "", "range": [-0.5, 3.5]},
+    )
+    figure.layout.yaxis.tickformat = figure.layout.yaxis.ticksuffix = None
+    return figure
+
+
+def _span_words(span: Span) -> str:
+    where = f", {html.escape(span.module_fqn)}" if span.module_fqn else ""
+    travels = f"<br>{show_bytes(span.num_bytes)}" if span.num_bytes is not None else ""
+    return f"<b>{span.lane}</b>, {span.phase}{where}<br>{span.start_ms:.2f} to {span.end_ms:.2f} ms{travels}"
+
+
+def measured_chart(numbers: Sequence[tuple[str, int | None, int | None]]) -> Any:
+    """What was predicted and what was measured, number by number."""
+    top_bytes = max((value for _, *values in numbers for value in values if value is not None), default=0)
+    figure = plotly().Figure(layout=_layout("bytes", top_bytes))
+    names = [name for name, _, _ in numbers]
+    predicted, measured = [row[1] for row in numbers], [row[2] for row in numbers]
+    for label, color, heights in (
+        ("predicted", _PREDICTED_COLOR, predicted),
+        ("measured", _MEASURED_COLOR, measured),
+    ):
+        texts = ["" if value is None else show_bytes(value) for value in heights]
+        figure.add_bar(x=names, y=heights, name=label, marker_color=color, text=texts, hovertemplate="%{x}: %{text}")
+    figure.update_layout(barmode="group", xaxis={"type": "category"})
+    return figure
 
 
 def _layout(title: str, top_bytes: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from memscale._units import show_bytes
 from memscale.report import charts
 from memscale.report.explain import reason_text, techniques_text, what_is_done, words_of_run
 from memscale.report.step_memory import KINDS, StepMemory
+from memscale.report.step_times import LANES, StepTimes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class Report:
     """A step under the plan."""
     measured: tuple[tuple[str, int | None, int | None], ...] = ()
     """Of a run: a number's name, what was predicted and what was measured, in bytes."""
+    times: StepTimes | None = None
+    """What the step under the plan does when."""
+    measured_step_ms: float | None = None
+    """How long a step of the run took."""
+    elsewhere: tuple[tuple[str, int | None, int | None], ...] = ()
+    """The same as `measured`, of what waits on the host and on disk."""
 
     def html(self) -> str:
         """The whole page. Raises `MemScaleError` where Plotly is not installed."""
@@ -39,7 +46,8 @@ class Report:
         from plotly.offline import get_plotlyjs
 
         figures: dict[str, Any] = {}
-        sections = [*self._memory(figures), *self._layers(figures), *self._front(figures), *self._measured()]
+        parts = (self._memory, self._lanes, self._layers, self._front, self._measured, self._elsewhere)
+        sections = [section for part in parts for section in part(figures)]
         specs = ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items())
         return _PAGE.format(
             title=html.escape(self._title),
@@ -75,7 +83,10 @@ class Report:
             *([("reserved", show_bytes(held))] if held is not None else []),
             *([("total on the card", show_bytes(plan.predicted_total_bytes))] if plan.predicted_total_bytes else []),
             ("budget", f"{show_bytes(plan.budget_bytes)}: {'fits' if plan.fits else 'does not fit'}"),
-            ("step time, predicted", f"{plan.predicted_slowdown:.2f}x the plain step"),
+            (
+                "step time, predicted",
+                f"{_ms_before(plan.predicted_step_ms)}{plan.predicted_slowdown:.2f}x the plain step",
+            ),
             *([("of the bound", f"{plan.of_bound:.2f}x")] if plan.of_bound is not None else []),
             ("waits on the host or disk", show_bytes(plan.host_bytes + plan.movable_bytes)),
         ]
@@ -140,10 +151,54 @@ class Report:
             note += f" {self.plan.front_note[0].upper()}{self.plan.front_note[1:]}."
         yield _section("Peak against time", "front", note, _table(("", "peak", "time", "what is done"), cells))
 
-    def _measured(self) -> Iterable[str]:
+    def _lanes(self, figures: dict[str, Any]) -> Iterable[str]:
+        times = self.times
+        if times is None or not times.spans:
+            return
+        figures["lanes"] = charts.lanes_chart(times)
+        cells = []
+        for lane in LANES:
+            busy_ms, moved_bytes = times.busy_ms(lane), times.moved_bytes(lane)
+            share = f"{busy_ms / times.total_ms:.0%}" if times.total_ms else ""
+            cells.append((lane, f"{busy_ms:.2f} ms", share, show_bytes(moved_bytes) if moved_bytes else ""))
+        note = (
+            f"One step of {times.total_ms:.1f} ms by the time model: the device, both ways of the link, and the host."
+        )
+        if not any(times.moved_bytes(lane) for lane in LANES):
+            note += " This plan moves nothing."
+        yield _section("What travels when", "lanes", note, _table(("lane", "at work", "of the step", "moved"), cells))
+
+    def _measured(self, figures: dict[str, Any]) -> Iterable[str]:
+        cells = [(name, *map(_bytes_or_dash, (predicted, seen))) for name, predicted, seen in self.measured]
+        if self.measured_step_ms is not None:
+            predicted_ms = self.plan.predicted_step_ms
+            cells.append(("step", _ms_before(predicted_ms).rstrip(", ") or "–", f"{self.measured_step_ms:.1f} ms"))
+        if not cells:
+            return
         if self.measured:
-            cells = [(name, *map(_bytes_or_dash, (predicted, seen))) for name, predicted, seen in self.measured]
-            yield _section("Predicted and measured", "", "", _table(("number", "predicted", "measured"), cells))
+            figures["measured"] = charts.measured_chart(self.measured)
+        header = ("number", "predicted", "measured")
+        note = "Peaks of this run beside what the plan promised."
+        chart = "measured" if self.measured else ""
+        yield _section("Predicted and measured", chart, note, _table(header, cells))
+
+    def _elsewhere(self, figures: dict[str, Any]) -> Iterable[str]:
+        """What waits on the host and on disk."""
+        plan = self.plan
+        planned = (
+            ("parameters, gradients and their state at home on the host", plan.host_bytes, None),
+            ("activations and optimizer state, on the host or on disk", plan.movable_bytes, None),
+        )
+        numbers = [row for row in (*planned, *self.elsewhere) if any(row[1:])]
+        if not numbers:
+            return
+        cells = [(name, *map(_bytes_or_dash, (predicted, seen))) for name, predicted, seen in numbers]
+        note = "What waits beside the device, at most."
+        yield _section("Host and disk", "", note, _table(("what", "predicted", "measured"), cells))
+
+
+def _ms_before(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.1f} ms, "
 
 
 def _top_of(step: StepMemory) -> int:

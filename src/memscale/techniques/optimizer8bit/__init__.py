@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memscale._decide.eligible import Eligible
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.planner import Planner
+    from memscale._planning.one_way import OneWay
 
 
 def _attach(actions: Sequence[QuantizeOptimizer], to: Attachment) -> None:
@@ -50,7 +50,7 @@ def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_8bit_optimizer", numbers)
 
 
-def _rehearse(planner: Planner, config: Config) -> None:
+def _rehearse(planner: OneWay, config: Config) -> None:
     planner.cost_in_8_bits()
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memscale._decide.eligible import Eligible
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.planner import Planner
+    from memscale._planning.one_way import OneWay
 
 Inside: TypeAlias = TileAttention | TileMlp
 
@@ -70,7 +70,7 @@ def _head_reason(chosen: Chosen) -> Reason:
     return Reason("tile the head", {**chosen.part(head_rows=0), "rows": chosen.choice.run.head_rows})
 
 
-def _rehearse_head(planner: Planner, config: Config) -> None:
+def _rehearse_head(planner: OneWay, config: Config) -> None:
     """The smallest tiles and the largest: what lies between, the peak model knows."""
     head = planner.tiles.head
     if head is None:
@@ -196,7 +196,7 @@ def _inside_reason(chosen: Chosen) -> Reason:
     return Reason("tile attention and MLPs inside the layers", {**part, "tiles": num_tiles})
 
 
-def _rehearse_inside(planner: Planner, config: Config) -> None:
+def _rehearse_inside(planner: OneWay, config: Config) -> None:
     """Only in blocks that are recomputed in full, and where blocks are what the peak is made of."""
     inside = planner.tiles.inside
     planner.skipped_inside = bool(inside) and not planner.blocks_hold_the_peak(config)

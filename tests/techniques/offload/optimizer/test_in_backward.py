@@ -402,6 +402,29 @@ def test_a_backward_that_fails_half_way_is_not_taken_for_a_whole_one() -> None:
     assert same(net.state_dict(), twin.state_dict())
 
 
+def test_a_step_that_fails_at_what_backward_left_is_not_taken_for_a_whole_one() -> None:
+    """A parameter beside the model is stepped after backward, and its gradient is one that AdamW refuses."""
+    torch.manual_seed(0)
+    net, beside = Fails(), nn.Parameter(torch.ones(4, 4))
+    optimizer = O.AdamW([*net.parameters(), beside])
+    with in_backward(net, bucket_bytes=1, optimizer=optimizer):
+        saved = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+        backward(net)
+        beside.grad = torch.eye(4).to_sparse()
+        with pytest.raises(PartialStepError, match="failed at 1 parameters when 6 others had been stepped") as raised:
+            optimizer.step()
+        assert isinstance(raised.value.__cause__, RuntimeError)
+        del raised
+        optimizer.zero_grad()
+        with pytest.raises(PartialStepError, match="load a checkpoint"):
+            backward(net)
+        net.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        backward(net)
+        optimizer.step()
+
+
 def test_a_backward_that_fails_before_anything_was_stepped_changed_nothing() -> None:
     torch.manual_seed(0)
     net = Fails()

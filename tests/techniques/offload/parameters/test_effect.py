@@ -182,7 +182,7 @@ def test_homes_waste_little_pinned_memory():
     module = nn.Module()
     for index, parameter in enumerate(parameters):
         module.register_parameter(f"p{index}", parameter)
-    store = HostStore(pinned=True, segment_bytes=1 << 30)
+    store = HostStore(pinned=True, segment_bytes=1 << 30, splits=False)
     home = parameter_homes.Homes(DEVICE, store)
     home.move_in(module, {id(p) for p in parameters})
     used = sum(p.nbytes for p in parameters)

@@ -448,3 +448,25 @@ def test_a_head_attached_alone_uses_its_weight_as_it_is():
     with contextlib.ExitStack() as undo:
         attach_head(TileHead("head", rows=TILE_ROWS), model, undo)
         assert Lender.of(model(on(DEVICE, tokens()))["logits"].block.projections[0].weight) is None
+
+
+class Pooled(Gpt):
+    """Attention beside the blocks, as in the heads of image classifiers: it reads its output's weight by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.MultiheadAttention(self.embed.embedding_dim, 2, batch_first=True)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().run(x)
+        return x + self.pool(x, x, x, need_weights=False)[0]
+
+
+def test_attention_beside_the_blocks_is_streamed_as_a_whole() -> None:
+    plain, model = pair(Pooled)
+    assert streaming.rest_of(model, find_blocks(model)) == ("embed", "norm", "head", "pool")
+    executor = executor_of(model, whole_model(model))
+    for step in range(2):
+        assert torch.equal(backward(model, step), backward(plain, step))
+    assert same(gradients(model), gradients(plain))
+    executor.detach()

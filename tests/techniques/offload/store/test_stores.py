@@ -14,7 +14,7 @@ from memscale._torch import private
 from memscale._units import show_bytes
 from memscale.techniques.offload.store.disk import DiskStore
 from memscale.techniques.offload.store.extents import Extents
-from memscale.techniques.offload.store.host import SMALLEST_SEGMENT_BYTES, HostStore
+from memscale.techniques.offload.store.host import SMALLEST_PIECE_BYTES, SMALLEST_SEGMENT_BYTES, HostStore
 from memscale.techniques.offload.store.stores import Layout, ShapeStore, TieredStore, can_store
 
 pytestmark = pytest.mark.unit
@@ -181,6 +181,32 @@ def test_tensors_share_segments_and_rounding_costs_nothing():
         store.free(ticket)
     store.close()
     assert simgpu.pinned_stats().reserved_bytes == 0
+
+
+def test_buckets_of_one_size_leave_little_of_their_segments():
+    """Each would leave an eighth of the smallest segment that holds it."""
+    import simgpu
+
+    store = HostStore(pinned=True, segment_bytes=16 * MIB)
+    size = 7 * MIB + 20_000
+    tickets = [store.put(torch.full((size,), number, dtype=torch.uint8)) for number in range(31)]
+    assert simgpu.pinned_stats().rounded_bytes == store.counters.allocated_bytes
+    assert store.counters.allocated_bytes <= 31 * size + 16 * MIB
+    assert all(len(ticket.spot) <= 4 for ticket in tickets)
+    assert all(ticket.spot[0].num_bytes >= SMALLEST_PIECE_BYTES for ticket in tickets)
+    assert all(bool((store.get(ticket) == number).all()) for number, ticket in enumerate(tickets))
+    for ticket in tickets:
+        store.free(ticket)
+    store.close()
+
+
+def test_memory_in_one_piece_where_that_is_asked_for():
+    store = HostStore(segment_bytes=16 * MIB, splits=False)
+    tickets = [store.put(torch.ones(7 * MIB + 20_000, dtype=torch.uint8)) for _ in range(5)]
+    assert all(len(ticket.spot) == 1 for ticket in tickets)
+    for ticket in tickets:
+        store.free(ticket)
+    store.close()
 
 
 def test_a_failed_pinned_allocation_is_a_clear_error():

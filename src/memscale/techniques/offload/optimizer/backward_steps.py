@@ -43,7 +43,6 @@ from memscale._torch.interception import intercept
 from memscale._torch.optimizer_steps import (
     StepOrder,
     StepWatcher,
-    living_optimizers,
     owns_any,
     parameters_of,
     watch_steps,
@@ -58,6 +57,7 @@ from memscale.techniques.offload.optimizer.separable import (
     idle_shadow,
     is_shadow,
     mark_of,
+    owners_of,
     skips_parameters_without_gradient,
 )
 
@@ -290,9 +290,18 @@ class BackwardSteps(StepWatcher):
         assert done is not None
         every = not skips_parameters_without_gradient(optimizer)
         rest = [p for p in parameters_of(optimizer) if not is_released(p.grad) and (every or p.grad is not None)]
-        if rest:
-            done.split.run_in_place(rest, call.args, call.kwargs)
-        done.split.merge()
+        _BROKEN[optimizer] = (
+            f"a step failed at {len(rest)} parameters when {done.num_stepped} others had been stepped in backward. "
+            "Those are updated, and some of these are not: load a checkpoint of the model and of the optimizer before "
+            "going on"
+        )
+        try:
+            if rest:
+                done.split.run_in_place(rest, call.args, call.kwargs)
+            done.split.merge()
+        except Exception as error:
+            raise PartialStepError(_BROKEN[optimizer]) from error
+        del _BROKEN[optimizer]  # not after what is no `Exception`, either: Ctrl-C leaves the same behind
 
 
 class _ScaledLosses:
@@ -324,10 +333,10 @@ def _refuse_broken(optimizer: Optimizer) -> None:
 def _owner_of(parameters: Iterable[torch.Tensor]) -> Optimizer:
     """Return the only optimizer that steps these parameters; raise if there is none, or more than one."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    found = _owners_of(trained)
+    found = owners_of(trained)
     if len(found) > 1:
         gc.collect()  # an optimizer that was replaced may only wait to be collected
-        found = _owners_of(trained)
+        found = owners_of(trained)
     if not found:
         raise StepInBackwardError(
             "No optimizer owns parameters of this model, so nothing can be stepped in backward. Create it before the "
@@ -340,13 +349,6 @@ def _owner_of(parameters: Iterable[torch.Tensor]) -> Optimizer:
             "is not known before. Use memscale.optimize(model, optimizer), or set step_in_backward=False."
         )
     return found[0]
-
-
-def _owners_of(parameters: list[torch.Tensor]) -> list[Optimizer]:
-    found = [o for o in living_optimizers() if not is_shadow(o) and owns_any(o, parameters)]
-    # Libraries wrap the user's optimizer in one of their own, which owns the same parameters.
-    wrapping = {id(o) for o in found if any(value is other for value in vars(o).values() for other in found)}
-    return [optimizer for optimizer in found if id(optimizer) not in wrapping]
 
 
 def refuse_inseparable(optimizer: Optimizer) -> None:

@@ -18,7 +18,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
 from memscale._torch.host_rng import HostRng
-from memscale._torch.optimizer_steps import parameters_of
+from memscale._torch.optimizer_steps import living_optimizers, owns_any, parameters_of
 from memscale._torch.quiet_steps import quiet_steps
 from memscale.techniques.offload.optimizer.implementations import Stepped, foreach_of_whole, has_gradient
 
@@ -96,6 +96,16 @@ def shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[An
 
 def is_shadow(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, _SHADOW_MARK)
+
+
+def owners_of(parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
+    """The optimizers of this process that step one of these parameters."""
+    # What has no groups of its own steps through others, which have them.
+    found = [o for o in living_optimizers() if "param_groups" in vars(o) and not is_shadow(o)]
+    found = [optimizer for optimizer in found if owns_any(optimizer, parameters)]
+    # Libraries wrap the user's optimizer in one of their own, which owns the same parameters.
+    wrapping = {id(o) for o in found if any(value is other for value in vars(o).values() for other in found)}
+    return [optimizer for optimizer in found if id(optimizer) not in wrapping]
 
 
 def idle_shadow(optimizer: Optimizer) -> Optimizer:
@@ -281,6 +291,15 @@ def skips_parameters_without_gradient(optimizer: Optimizer) -> bool:
     return type(optimizer) in _KNOWN_SEPARABLE
 
 
+def own_way_of(optimizer: Optimizer) -> str:
+    """How an optimizer takes care of its state's memory by itself, so that it is left alone; "" where it does not."""
+    if getattr(optimizer, "is_paged", False):
+        return "bitsandbytes pages its state between device and host by itself"
+    if type(optimizer).__module__.partition(".")[0] == "torchao":
+        return "torchao compiles its step and keeps its state in tensors of its own kind"
+    return ""
+
+
 def check_separable(optimizer: Optimizer) -> None:
     """Raise `NotSeparable` unless stepping parameters in parts is the same as stepping them at once.
 
@@ -292,6 +311,8 @@ def check_separable(optimizer: Optimizer) -> None:
         raise NotSeparable("its step is differentiable")
     if type(optimizer) in _KNOWN_SEPARABLE:
         return
+    if own_way := own_way_of(optimizer):
+        raise NotSeparable(own_way)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise NotSeparable("its step() evaluates the closure several times")

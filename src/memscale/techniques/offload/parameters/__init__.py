@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memscale._decide.eligible import Eligible
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.planner import Planner
+    from memscale._planning.one_way import OneWay
 
 HOST_KERNELS = ("cpu", "simgpu")
 """Devices that compute with the host's own kernels, so that a step on the host has the same bits as one there."""
@@ -84,7 +84,7 @@ def _rest_reason(chosen: Chosen) -> Reason:
     return Reason("stream parameters", {"parameter_bytes": chosen.model.profile.rest_param_bytes})
 
 
-def _rehearse(planner: Planner, config: Config) -> None:
+def _rehearse(planner: OneWay, config: Config) -> None:
     rest = planner.rest_actions()
     if rest:
         planner.try_variants({TraceKey(streams_rest=True): rest}, config)

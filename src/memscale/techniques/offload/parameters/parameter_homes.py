@@ -162,13 +162,14 @@ class Homes:
         )
         return ticket if same else None
 
-    def presize(self, tensors: list[torch.Tensor]) -> None:
-        """Take large segments for tensors of these sizes in advance, so that little of them is wasted."""
+    def presize(self, tensors: list[torch.Tensor], max_bytes: int | None = None) -> None:
+        """Take large segments for tensors of these sizes in advance, so that little of them is wasted: for all of them,
+        or for those that are there at once if these are never more than `max_bytes`."""
         if not isinstance(self.store, HostStore):
             return
         sizes = [round_up(p.nbytes, PART_BYTES) for p in {id(p): p for p in tensors}.values()]
         with contextlib.ExitStack() as undo:
-            for num_bytes in _segment_sizes(sizes, self.store.segment_bytes):
+            for num_bytes in _segment_sizes(sizes, self.store.segment_bytes, max_bytes):
                 layout = Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)
                 undo.callback(self.store.free, self.store.reserve(layout))
 
@@ -238,9 +239,9 @@ class Homes:
             ) from error
 
 
-def _segment_sizes(sizes: list[int], largest: int) -> Iterator[int]:
-    """Return powers of two that hold tensors of these sizes; the last ones are small."""
-    left = sum(sizes)
+def _segment_sizes(sizes: list[int], largest: int, max_bytes: int | None = None) -> Iterator[int]:
+    """Return powers of two that hold tensors of these sizes, or `max_bytes` of them; the last ones are small."""
+    left = sum(sizes) if max_bytes is None else min(sum(sizes), max_bytes)
     for size in sorted(sizes, reverse=True):
         while left >= size > 0:
             segment = min(1 << (left.bit_length() - 1), largest)

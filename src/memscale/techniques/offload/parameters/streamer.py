@@ -28,18 +28,15 @@ import torch
 
 from memscale._errors import StoreFullError
 from memscale._torch import private
-from memscale._units import round_up
-from memscale.techniques.offload.parameters.parameter_homes import CPU, Homes, tensor_over, unviewed
+from memscale.techniques.offload.parameters.parameter_homes import Homes, tensor_over, unviewed
 from memscale.techniques.offload.parameters.sum_order import Tails
-from memscale.techniques.offload.store.stores import PART_BYTES, Layout, StoreCounters, Ticket
+from memscale.techniques.offload.pinned import LANDING_BYTES
+from memscale.techniques.offload.store.stores import Layout, StoreCounters, Ticket
 from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.stream_order import TransferStats
 from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
 
 logger = logging.getLogger("memscale")
-
-LANDING_BYTES = 128 * 1024 * 1024
-"""The bytes of pinned memory in which gradients arrive."""
 
 
 class Direction(enum.Enum):
@@ -69,6 +66,7 @@ class Visit:
     """Device copies of one layer's parameters, which are there or on their way."""
 
     def __init__(self, parameters: list[torch.Tensor], arrivals: list[Arrival | torch.Tensor], place: int) -> None:
+        self.events: list[torch.Event] = []  # first: `__del__` needs them, also after Ctrl-C in the middle
         self.parameters = parameters
         self.stamps = Stamp.of(parameters)
         self.place = place
@@ -411,20 +409,19 @@ class Streamer:
         return gradient.to(passage.host)
 
     def keep_gradients(self) -> None:
-        """Let gradients stay in the pinned memory in which they land, and take enough of it for all of them."""
+        """Let gradients stay in the pinned memory in which they land, and take enough of it for all that land there."""
         if self.overlaps and self.store.keeps_bytes and self.landed is None:
             self.landed = LandedGradients()
-            self.homes.presize([p for p in self.parameters() if p.requires_grad])
+            self.homes.presize([p for p in self.parameters() if p.requires_grad and p.nbytes <= LANDING_BYTES])
 
     def make_room_for_landings(self) -> None:
         """Take the pinned memory for gradients now, so that its size does not depend on how threads run."""
         if not self.overlaps or not self.store.keeps_bytes:
             return
         parameters = [p for ref in self.layers if (layer := ref()) is not None for p in layer.parameters()]
-        sizes = [round_up(p.nbytes, PART_BYTES) for p in parameters if p.requires_grad]
-        num_bytes = min(sum(sizes), LANDING_BYTES)
+        landing = [p for p in parameters if p.requires_grad and p.nbytes <= LANDING_BYTES]
         try:
-            self.store.free(self.store.reserve(Layout(torch.uint8, (num_bytes,), (1,), CPU, num_bytes, False)))
+            self.homes.presize(landing, LANDING_BYTES)
         except StoreFullError:
             logger.info("the host budget leaves little room for gradients on their way, so they land one by one")
 

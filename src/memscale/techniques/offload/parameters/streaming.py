@@ -17,6 +17,7 @@ differ from a plain model's in the last bit.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator
@@ -174,17 +175,18 @@ class StreamedForward(RecomputedForward):
         real = [(slot, slot.get()) for slot in self.slots]
         loans = [_Loan(slot, weights[id(parameter)], parameter) for slot, parameter in real if parameter is not None]
         try:
-            for slot, parameter in real:
-                if parameter is not None:
-                    slot.table()[slot.name] = weights[id(parameter)]
-            del weights
-            _refresh_flat_weights(real)
-            yield [lender for lender in lent if lender is not None]
-            self._refuse_changed(loans)
+            try:
+                for slot, parameter in real:
+                    if parameter is not None:
+                        slot.table()[slot.name] = weights[id(parameter)]
+                del weights
+                _refresh_flat_weights(real)
+                yield [lender for lender in lent if lender is not None]
+                self._refuse_changed(loans)
+            finally:
+                _put_back(real)
         finally:
-            for slot, parameter in real:
-                slot.table()[slot.name] = parameter
-            _refresh_flat_weights(real)
+            _put_back(real)  # once more: Ctrl-C may have come in the middle, and copies in their places train nothing
             visit.leave_homes()
 
     def _refuse_changed(self, loans: list[_Loan]) -> None:
@@ -251,6 +253,13 @@ def _is_lookup(module: nn.Module) -> bool:
     ):
         return False  # a parametrized weight is computed, and its backward may need the parameter
     return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+
+
+def _put_back(real: list[tuple[Slot, torch.Tensor | None]]) -> None:
+    """The parameters themselves, in their places."""
+    for slot, parameter in real:
+        slot.table()[slot.name] = parameter
+    _refresh_flat_weights(real)
 
 
 def _refresh_flat_weights(real: list[tuple[Slot, Any]]) -> None:
@@ -397,14 +406,18 @@ def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn
 def rest_of(model: nn.Module, block_fqns: Iterable[str]) -> tuple[str, ...]:
     """Return what could be streamed beside the blocks: embeddings, norms, heads, as the smallest modules possible.
 
-    Parameters of modules that contain others are left out. Whoever streams a weight must stream all modules that share
-    it.
+    Parameters of modules that contain others are left out, but for attention, which reads the weights of a module of
+    its own without calling that. Whoever streams a weight must stream all modules that share it.
     """
     inside = {part for module_fqn in block_fqns for part in model.get_submodule(module_fqn).modules()}
+    whole = [part for part in model.modules() if isinstance(part, nn.MultiheadAttention) and part not in inside]
+    inside |= {part for attention in whole for part in attention.modules() if part is not attention}
     return tuple(
         module_fqn
         for module_fqn, module in model.named_modules()
-        if module not in inside and any(True for _ in module.parameters()) and not any(True for _ in module.children())
+        if module not in inside
+        and any(True for _ in module.parameters())
+        and (module in whole or not any(True for _ in module.children()))
     )
 
 
@@ -417,6 +430,12 @@ def streamable(model: nn.Module, modules: Iterable[nn.Module]) -> set[int]:
         if all(id(p) not in outside and _is_plain(p) for p in group):
             streamed.update(id(p) for p in group)
     return streamed
+
+
+def shared(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters that several modules have, such as tied embeddings; each of them once."""
+    counts = collections.Counter(id(slot.get()) for slot in slots_of(model.modules()))
+    return [parameter for parameter in model.parameters() if counts[id(parameter)] > 1]
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
@@ -436,7 +455,7 @@ def _open(
     if is_fake:
         store = ShapeStore()
     else:
-        store = HostStore(host_budget_bytes, pinned=asynchronous, segment_bytes=LARGEST_SEGMENT_BYTES)
+        store = HostStore(host_budget_bytes, pinned=asynchronous, segment_bytes=LARGEST_SEGMENT_BYTES, splits=False)
     homes = Homes(device, store if asynchronous or is_fake else None)
     undo.callback(_close, homes, store)
     transfers = Transfers(device, store, asynchronous=asynchronous, window_bytes=gradient_window_bytes)

@@ -4,6 +4,11 @@ NOTE [pinned rounding]: allocators of pinned memory round every block up to a po
 bytes if each tensor has a block of its own. So memory is taken in segments whose sizes are powers of two, and tensors
 share them; a tensor may be split over several segments. As many bytes are allocated as are requested, and a budget
 holds.
+
+Tensors of one size seldom fill segments: two buckets of 28 MB leave 11 MB of a segment of 64 MiB, and all segments
+together would take a fifth more than is held. So a tensor that fits into no gap begins in the largest ones, unless they
+are so small that copies would cost more time than the bytes are worth. Parameters need memory in one piece
+(`splits=False`) and take their segments in advance instead.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ import torch
 
 from memscale._errors import StoreFullError
 from memscale._units import show_bytes
+from memscale.techniques.offload.pinned import SEGMENT_BYTES, power_of_two_above
 from memscale.techniques.offload.store.extents import Extents
 from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, Ticket
 
-SEGMENT_BYTES = 64 * 1024 * 1024
-"""The largest segment; a larger tensor is split over several."""
 SMALLEST_SEGMENT_BYTES = 64 * 1024
+SMALLEST_PIECE_BYTES = 256 * 1024
+SMALLEST_PIECE_SHARE = 1 / 32
+"""A tensor begins in no smaller gap, and in none of a smaller share of it, unless the budget leaves no other room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +49,19 @@ class HostStore(Store):
     in_memory = True
 
     def __init__(
-        self, budget_bytes: int | None = None, *, pinned: bool = False, segment_bytes: int = SEGMENT_BYTES
+        self,
+        budget_bytes: int | None = None,
+        *,
+        pinned: bool = False,
+        segment_bytes: int = SEGMENT_BYTES,
+        splits: bool = True,
     ) -> None:
         super().__init__(budget_bytes)
-        assert segment_bytes == _power_of_two_above(segment_bytes)
+        assert segment_bytes == power_of_two_above(segment_bytes)
         self.pinned = pinned
         self.segment_bytes = segment_bytes
+        self._splits = splits
+        """Whether a tensor may begin in what is left of several segments. See NOTE [pinned rounding]."""
         self._segments: list[torch.Tensor] = []
         self._extents: list[Extents] = []
 
@@ -101,14 +115,15 @@ class HostStore(Store):
             offset = extents.take(num_bytes)
             if offset is not None:
                 return Piece(index, offset, num_bytes)
+        gap, index = max(((e.largest_gap, i) for i, e in enumerate(self._extents)), default=(0, -1))
         size = self._next_segment_bytes(num_bytes)
-        if size >= num_bytes:
+        begins_in_gap = self._splits and gap >= max(SMALLEST_PIECE_BYTES, SMALLEST_PIECE_SHARE * num_bytes)
+        if size >= num_bytes and not begins_in_gap:
             self._add_segment(size)
             return self._take(num_bytes)
-        gap, index = max(((e.largest_gap, i) for i, e in enumerate(self._extents)), default=(0, -1))
         if max(gap, size) == 0:
             raise self._full(num_bytes)
-        if size > gap:
+        if size > gap and not begins_in_gap:
             self._add_segment(size)
             return self._take(size)
         offset = self._extents[index].take(gap)
@@ -117,7 +132,7 @@ class HostStore(Store):
 
     def _next_segment_bytes(self, num_bytes: int) -> int:
         """Return a segment size, a power of two, that the budget still allows; 0 if it allows none."""
-        wanted = min(_power_of_two_above(max(num_bytes, SMALLEST_SEGMENT_BYTES)), self.segment_bytes)
+        wanted = min(power_of_two_above(max(num_bytes, SMALLEST_SEGMENT_BYTES)), self.segment_bytes)
         if self.budget_bytes is None:
             return wanted
         left = self.budget_bytes - self.counters.allocated_bytes
@@ -172,7 +187,3 @@ def lay_over(
             pairs.append((piece[low - start : high - start], data[low - offset : high - offset]))
         start += piece.numel()
     return pairs
-
-
-def _power_of_two_above(num_bytes: int) -> int:
-    return 1 << (num_bytes - 1).bit_length()

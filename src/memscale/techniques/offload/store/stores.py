@@ -157,11 +157,9 @@ class Ticket:
         self.store = store
         self.layout = layout
         self.num_bytes = layout.num_bytes
-        self.spot = spot
         self.checksum: int | None = None
         self.digest: torch.Tensor | None = None
         """With `debug`, a digest of the bytes that were sent, on their device."""
-        self.freed = False
         self.written: torch.Event | None = None
         """The event of the copy into the store; every reader waits for it."""
         self.read: Fence | None = None
@@ -178,6 +176,8 @@ class Ticket:
         """The bytes of the whole that it stands for: from, and up to."""
         self.writes_of_parts: PartEvents[torch.Event] = PartEvents()
         self.reads_of_parts: PartEvents[Fence] = PartEvents()
+        self.spot = spot
+        self.freed = False  # last: until here, `__del__` leaves it alone
 
     def part(self, layout: Layout, offset: int, spot: Any) -> Ticket:
         """Return a ticket for a stretch of its bytes, which waits for copies of those bytes alone."""
@@ -209,7 +209,7 @@ class Ticket:
 
     def __del__(self) -> None:
         # Garbage may be collected while one of our own locks is held, so this only leaves a note.
-        if not self.freed and not self.store.closed:
+        if not getattr(self, "freed", True) and not self.store.closed:  # absent: Ctrl-C in the middle of `__init__`
             self.store.abandoned.append(self)
 
 

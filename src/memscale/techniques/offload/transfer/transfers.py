@@ -404,5 +404,5 @@ class Arrival:
         self.job.result()
 
     def __del__(self) -> None:
-        if not self._waited and self.event is not None:
+        if not getattr(self, "_waited", True) and self.event is not None:  # absent: Ctrl-C in the middle of `__init__`
             stream_order.order(self.stream, self.event, "reuse after unread arrival")

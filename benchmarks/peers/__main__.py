@@ -1,0 +1,7 @@
+"""`python -m benchmarks.peers`."""
+
+import sys
+
+from benchmarks.peers import main
+
+sys.exit(main())

@@ -1,0 +1,240 @@
+"""docs/results/peers.md, from the rows that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.peers.planners import PLANNERS
+from benchmarks.peers.ways import PEERS
+from benchmarks.peers.work import DEVICES
+
+Row = dict[str, Any]
+TITLES = {
+    "cpu": "On the CPU: live bytes and processor time",
+    "simgpu": "On simgpu: bytes of its allocator, time of its virtual clock",
+    "emucuda": "On the emulated card: what PyTorch's caching allocator hands out and reserves",
+}
+NOTES = {
+    "cpu": "The next tier below a CPU is its disk. Processor time of one thread, the fastest of three steps, on a "
+    "machine that did other things as well: a difference of a few percent says nothing.",
+    "simgpu": "The virtual clock is a model of an RTX 3090: every launch, copy, stream and wait of the real run is "
+    "timed by it, and nothing is measured on a card. Bytes are facts. Work of the host takes no time on this clock, so "
+    "a plan that lets the host step streamed parameters looks faster here than on a card.",
+    "emucuda": "Kernels do nothing there, so there is no time. MemScale is asked for a plan within what the peer "
+    "reserves.",
+}
+FINDINGS = (
+    "What is known of the causes:",
+    "",
+    "- Plans that stream *some* of the blocks take about 5 % longer on the virtual clock than they are predicted to: "
+    "nearly nothing of their transfers is hidden, and the time model spreads the weights over all blocks, as if all "
+    "were streamed. Against `gradient_checkpointing_enable()` on simgpu that decides: CONSERVATIVE, which may not "
+    "stream, finds the peer's own plan, at the peer's peak and time to the byte.",
+    "- PyTorch's selective checkpointing with the list of its page keeps fused attention. Where that has dropout, its "
+    "random numbers are not drawn again in backward, so those after it are others: on simgpu gradients are not the "
+    "plain ones, without a word. MemScale's selective checkpoints are exact, and cost 0.4 % more there.",
+    "- torchao's 8-bit step is compiled on a real card. Here it is not, so its time is no figure of torchao's.",
+)
+NO_SLOWER, NO_LARGER = 1.005, 1.0
+
+
+def write(data: dict[str, Any]) -> str:
+    rows = {(row["kind"], row["device"], row["peer"]): row for row in data["rows"]}
+    lines = [
+        "# Peers: the same work, one run",
+        "",
+        "Written by `python -m benchmarks.peers`; nothing here was measured on a real card.",
+        "",
+        f'The work: {data["shape"]}. MB = 1e6 bytes. "same bits": losses and weights equal those of plain PyTorch.',
+        "MemScale may do no more to the numbers than the peer does: exact plans against exact peers, tiling against",
+        'chunked losses, 8-bit state against 8-bit optimizers. "No slower" allows half a percent, "no larger" nothing.',
+        "",
+        *_summary(rows),
+    ]
+    for device in DEVICES:
+        if any(place == device and kind == "peer" for kind, place, _ in rows):
+            lines += ["", f"## {TITLES[device]}", "", NOTES[device], "", *_table(rows, device)]
+    lines += ["", "## Where MemScale is behind, and why", "", *_behind(rows)]
+    lines += ["", "## What does not run", "", *_absent(rows)]
+    lines += ["", "## Planners", "", *_planners(rows)]
+    lines += ["", _provenance(data), ""]
+    return "\n".join(lines)
+
+
+# ---- who is ahead
+
+
+def verdict_of_peak(peer: Row, ours: Row | None) -> str:
+    """Ours within the peer's peak."""
+    if ours is None:
+        return "not run"
+    if "failure" in ours:
+        return "no plan"
+    if _held(ours) > _held(peer) * NO_LARGER:
+        return "**larger**"
+    if peer["step_ms"] is None:
+        return "holds"
+    return "no slower" if ours["step_ms"] <= peer["step_ms"] * NO_SLOWER else "**slower**"
+
+
+def verdict_of_time(peer: Row, ours: Row | None) -> str:
+    """Ours within the peer's time."""
+    if ours is None:
+        return "not run"
+    if "failure" in ours:
+        return "no plan"
+    if ours["step_ms"] > peer["step_ms"] * NO_SLOWER:
+        return "**slower**"
+    return "no larger" if ours["peak_bytes"] <= peer["peak_bytes"] * NO_LARGER else "**larger**"
+
+
+def _held(row: Row) -> int:
+    return int(row["reserved_bytes"] or row["peak_bytes"])
+
+
+def _pairs(rows: dict[tuple[str, str, str], Row], device: str) -> Iterator[tuple[Row, Row | None, Row | None]]:
+    for peer in PEERS:
+        row = rows.get(("peer", device, peer.name))
+        if row is not None and "failure" not in row:
+            yield row, rows.get(("peak", device, peer.name)), rows.get(("time", device, peer.name))
+
+
+def _summary(rows: dict[tuple[str, str, str], Row]) -> list[str]:
+    lines = []
+    for device in DEVICES:
+        verdicts = [
+            (verdict_of_peak(peer, at_peak), verdict_of_time(peer, at_time) if device == "simgpu" else None)
+            for peer, at_peak, at_time in _pairs(rows, device)
+            if at_peak is not None
+        ]
+        if verdicts:
+            won = sum(first in ("no slower", "holds") for first, _ in verdicts)
+            line = (
+                f"- {device}: within the peer's peak MemScale is no slower"
+                if device != "emucuda"
+                else (f"- {device}: MemScale has a plan that holds within what the peer reserves")
+            )
+            line += f" in {won} of {len(verdicts)} cases"
+            if device == "simgpu":
+                lower = sum(second == "no larger" for _, second in verdicts)
+                line += f"; within the peer's time it is no larger in {lower} of {len(verdicts)}"
+            lines.append(line + ".")
+    return lines
+
+
+def _behind(rows: dict[tuple[str, str, str], Row]) -> Iterator[str]:
+    titles, count = {peer.name: peer.title for peer in PEERS}, 0
+    for device in DEVICES:
+        for peer, at_peak, at_time in _pairs(rows, device):
+            for within, ours, verdict in (
+                ("peak", at_peak, verdict_of_peak(peer, at_peak)),
+                ("time", at_time, verdict_of_time(peer, at_time) if device == "simgpu" else ""),
+            ):
+                if verdict.startswith("**") or verdict == "no plan":
+                    count += 1
+                    yield f"- {device}, {titles[peer['peer']]}, within its {within}: {_distance(peer, ours, device)}"
+    if not count:
+        yield "Nowhere in these rows."
+    yield ""
+    yield from FINDINGS
+
+
+def _distance(peer: Row, ours: Row | None, device: str) -> str:
+    assert ours is not None
+    if "failure" in ours:
+        return f"no plan ({ours['failure']})"
+    said = f"{_held(ours) / _held(peer) - 1:+.1%} bytes"
+    if peer["step_ms"] is not None:
+        said += f", {ours['step_ms'] / peer['step_ms'] - 1:+.1%} time; the plan said {ours['predicted_slowdown']:.3f}x"
+    return f"{said} ({ours['what']})"
+
+
+# ---- tables
+
+
+def _table(rows: dict[tuple[str, str, str], Row], device: str) -> Iterator[str]:
+    head = ["peer", "peak MB"]
+    head += ["reserved MB"] if device == "emucuda" else ["step ms", "same bits"]
+    head += ["MemScale within that peak", "verdict"]
+    head += ["MemScale within that time", "verdict"] if device == "simgpu" else []
+    yield _line(head)
+    yield _line(["---"] * len(head))
+    plain = rows.get(("peer", device, "plain"))
+    titles = {peer.name: peer.title for peer in PEERS}
+    for row, at_peak, at_time in _pairs(rows, device):
+        cells = [titles[row["peer"]], _mb(row["peak_bytes"])]
+        cells += [_mb(row["reserved_bytes"])] if device == "emucuda" else [f"{row['step_ms']:.2f}", _same(row, plain)]
+        cells += [_ours(at_peak, device), verdict_of_peak(row, at_peak)]
+        cells += [_ours(at_time, device), verdict_of_time(row, at_time)] if device == "simgpu" else []
+        yield _line(cells)
+
+
+def _ours(row: Row | None, device: str) -> str:
+    if row is None:
+        return "not run"
+    if "failure" in row:
+        return row["failure"].split(":")[0]
+    figures = _mb(row["peak_bytes"]) + " MB"
+    if device == "emucuda":
+        figures += f", {_mb(row['reserved_bytes'])} reserved"
+    else:
+        figures += f", {row['step_ms']:.2f} ms"
+    return f"{figures}: {row['what']}"
+
+
+def _same(row: Row, plain: Row | None) -> str:
+    if plain is None:
+        return ""
+    if row["weights"] == plain["weights"] and row["losses"] == plain["losses"]:
+        return "yes"
+    distance = max(abs(a - b) / abs(b) for a, b in zip(row["losses"], plain["losses"], strict=True))
+    return f"no (losses off by {distance:.0e})"
+
+
+def _absent(rows: dict[tuple[str, str, str], Row]) -> Iterator[str]:
+    yield _line(["peer", "where", "why"])
+    yield _line(["---"] * 3)
+    for peer in PEERS:
+        reasons: dict[str, list[str]] = {}
+        for device in DEVICES:
+            row = rows.get(("peer", device, peer.name))
+            if row is not None and "failure" in row:
+                reasons.setdefault(row["failure"].replace("|", "/"), []).append(device)
+        for why, places in reasons.items():
+            yield _line([peer.title, ", ".join(places), why])
+
+
+def _planners(rows: dict[tuple[str, str, str], Row]) -> Iterator[str]:
+    yield "Predictions of the plain step's peak (of the budget's, where one is named), beside live bytes measured on"
+    yield "the CPU. Times are processor time. What a planner cannot express is read from its documentation and source."
+    yield ""
+    yield _line(["planner", "predicted MB", "measured MB", "error", "seconds to plan", "found", "cannot express"])
+    yield _line(["---"] * 7)
+    for name, planner in PLANNERS.items():
+        row = next((row for (kind, _, peer), row in rows.items() if kind == "planner" and peer == name), None)
+        if row is None:
+            continue
+        if "failure" in row:
+            yield _line([planner.title, "-", "-", "-", "-", row["failure"].replace("|", "/"), planner.cannot])
+            continue
+        predicted, measured = row.get("predicted_bytes"), row.get("peak_bytes")
+        error = f"{predicted / measured - 1:+.2%}" if predicted and measured else "-"
+        seconds = f"{row['planning_s']:.1f}"
+        cells = [planner.title, _mb(predicted), _mb(measured), error, seconds, row.get("what", ""), planner.cannot]
+        yield _line(cells)
+
+
+def _provenance(data: dict[str, Any]) -> str:
+    versions = {name: version for row in data["rows"] for name, version in row.get("versions", {}).items()}
+    named = ", ".join(f"{name} {version}" for name, version in sorted({**data["versions"], **versions}.items()))
+    commits = ", ".join(sorted({row["commit"] for row in data["rows"]}))
+    return f"{data['machine']}, {data['num_cores']} cores; Python {data['python']}, {named}; commits {commits}."
+
+
+def _mb(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e6:.1f}"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,112 @@
+"""One trial, in a process of its own: what it costs in memory ends with it, and what fails ends one row."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from typing import Any
+
+import benchmarks
+
+SECONDS = 1500
+MARK = "benchmarks.peers: "
+Order = dict[str, Any]
+Answer = dict[str, Any]
+
+
+def ask(order: Order, interpreter: str = sys.executable) -> Answer:
+    """What the trial came to, or why there is nothing."""
+    launch = ["-m", "emucuda"] if order["device"] == "emucuda" else []
+    command = [interpreter, *launch, "-m", "benchmarks.peers.trial", json.dumps(order)]
+    # Kernels that do nothing would be measured as those of an impossibly fast card.
+    extra = {"MEMSCALE_MEASURE": "0"} if launch else {}
+    paths = [str(benchmarks.ROOT / folder) for folder in ("src", "emucuda/src")]
+    env = benchmarks.environment(OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error", **extra)
+    env["PYTHONPATH"] = os.pathsep.join([*paths, env["PYTHONPATH"]])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"failure": f"took over {SECONDS} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if lines:
+        answer: Answer = json.loads(lines[-1].removeprefix(MARK))
+        return answer
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return {"failure": f"the process ended with code {done.returncode}: {last[:160]}"}
+
+
+def obey(order: Order) -> Answer:
+    import torch
+
+    torch.set_num_threads(1)
+    if order["device"] == "simgpu":
+        import simgpu
+        from benchmarks.peers.work import CARD
+
+        simgpu.set_card(CARD)
+        simgpu.set_race_mode("off")  # it takes time and changes none
+    kinds = {"peer": _peer, "peak": _within_peak, "time": _within_time, "planner": _planner}
+    return kinds[order["kind"]](order)
+
+
+def _peer(order: Order) -> Answer:
+    from benchmarks.peers.ways import peer_called
+    from benchmarks.peers.work import open_training, run
+
+    peer, device = peer_called(order["peer"]), order["device"]
+    training = open_training(device)
+    peer.setup(training, device)
+    gc.collect()
+    return {**dataclasses.asdict(run(training, device)), "versions": _versions(peer.packages)}
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    return {name: importlib.metadata.version(name.replace("_", "-")) for name in packages}
+
+
+def _within_peak(order: Order) -> Answer:
+    from benchmarks.peers.ours import open_wrapped
+    from benchmarks.peers.ways import peer_called
+    from benchmarks.peers.work import run
+
+    with tempfile.TemporaryDirectory(prefix="memscale-peers-") as folder:
+        disk = {"offload_dir": folder} if order["device"] == "cpu" else {}
+        allowed = {**peer_called(order["peer"]).allowed, **disk}
+        training, said = open_wrapped(order["device"], allowed, order["budget_bytes"])
+        return {**said, **dataclasses.asdict(run(training, order["device"]))}
+
+
+def _within_time(order: Order) -> Answer:
+    from benchmarks.peers.ours import least_budget
+    from benchmarks.peers.ways import peer_called
+
+    allowed = peer_called(order["peer"]).allowed
+    budget = least_budget(order["device"], allowed, order["most_bytes"], order["most_slowdown"])
+    return {**_within_peak({**order, "budget_bytes": budget}), "budget_bytes": budget}
+
+
+def _planner(order: Order) -> Answer:
+    from benchmarks.peers.planners import PLANNERS
+
+    return PLANNERS[order["peer"]].ask(order["device"])
+
+
+def main(text: str) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        answer = obey(json.loads(text))
+    except Exception as error:  # whatever another's library raises is the answer of its row
+        answer = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]}
+    print(MARK + json.dumps(answer), flush=True)
+    os._exit(0)  # what is attached need not be taken off
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

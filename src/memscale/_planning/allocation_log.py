@@ -1,0 +1,198 @@
+"""What a training step allocates and frees, in order: the events, and the log that they are written into."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from memscale._plan import ReleasePoint
+
+Thread = Literal["forward", "backward"]
+"""Autograd computes backward in a thread of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a step something is allocated."""
+
+    phase: str
+    """"forward", "backward", "optimizer", or what is there before a step: "parameters", "inputs"."""
+    module_fqn: str = ""
+    """Of the block or other piece of the model; empty outside of them, or where they are not watched."""
+    operator: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocated:
+    serial: int
+    num_bytes: int
+    place: Place | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Freed:
+    serial: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Multiplied:
+    """A matrix product: the first one of a thread makes cuBLAS take its workspace, for good."""
+
+    thread: Thread
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Emptied:
+    """What is cached goes back to the card, as by `torch.accelerator.empty_cache()`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reached:
+    """The step has come to a moment at which what is cached could go back."""
+
+    point: ReleasePoint
+
+
+Event = Allocated | Freed | Multiplied | Emptied | Reached
+
+
+class AllocationLog:
+    """What is allocated and freed, in order. `LiveBytes.log` feeds it."""
+
+    def __init__(self) -> None:
+        self.before: list[Event] = []
+        """What comes before the first step."""
+        self.steps: list[list[Event]] = []
+        self.levels: list[tuple[int, int]] = []
+        """How high live bytes rise above the start in each forward and backward that was run, and where they end."""
+        self._num_allocations = 0
+        self._serials: dict[int, int] = {}
+        """The serial of each allocation that lives, by the key of its storage."""
+        self._have_multiplied: set[Thread] = set()
+        self._forgotten: set[int] = set()
+        self.place: Place | None = None
+        """Of what is allocated next."""
+        self._sum: tuple[int, Allocated, frozenset[int]] | None = None
+        """A sum of gradients: its key, the event, and the serials of its summands. See NOTE [sums of gradients]."""
+
+    @property
+    def _now(self) -> list[Event]:
+        return self.steps[-1] if self.steps else self.before
+
+    def begin_step(self) -> list[Event]:
+        """Begin another step. The list that is returned is filled as the events of the step come."""
+        self.steps.append([])
+        return self.steps[-1]
+
+    def played(self, num_steps: int) -> list[list[Event]]:
+        """What comes before, and that many steps, of which the last recorded one is repeated."""
+        return [self.before, *(self.steps[min(index, len(self.steps) - 1)] for index in range(num_steps))]
+
+    def allocate(self, key: int, num_bytes: int) -> None:
+        old = self._serials.get(key)
+        serial = self._serials[key] = self.new_serial()
+        self._now.append(Allocated(serial, num_bytes, self.place))
+        if old is not None:  # a storage that is resized has both for a moment
+            self._free_serial(old)
+
+    def free(self, key: int) -> None:
+        serial = self._serials.pop(key, None)
+        if serial is not None:  # else it has left the device before
+            self._free_serial(serial)
+
+    def pass_by(self, sizes: Iterable[int]) -> None:
+        """A kernel allocates these inside itself, and frees them when it has all of them."""
+        serials = []
+        for num_bytes in sizes:
+            serials.append(self.new_serial())
+            self._now.append(Allocated(serials[-1], num_bytes, self.place))
+        for serial in serials:
+            self._now.append(Freed(serial))
+
+    def leave(self, keys: Iterable[int]) -> None:
+        """What lives under these keys leaves the device, and what is cached with it."""
+        for key in keys:
+            self.free(key)
+        self._now.append(Emptied())
+
+    def reach(self, point: ReleasePoint) -> None:
+        self._now.append(Reached(point))
+
+    def sum_up(self, key: int, summand_keys: Iterable[int]) -> None:
+        """What was allocated last is a sum of gradients under `key`.
+
+        NOTE [sums of gradients]: where several gradients of one tensor meet, autograd adds into the memory of one that
+        nobody else has. It does not for subclasses of tensors, as fake ones are: there the sum is new, and that
+        gradient goes at once. So a summand that goes next is the sum.
+        """
+        last = self._now[-1] if self._now else None
+        if isinstance(last, Allocated) and last.serial == self._serials.get(key):
+            serials = (self._serials.get(summand) for summand in summand_keys)
+            self._sum = (key, last, frozenset(serial for serial in serials if serial is not None))
+
+    def _is_summed_into(self, serial: int) -> bool:
+        """Whether the last event is a sum that lies in the memory of this in truth; it is taken out of the log then."""
+        if self._sum is None:
+            return False
+        (key, allocated, summands), self._sum = self._sum, None
+        if serial not in summands or not self._now or self._now[-1] is not allocated:
+            return False
+        self._now.pop()
+        self._serials[key] = serial
+        return True
+
+    def _free_serial(self, serial: int) -> None:
+        if serial not in self._forgotten and not self._is_summed_into(serial):
+            self._now.append(Freed(serial))
+
+    def multiply(self, thread: Thread) -> None:
+        if thread not in self._have_multiplied:
+            self._have_multiplied.add(thread)
+            self._now.append(Multiplied(thread))
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """What lives under these keys is on the host in a real run, and was counted here: the log forgets it."""
+        gone = {self._serials[key] for key in keys} - self._forgotten
+        self._forgotten |= gone
+        for events in (*reversed(self.steps), self.before):
+            if gone:  # most likely what was allocated last, and a log is long
+                found = {event.serial for event in events if isinstance(event, Allocated)} & gone
+                gone -= found
+                events[:] = [event for event in events if not (isinstance(event, Allocated) and event.serial in found)]
+
+    # ---- what happens again
+
+    def new_serial(self) -> int:
+        """For an allocation that nobody else has."""
+        self._num_allocations += 1
+        return self._num_allocations - 1
+
+    def serial_of(self, key: int) -> int | None:
+        """The allocation that lives under this key; None: it is not in the log."""
+        serial = self._serials.get(key)
+        return None if serial in self._forgotten else serial
+
+    @property
+    def num_events(self) -> int:
+        """Of the step that is under way."""
+        return len(self._now)
+
+    def since(self, num_events: int) -> list[Event]:
+        """What came after so many events of the step."""
+        return self._now[num_events:]
+
+    def again(self, events: Iterable[Event], make: Mapping[int, Callable[[], object]]) -> None:
+        """These events once more, with serials of their own; in the place of an allocation that is to stay somebody is
+        called who makes it, and whose tensor the log is told of."""
+        serials: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, Allocated) and event.serial in make:
+                make[event.serial]()
+            elif isinstance(event, Allocated):
+                serial = serials[event.serial] = self.new_serial()
+                self._now.append(Allocated(serial, event.num_bytes, event.place))
+            elif isinstance(event, Freed):
+                self._now.append(Freed(serials[event.serial]))
+            else:
+                self._now.append(event)

@@ -1,0 +1,248 @@
+"""From a model to the executor on it: what `wrap` and the other verbs do once their arguments are checked.
+
+    executor = attach(model, config, Circumstances(samples))        # planned now, or at the first training forward
+    executor = attach_saved(model, plan, config, optimizer)         # a plan that was made before
+
+A `Replanner` makes the plan, and an `Executor` attaches it. An error half-way leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import tempfile
+import warnings
+import weakref
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from memscale._config import Config
+from memscale._decide.budget import full_budget
+from memscale._decide.eligible import resolve
+from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError
+from memscale._execute import parking, reserving
+from memscale._execute.executor import Executor, executor_of
+from memscale._execute.executor import execute as execute_plan
+from memscale._execute.settings import ExecutionSettings
+from memscale._execute.telemetry import StepRecorder
+from memscale._hardware import Hardware
+from memscale._hardware.host import nearest_existing
+from memscale._plan import Plan
+from memscale._planning.full_stack import StackReport
+from memscale._planning.job import Job, device_of
+from memscale._planning.recovery import Recovery
+from memscale._planning.replanning import Replanner
+from memscale._planning.saved_plans import device_for, refuse_plan
+from memscale._planning.together import withheld_from
+from memscale._profile.inputs import Inputs, derive_inputs
+from memscale._profile.layers import refuse_compiled_around_blocks
+from memscale._profile.profiler import refuse_unprofilable
+from memscale._profile.ranks import ALONE, find_group, refuse_flat_parameters
+from memscale._torch.overrides import undo_with
+from memscale.report import console
+
+logger = logging.getLogger("memscale")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What is known of the training that a model is wrapped for."""
+
+    samples: tuple[Inputs, ...] = ()
+    """Batches that will come, the largest first."""
+    optimizer: Optimizer | None = None
+    baseline: Optimizer | None = None
+    """The optimizer that the unmodified model would train with, where that is another."""
+    reporter: StackReport | None = None
+    holds_gradients: bool = False
+    """The loop adds up gradients over several batches."""
+    begun: Inputs | None = None
+    """The inputs of a forward that is under way."""
+    replica: DistributedDataParallel | None = None
+    """The DDP around the model, if it has one already."""
+    derives_inputs: bool = True
+    """Without a sample, inputs are derived from the model's config where that is possible."""
+
+
+def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
+    """Let the model be planned for and carried out, all or nothing."""
+    _refuse_parked(model)
+    _detach_earlier(model)
+    _refuse_unusable(model, config)
+    group = find_group(model, given.replica)
+    ranks = ALONE if group is None else group.ranks
+    config = withheld_from(config, ranks)
+    device = device_of(model, config)
+    with console.progress(config.enable_logging):
+        hardware = Hardware.detect(device, config.offload_dir)
+    executor = Executor(model, _settings(config, device, hardware), given.optimizer)
+    try:
+        executor.adopt()
+        if given.replica is not None:
+            executor.show_on(given.replica)
+        _introduce(executor, config, hardware)
+        recorder = _serve_metrics(executor, config)
+        known, replacement = _roles(given.optimizer, given.baseline)
+        job = Job(model, config, hardware, known, replacement, given.holds_gradients, ranks)
+        replanner = Replanner(executor, job, given.reporter, given.replica)
+        if config.recover_from_oom and device.type != "cpu" and not hardware.unified_memory:
+            _recover(model, executor, replanner, device)
+        _plan_now(replanner, model, given)
+        handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
+        executor.on_detach(handle.remove)
+        if given.begun is not None:  # PyTorch goes through the hooks that were there when the forward began
+            for hook in (replanner, recorder):
+                if hook is not None:
+                    hook(model, given.begun.args, given.begun.kwargs)
+    except BaseException:
+        executor.detach()
+        raise
+    return executor
+
+
+def attach_saved(model: nn.Module, plan: Plan, config: Config, optimizer: Optimizer | None) -> Executor:
+    """Attach a plan that was made before; nothing is profiled or decided again."""
+    _refuse_parked(model)
+    device = device_for(plan, model, config)
+    hardware = Hardware.detect(device, config.offload_dir)
+    refuse_plan(plan, hardware, config)
+    _refuse_unusable(model, config)
+    _detach_earlier(model)
+    executor = execute_plan(model, plan, _settings(config, device, hardware), optimizer)
+    try:
+        _serve_metrics(executor, config)
+    except BaseException:
+        executor.detach()
+        raise
+    return executor
+
+
+def _recover(model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device) -> None:
+    """From here on, steps that run out of memory are run again."""
+    undo = contextlib.ExitStack()
+    executor.on_detach(undo.close)
+    reserving.refuse_to_spill(device, undo)
+    Recovery(executor, replanner).attach(model, undo)
+
+
+def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> None:
+    """Plan before the first forward, if it is known what will come. Inputs that nobody gave may be too large, and what
+    does not fit the host may fit the device that the model moves to: then its first training forward decides."""
+    is_guess = not given.samples and given.derives_inputs
+    samples = given.samples
+    if is_guess and (derived := derive_inputs(model)) is not None:
+        samples = (derived,)
+    if not samples:
+        return
+    try:
+        replanner.plan_shapes(model, samples, is_guess=is_guess)
+    except DoesNotFitError as error:
+        may_move = replanner.config.device is None and replanner.hardware.device_type == "cpu"
+        if not (is_guess and may_move and torch.accelerator.is_available()):
+            raise
+        logger.info("on the CPU, where the model is now: %s It is planned at its first training forward.", error)
+
+
+def _settings(config: Config, device: torch.device, hardware: Hardware) -> ExecutionSettings:
+    return ExecutionSettings.from_config(config, device, full_budget(hardware, config).host_bytes)
+
+
+def _detach_earlier(model: nn.Module) -> None:
+    earlier = executor_of(model)
+    if earlier is not None:
+        logger.info("%s was wrapped already: its plan is replaced", type(model).__name__)
+        earlier.detach()
+
+
+def _roles(optimizer: Optimizer | None, baseline: Optimizer | None) -> tuple[str | Optimizer, Optimizer | None]:
+    """Who trains the unmodified model (AdamW, if nobody knows), and who steps in its place, if that is another."""
+    trained_by = optimizer if baseline is None else baseline
+    return "adamw" if trained_by is None else trained_by, None if trained_by is optimizer else optimizer
+
+
+def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:
+    """Say where the model will compute, and what of the wishes cannot be followed there."""
+    console.open_log(config, executor.on_detach)
+    if config.enable_logging:
+        console.show_hardware(hardware)
+    _warn_of_slow_math(config, hardware)
+    _tell_of_unified_memory(config, hardware)
+
+
+def _serve_metrics(executor: Executor, config: Config) -> StepRecorder | None:
+    """Show what happens in training on the port that the config names, until detached or until the model is gone."""
+    if config.observability_port is None:
+        return None
+    from memscale.report import metrics
+
+    recorder = StepRecorder(executor)
+    reference = weakref.ref(recorder)
+    # Every process of a node would take the same port: each takes the one of its place on the node.
+    shift = int(os.environ.get("LOCAL_RANK", "0")) if config.observability_port else 0
+    server = metrics.serve(
+        lambda: None if (alive := reference()) is None else alive.read(),
+        config.observability_host,
+        config.observability_port + shift,
+    )
+    closing = contextlib.ExitStack()
+    undo_with(executor.model, server.close, closing)
+    executor.on_detach(closing.close)
+    executor.metrics_url = server.url
+    logger.info("metrics are served at %s", server.url)
+    return recorder
+
+
+def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:
+    if not config.asks_for("use_mixed_precision"):
+        return
+    if resolve(config, hardware).half_type is None:
+        warnings.warn(
+            f"use_mixed_precision=True is not followed: {hardware.device_name} has no fast 16-bit math, so the model "
+            "stays in full precision",
+            stacklevel=5,
+        )
+
+
+def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
+    if not (hardware.unified_memory and config.enable_offloading):
+        return
+    text = f"{hardware.device_name} shares its memory with the host: offloading would gain nothing and is left out"
+    if config.asks_for("enable_offloading"):
+        warnings.warn(f"enable_offloading=True is not followed: {text}", stacklevel=5)
+    else:
+        logger.info(text)
+
+
+def _refuse_parked(model: nn.Module) -> None:
+    if parking.is_parked(model):
+        raise ParkedError(f"this {type(model).__name__} is parked: call memscale.resume(model) before it is wrapped")
+
+
+def _refuse_unusable(model: nn.Module, config: Config) -> None:
+    refuse_unprofilable(model)
+    refuse_flat_parameters(model)
+    refuse_compiled_around_blocks(model)
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise MemScaleError(
+            f"{type(model).__name__} is on the meta device and has no weights to train: give it some before it is "
+            "wrapped; memscale.estimate() needs none"
+        )
+    if config.offload_dir is not None:
+        _check_directory(config.offload_dir)
+
+
+def _check_directory(offload_dir: str) -> None:
+    """Check now that files can be made there: the first tensor may be sent hours later. Nothing is left behind."""
+    existing = nearest_existing(offload_dir)
+    if not existing.is_dir():
+        raise ConfigError(f"offload_dir={offload_dir!r} is not a directory")
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # it has no name, or only for a moment: a kill leaves nothing
+            pass
+    except OSError as error:
+        raise ConfigError(f"offload_dir={offload_dir!r} cannot be written: {error}") from error

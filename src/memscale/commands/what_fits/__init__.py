@@ -1,0 +1,256 @@
+"""`memscale table`: the largest model of each family that trains on common cards, in full and with LoRA. Predicted.
+
+    log = Log.load(path)                           # what was planned before
+    for log in plan_all(log, wanted(...)): log.save(path)
+    page.markdown(log)
+
+Each question ("does this model train on that card?") is planned as `memscale plan` does and kept in a log: planning a
+large model takes minutes, and a table that was stopped goes on where it was. A model is not asked about where a smaller
+one of its family does not fit, or a larger one does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from memscale import _json, zoo
+from memscale._config import Config
+from memscale._errors import MemScaleError, shortened
+from memscale._hardware import Hardware
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memscale._plan import Plan
+
+Kind = Literal["full", "lora"]
+KINDS: tuple[Kind, ...] = ("full", "lora")
+CARDS = {8: "RTX 3070", 10: "RTX 3080", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 3090", 48: "RTX A6000"}
+"""By memory, in the GiB of their boxes."""
+FAMILIES = {
+    "GPT-2": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "Llama": ("tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3-8b", "llama-2-13b"),
+    "Qwen": ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"),
+    "Gemma": ("gemma-2b", "gemma-2-2b"),
+    "ViT": ("vit-tiny", "vit-small", "vit-base", "vit-large", "vit-huge"),
+}
+"""The smallest first."""
+NUM_PARAMETERS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-2-13b": 13_015_864_320,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "gemma-2b": 2_506_172_416,
+    "gemma-2-2b": 2_614_341_888,
+    "vit-tiny": 5_717_416,
+    "vit-small": 22_050_664,
+    "vit-base": 86_567_656,
+    "vit-large": 304_326_632,
+    "vit-huge": 632_045_800,
+}
+"""Of the zoo's models, counted: a rule of thumb needs nothing else."""
+RANK = 16
+HOST_GB = 64.0
+BYTES_A_PARAMETER = {"full": 16, "lora": 2}
+"""Without MemScale: fp32 weights, gradients and two moments of AdamW; frozen weights in bf16."""
+ACTIVATIONS_SHARE = 0.2
+"""What the rule of thumb leaves of a card for activations and everything else."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """Does this model train on this card?"""
+
+    card: str
+    model: str
+    kind: Kind
+
+    @property
+    def family(self) -> str:
+        return next(name for name, models in FAMILIES.items() if self.model in models)
+
+    @property
+    def batch(self) -> int:
+        return 16 if self.family == "ViT" else 1
+
+    @property
+    def seq(self) -> int | None:
+        """The length of sequences; None: images of 224 x 224."""
+        return None if self.family == "ViT" else 1024
+
+    @property
+    def shape(self) -> str:
+        return f"{self.batch} x {self.seq}" if self.seq is not None else f"{self.batch} images"
+
+    def command(self, host_gb: float) -> str:
+        """What gives this very plan."""
+        seq = "" if self.seq is None else f" --seq {self.seq}"
+        lora = f" --lora {RANK}" if self.kind == "lora" else ""
+        card = f'--gpu "{self.card}" --host {host_gb:g}'
+        return f"memscale plan {self.model} --batch {self.batch}{seq}{lora} {card} --mode balanced"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What planning said."""
+
+    question: Question
+    num_parameters: int
+    fits: bool
+    total_bytes: int | None = None
+    """On the card, with its context."""
+    host_bytes: int | None = None
+    step_ms: float | None = None
+    slowdown: float | None = None
+    what: str = ""
+    """What the plan does; "nothing" where the model fits as it is."""
+    planning_s: float = 0.0
+    error: str = ""
+    """Why there is no answer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Log:
+    """All answers so far."""
+
+    host_gb: float = HOST_GB
+    version: str = ""
+    answers: tuple[Answer, ...] = ()
+
+    def answer(self, question: Question) -> Answer | None:
+        return next((each for each in self.answers if each.question == question), None)
+
+    def with_answer(self, answer: Answer) -> Log:
+        others = tuple(each for each in self.answers if each.question != answer.question)
+        return dataclasses.replace(self, answers=(*others, answer))
+
+    def save(self, path: pathlib.Path) -> None:
+        beside = path.with_name(f"{path.name}.part")
+        beside.write_text(_json.dumps(self), encoding="utf-8")
+        beside.replace(path)
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> Log:
+        """What `save` wrote; `MemScaleError` says why a file is none."""
+        try:
+            log: Log = _json.decode(cls, _json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise MemScaleError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, AttributeError) as error:
+            raise MemScaleError(f"{path} is not a log of memscale table: {shortened(str(error))}") from error
+        return log
+
+
+def wanted(cards: Iterable[int], families: Iterable[str], kinds: Iterable[Kind] = KINDS) -> list[Question]:
+    """Every question of these parts of the table, in the order in which a table that is stopped knows the most.
+
+    What the rule of thumb says fits is asked first, then ever larger models, and smaller ones where it was wrong.
+    """
+    found = []
+    for size in cards:
+        for family in families:
+            for kind in kinds:
+                models = FAMILIES[family]
+                start = models.index(rule_of_thumb(family, kind, size) or models[0])
+                for place, model in enumerate(models):
+                    away = place - start if place >= start else len(models) + start - place
+                    found.append((away, NUM_PARAMETERS[model], Question(CARDS[size], model, kind)))
+    return [question for _, _, question in sorted(found, key=lambda entry: entry[:2])]
+
+
+def is_settled(log: Log, question: Question) -> bool:
+    """It has an answer, or follows: from a smaller model that does not fit, or from a larger one that does."""
+    models = FAMILIES[question.family]
+    place = models.index(question.model)
+    for other, model in enumerate(models):
+        answer = log.answer(dataclasses.replace(question, model=model))
+        if answer is None:
+            continue
+        if other == place or (not answer.error and (other < place) != answer.fits):
+            return True
+    return False
+
+
+def plan_all(log: Log, questions: Iterable[Question], say: Callable[[str], None] = lambda _: None) -> Iterator[Log]:
+    """The log after each answer."""
+    questions = list(questions)
+    for number, question in enumerate(questions, 1):
+        if is_settled(log, question):
+            continue
+        kind = "in full" if question.kind == "full" else "with LoRA"
+        say(f"{number} of {len(questions)}: {question.model} {kind}, {question.shape}, on {question.card}")
+        log = log.with_answer(ask(question, log.host_gb))
+        yield log
+
+
+def ask(question: Question, host_gb: float = HOST_GB) -> Answer:
+    """Plan it."""
+    start = time.perf_counter()
+    model, inputs = _subject(question.model, question.kind, question.batch, question.seq)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        plan = _plan_of(model, inputs, with_host(Hardware.from_name(question.card), host_gb))
+    except MemScaleError as error:
+        return Answer(question, num_parameters, False, error=shortened(str(error)))
+    return _answer_of(question, num_parameters, plan, time.perf_counter() - start)
+
+
+def with_host(hardware: Hardware, host_gb: float) -> Hardware:
+    """The same card in a machine with so much memory."""
+    host_bytes = int(host_gb * 1e9)
+    return dataclasses.replace(hardware, host_total_bytes=host_bytes, host_available_bytes=host_bytes)
+
+
+def _plan_of(model: nn.Module, inputs: Any, hardware: Hardware) -> Plan:
+    from memscale._decide.policy import choose_strategy
+    from memscale._planning.job import Job
+    from memscale._planning.planner import Planner
+
+    config = Config(enable_logging=False)
+    return Planner(Job(model, config, hardware), inputs).plan(choose_strategy(config))
+
+
+def _answer_of(question: Question, num_parameters: int, plan: Plan, seconds: float) -> Answer:
+    from memscale.report.explain import what_is_done
+
+    return Answer(
+        question,
+        num_parameters,
+        plan.fits,
+        plan.predicted_total_bytes,
+        plan.host_bytes + plan.movable_bytes,
+        plan.predicted_step_ms,
+        plan.predicted_slowdown,
+        what_is_done(plan),
+        round(seconds, 1),
+    )
+
+
+def _subject(name: str, kind: Kind, batch: int, seq: int | None) -> tuple[nn.Module, Any]:
+    """The model on the meta device, and its batch."""
+    from memscale._profile.inputs import derive_inputs
+
+    model = zoo.build(name)
+    inputs = derive_inputs(model, batch, seq)
+    assert inputs is not None, "the zoo's models have inputs"
+    return (zoo.with_adapters(model, RANK) if kind == "lora" else model), inputs
+
+
+def rule_of_thumb(family: str, kind: Kind, size: int) -> str | None:
+    """The largest model of the family for a card of so many GiB, by the usual rule; None: not even the smallest."""
+    room_bytes = size * 2**30 * (1 - ACTIVATIONS_SHARE)
+    fitting = [name for name in FAMILIES[family] if NUM_PARAMETERS[name] * BYTES_A_PARAMETER[kind] <= room_bytes]
+    return fitting[-1] if fitting else None

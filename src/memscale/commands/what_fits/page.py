@@ -1,0 +1,157 @@
+"""A log as text for a terminal, and as the page docs/results/what_fits.md."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memscale.commands.what_fits import (
+    ACTIVATIONS_SHARE,
+    BYTES_A_PARAMETER,
+    CARDS,
+    FAMILIES,
+    KINDS,
+    RANK,
+    Answer,
+    Kind,
+    Log,
+    Question,
+    is_settled,
+    rule_of_thumb,
+)
+from memscale.report.tables import table
+
+_TITLES: dict[Kind, str] = {"full": "In full", "lora": "With LoRA"}
+_HEADER = ("card", "family", "largest", "total on the card", "step", "host RAM", "mode", "rule of thumb")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One card and one family."""
+
+    size: int
+    family: str
+    kind: Kind
+    best: Answer | None
+    """The largest that was found to fit."""
+    is_final: bool
+    """All larger ones were planned for, or follow."""
+
+
+def cells(log: Log, kind: Kind) -> list[Cell]:
+    """Those that something is known of."""
+    found = []
+    for size, card in CARDS.items():
+        for family, models in FAMILIES.items():
+            questions = [Question(card, model, kind) for model in models]
+            answers = [answer for question in questions if (answer := log.answer(question)) is not None]
+            if answers:
+                fitting = [answer for answer in answers if answer.fits]
+                is_final = all(is_settled(log, question) for question in questions)
+                found.append(Cell(size, family, kind, fitting[-1] if fitting else None, is_final))
+    return found
+
+
+def lines(log: Log) -> list[str]:
+    """Both tables, for a terminal."""
+    parts = [_caption(log)]
+    for kind in KINDS:
+        rows = [_row(cell) for cell in cells(log, kind)]
+        parts += ["", f"{_TITLES[kind]}: {_what_is_trained(kind)}", ""]
+        parts += table([_HEADER, *rows], left=(0, 1, 2, 6, 7)) if rows else ["nothing was planned yet"]
+    return [*parts, "", _legend()]
+
+
+def _row(cell: Cell) -> tuple[str, ...]:
+    thumb = rule_of_thumb(cell.family, cell.kind, cell.size) or "none"
+    best = cell.best
+    if best is None:
+        return (f"{cell.size} GB", cell.family, "none" if cell.is_final else "not known yet", "", "", "", "", thumb)
+    return (
+        f"{cell.size} GB",
+        cell.family,
+        f"{best.question.model}{'' if cell.is_final else ' or larger'}",
+        _gb(best.total_bytes),
+        "-" if best.step_ms is None else f"{best.step_ms:,.0f} ms, {best.slowdown:.2f}x",
+        _gb(best.host_bytes),
+        "plain: fits as it is" if best.what == "nothing" else "balanced",
+        thumb,
+    )
+
+
+def _gb(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e9:.2f} GB"
+
+
+def _what_is_trained(kind: Kind) -> str:
+    shapes = "text 1 x 1024, images 16 of 224 x 224"
+    if kind == "full":
+        return f"every weight, in fp32, with AdamW; {shapes}"
+    return f"adapters of rank {RANK} on every linear layer, frozen weights in bf16, AdamW; {shapes}"
+
+
+def _caption(log: Log) -> str:
+    return (
+        f"The largest model of each family that trains, on a host with {log.host_gb:g} GB. All figures are predicted."
+    )
+
+
+def _legend() -> str:
+    return (
+        f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} B per parameter in full, "
+        f"{BYTES_A_PARAMETER['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card. "
+        '"or larger": the next model was not planned for yet.'
+    )
+
+
+def markdown(log: Log) -> str:
+    """The page."""
+    num_asked = sum(is_settled(log, question) for question in _all_questions())
+    parts = [
+        "# What can my card train?",
+        "",
+        f"{_caption(log)} Only exact techniques are used: a model trains as it would without MemScale, bit for bit.",
+        f"Written by `memscale table` (memscale {log.version}) from [what_fits.json](what_fits.json), which answers "
+        f"{num_asked} of {len(_all_questions())} questions; the others were not planned for yet, and a cell says so.",
+        "Diffusion models (SDXL, FLUX) are not among the models that MemScale knows by name, and are left out.",
+        "",
+        _legend(),
+    ]
+    for kind in KINDS:
+        parts += [
+            "",
+            f"## {_TITLES[kind]}",
+            "",
+            f"{_what_is_trained(kind)[0].upper()}{_what_is_trained(kind)[1:]}.",
+            "",
+        ]
+        parts += _markdown_table([_HEADER, *(_row(cell) for cell in cells(log, kind))])
+        parts += [
+            "",
+            f"### Commands: {_TITLES[kind].lower()}",
+            "",
+            "Each gives the plan of its cell, with every choice.",
+            "",
+        ]
+        parts += ["```sh", *(_command(log, cell) for cell in cells(log, kind)), "```"]
+    return "\n".join(parts) + "\n"
+
+
+def _all_questions() -> list[Question]:
+    return [
+        Question(card, model, kind)
+        for card in CARDS.values()
+        for models in FAMILIES.values()
+        for model in models
+        for kind in KINDS
+    ]
+
+
+def _command(log: Log, cell: Cell) -> str:
+    """Of the largest that fits; where none does, of the smallest."""
+    question = Question(CARDS[cell.size], FAMILIES[cell.family][0], cell.kind)
+    return (cell.best.question if cell.best is not None else question).command(log.host_gb)
+
+
+def _markdown_table(rows: list[tuple[str, ...]]) -> list[str]:
+    rule = tuple("---:" if column in (3, 4, 5) else "---" for column in range(len(rows[0])))
+    return [f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:])]
