@@ -245,6 +245,8 @@ class GuestCost:
     """In which they come, one after the other."""
     largest_bytes: int
     """That come at once."""
+    beside_bytes: int = 0
+    """What is coming and leaving while something else is stepped, at most."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -283,6 +285,10 @@ class OptimizerCost:
     """The buckets in which its state moves, one after the other, when it waits elsewhere."""
     bucket_launches: int = 0
     """Operators of such a step."""
+    num_pieces: int = 0
+    """Turns of such a step: buckets, and stretches of parameters that are larger than one."""
+    piece_bytes: int = 0
+    """The most state that travels for one of them."""
     shares: tuple[StateShare, ...] = ()
     """What there is between all of the state elsewhere and all of it here, the smallest share first."""
     in_backward: BackwardStep | None = None
