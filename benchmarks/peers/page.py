@@ -199,7 +199,9 @@ def _absent(rows: dict[tuple[str, str, str], Row]) -> Iterator[str]:
         reasons: dict[str, list[str]] = {}
         for device in DEVICES:
             row = rows.get(("peer", device, peer.name))
-            if row is not None and "failure" in row:
+            if row is None:
+                reasons.setdefault("not tried yet", []).append(device)
+            elif "failure" in row:
                 reasons.setdefault(row["failure"].replace("|", "/"), []).append(device)
         for why, places in reasons.items():
             yield _line([peer.title, ", ".join(places), why])
@@ -214,6 +216,7 @@ def _planners(rows: dict[tuple[str, str, str], Row]) -> Iterator[str]:
     for name, planner in PLANNERS.items():
         row = next((row for (kind, _, peer), row in rows.items() if kind == "planner" and peer == name), None)
         if row is None:
+            yield _line([planner.title, "-", "-", "-", "-", "not tried yet", planner.cannot])
             continue
         if "failure" in row:
             yield _line([planner.title, "-", "-", "-", "-", row["failure"].replace("|", "/"), planner.cannot])
