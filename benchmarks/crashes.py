@@ -154,7 +154,9 @@ def run(directory: pathlib.Path, device: str, steps: int, phase: str = "", die: 
     return None
 
 
-def survive(directory: pathlib.Path, device: str, kills: int, seed: int, steps: int = STEPS) -> list[str]:
+def survive(
+    directory: pathlib.Path, device: str, kills: int, seed: int, steps: int = STEPS, cold_share: float = COLD_SHARE
+) -> list[str]:
     """Where it was killed. `RuntimeError` where it did not go on, left files, or ended elsewhere."""
     whole, killed = directory / "whole", directory / "killed"
     for each in (whole, killed):
@@ -162,7 +164,7 @@ def survive(directory: pathlib.Path, device: str, kills: int, seed: int, steps: 
     run(whole, device, steps)
     generator, places = random.Random(seed), list[str]()
     for number in range(kills):
-        phase = "planning" if number < COLD_SHARE * kills else "start" if number % 3 == 0 else "training"
+        phase = "planning" if number < cold_share * kills else "start" if number % 3 == 0 else "training"
         if phase != "planning" and not (killed / "cache").exists():
             run(killed, device, 0)
         place = run(killed, device, steps, phase, generator.randint(1, LINES[device][phase]))

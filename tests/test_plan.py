@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -158,6 +160,35 @@ def test_any_other_value_in_any_field_is_a_plan_or_refused(field: str, value: An
     except PlanError:
         return
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def places(tree: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """How to come to everything in a JSON document."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield (*way, key)
+        yield from places(tree[key], (*way, key))
+
+
+PLACES = list(places(json.loads(PLAN.to_json())))
+hostile = values | st.sampled_from([float("nan"), float("inf"), -1, 2**70, 10**400, "\ud800", [[[]]], {"": 0}])
+
+
+@given(st.sampled_from(PLACES), hostile, st.sampled_from(["changed", "deleted", "added to"]))
+def test_a_plan_that_is_changed_at_any_depth_is_a_plan_or_refused(way: tuple[Any, ...], value: Any, how: str) -> None:
+    data = json.loads(PLAN.to_json())
+    inner = functools.reduce(lambda tree, key: tree[key], way[:-1], data)
+    if how == "deleted":
+        del inner[way[-1]]
+    elif how == "added to" and isinstance(inner, dict):
+        inner["another"] = value
+    else:
+        inner[way[-1]] = value
+    try:
+        plan = Plan.from_json(json.dumps(data))
+    except PlanError:
+        return
+    assert Plan.from_json(plan.to_json()) == plan
+    plan.explain()
 
 
 def test_explanation_shows_every_layer_its_cost_and_the_rule() -> None:

@@ -13,9 +13,8 @@ from tests.lanes import full
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_where_it_should(tmp_path: pathlib.Path) -> None:
-    places = crashes.survive(tmp_path, "cpu", kills=3, seed=2, steps=4)
-    assert len(places) == 3
-    assert any(place.startswith("training: techniques/offload/") for place in places), places
+    places = crashes.survive(tmp_path, "cpu", kills=3, seed=2, steps=5, cold_share=0)
+    assert [place.split(":")[0] for place in places] == ["start", "training", "training"]
 
 
 @full
