@@ -6,13 +6,14 @@ EXTRAS := hf,lightning,quantization,observability,report,libraries,dev
 STAMP := $(VENV)/.installed
 PYTEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2
 DURATIONS := build/test-durations.xml
+TORCH_VENV = .venv-torch-$(VERSION)
 CUDA_VENV := .venv-cuda
 CUDA_BIN := $(CUDA_VENV)/bin
 CUDA_STAMP := $(CUDA_VENV)/.installed
 # `===` asks for the build of the ordinary index, and keeps one without CUDA ("2.13.0+cpu") out.
 CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
-.PHONY: help demo check test test-all test-shuffled test-pages search-cases fuzz zoo durations audit docs cuda lint format clean
+.PHONY: help demo check test test-all test-torch test-shuffled test-pages search-cases fuzz zoo durations audit docs cuda lint format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
@@ -22,6 +23,7 @@ help:
 	@echo "make durations       what the last run of tests cost, by file"
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make test-pages      reports in a real browser; needs Chromium (Debian: apt-get install chromium)"
+	@echo "make test-torch      the core lane on another PyTorch: VERSION=2.12.1, in an environment of its own"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
 	@echo "make fuzz            random models and random histories against plain ones: EXAMPLES=2000 for so many of each"
 	@echo "make zoo             every architecture at hand against a plain copy; goes on where it was stopped"
@@ -70,6 +72,19 @@ test-shuffled: SEED ?= $(shell date +%s)
 test-shuffled: $(STAMP)
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --shuffle-files $(SEED)
 
+# Another PyTorch, in an environment of its own: the core lane, files marked `unit`. A build without CUDA is smaller:
+# INDEX=https://download.pytorch.org/whl/cpu. What is pinned beside torch is taken where it goes with that version.
+test-torch:
+	@test -n "$(VERSION)" || { echo "say which: make test-torch VERSION=2.13.0"; exit 2; }
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/pip install --quiet $(if $(INDEX),--index-url $(INDEX)) 'torch==$(VERSION)'
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	echo 'torch==$(VERSION)' >> $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/pip install --quiet -c $(TORCH_VENV)/constraints.txt hatchling editables setuptools wheel
+	$(TORCH_VENV)/bin/pip install --quiet -c $(TORCH_VENV)/constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	$(TORCH_VENV)/bin/pip install --quiet -c $(TORCH_VENV)/constraints.txt --no-build-isolation --no-deps -e ./simgpu
+	PATH="$(CURDIR)/$(TORCH_VENV)/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 2 -q --dist worksteal -m "unit and not slow and not full"
+
 search-cases: $(STAMP)
 	$(PYTEST) -q --dist worksteal -m hypothesis --hypothesis-profile search
 
@@ -111,4 +126,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) .venv-torch-* build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,13 +29,13 @@ class RealRehearsal(Rehearsal):
         super().__init__(model, inputs, device.type, rounding_of(device.type))
         self.warmup_steps = warmup_steps
 
-    def pass_through(self, recorder: SegmentRecorder) -> None:
+    def pass_through(self, recorder: SegmentRecorder) -> list[torch.Tensor]:
         for _ in range(self.warmup_steps):
             super().pass_through(recorder)
             for parameter in self.model.parameters():
                 parameter.grad = None
         recorder.open()
-        super().pass_through(recorder)
+        return super().pass_through(recorder)
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:

@@ -233,9 +233,39 @@ def test_estimate_of_ranks_counts_buckets_or_shares(shell: Shell, model_file: st
     assert alone["optimizer"] / 8 <= share["optimizer"] < alone["optimizer"] / 7  # small tensors are rounded up
 
 
+def test_one_rank_is_a_plain_model(shell: Shell, model_file: str) -> None:
+    """Nothing is shared out, and what is reserved is predicted as ever."""
+    asked = ("estimate", f"{model_file}:build", "--gpu", "T4", "--mode", "conservative")
+    assert shell(*asked, "--fsdp", "--world-size", "1") == shell(*asked)
+
+
 @pytest.mark.parametrize("options", [("--world-size", "8"), ("--ddp",), ("--world-size", "8", "--ddp", "--fsdp")])
 def test_ranks_are_said_with_how_they_train(shell: Shell, model_file: str, options: tuple[str, ...]) -> None:
     assert "--fsdp" in shell.complaint("estimate", f"{model_file}:build", *options)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "has no lengths"),
+        ("12\nmany\n", "neither a length nor a length and a count"),
+        ("0 3\n", "neither a length nor a length and a count"),
+        ("1 2 3\n", "neither a length nor a length and a count"),
+        ("99999999\n", "is above"),
+    ],
+)
+def test_a_file_that_has_no_lengths_is_a_sentence(
+    shell: Shell, model_file: str, tmp_path: pathlib.Path, content: str, words: str
+) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    assert words in shell.complaint("estimate", f"{model_file}:build", "--lengths", str(path))
+
+
+def test_a_table_of_lengths_takes_no_single_length(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
+    missing = str(tmp_path / "none.txt")
+    assert "cannot be read" in shell.complaint("estimate", f"{model_file}:build", "--lengths", missing)
+    assert "leave --seq" in shell.complaint("estimate", f"{model_file}:build", "--lengths", missing, "--seq", "4")
 
 
 def test_estimate_of_one_mode(shell: Shell, model_file: str) -> None:
@@ -388,11 +418,14 @@ def test_doctor_names_the_extra_of_what_is_missing() -> None:
     )
 
 
+CONTRIBUTORS_EXTRAS = {"audit", "coverage", "dev", "docs", "pages", "peers"}
+
+
 def test_every_extra_of_the_package_is_known_to_doctor() -> None:
     import importlib.metadata
 
     declared = set(importlib.metadata.metadata("memscale").get_all("Provides-Extra") or ())
-    assert set(doctor.EXTRA_OF.values()) == declared - {"audit", "dev", "pages"}, "those of contributors are left out"
+    assert set(doctor.EXTRA_OF.values()) == declared - CONTRIBUTORS_EXTRAS
 
 
 # ---- bad input: exit code 2 and a sentence
@@ -409,11 +442,11 @@ def test_every_extra_of_the_package_is_known_to_doctor() -> None:
         (("estimate", "gpt2", "--batch", HUGE), "--batch"),
         (("estimate", "gpt2", "--seq", HUGE), "--seq"),
         (("estimate", "gpt2", "--seq", ""), "--seq"),
-        (("estimate", "gpt2", "--budget", "1e300"), "memory_budget_gb=1e+300"),
-        (("estimate", "gpt2", "--budget", HUGE), "memory_budget_gb=inf"),
-        (("estimate", "gpt2", "--budget", "inf"), "memory_budget_gb=inf"),
+        (("estimate", "gpt2", "--budget", "1e300"), "--budget=1e+300"),
+        (("estimate", "gpt2", "--budget", HUGE), "--budget=inf"),
+        (("estimate", "gpt2", "--budget", "inf"), "--budget=inf"),
         (("estimate", "gpt2", "--budget", ""), "--budget"),
-        (("estimate", "gpt2", "--utilization", "nan"), "target_gpu_utilization=nan"),
+        (("estimate", "gpt2", "--utilization", "nan"), "--utilization=nan"),
         (("estimate", "gpt2", "--gpu", LONG), "known are: GTX 1080 Ti, "),
         (("estimate", "gpt2", "--gpu", ""), "known are: GTX 1080 Ti, "),
         (("estimate", "gpt2", "--optimizer", LONG), "one of adamw, adam"),
@@ -428,9 +461,9 @@ def test_every_extra_of_the_package_is_known_to_doctor() -> None:
         (("bench", "--fake", "--results", "/dev/null"), "not a regular file"),
         (("estimate", "gpt2", "--seq", "5000"), "longer than the 1024 positions"),
         (("estimate", "vit-tiny", "--seq", "10"), "--seq does not apply"),
-        (("estimate", "gpt2", "--budget", "-3"), "memory_budget_gb=-3.0"),
-        (("estimate", "gpt2", "--budget", "nan"), "memory_budget_gb=nan"),
-        (("estimate", "gpt2", "--utilization", "1.5"), "target_gpu_utilization=1.5"),
+        (("estimate", "gpt2", "--budget", "-3"), "--budget=-3.0"),
+        (("estimate", "gpt2", "--budget", "nan"), "--budget=nan"),
+        (("estimate", "gpt2", "--utilization", "1.5"), "--utilization=1.5"),
         (("estimate", "gpt2", "--mode", "wild"), "'conservative', 'balanced', 'aggressive'"),
         (("estimate", "gpt2", "--optimizer", "lion"), "one of adamw, adam"),
         (("estimate", "nowhere.py:build"), "there is no file 'nowhere.py'"),

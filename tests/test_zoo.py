@@ -12,6 +12,7 @@ import torch
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
 
 from memscale import UnknownModelError, zoo
+from memscale._profile.inputs import derive_inputs
 
 # Counts as published with the models: an independent check that the numbers of the table are right.
 NUM_PARAMETERS = {
@@ -62,6 +63,11 @@ NUM_PARAMETERS = {
     "resnet-101": 44_549_160,
     "convnext-tiny": 28_589_128,
     "convnext-base": 88_591_464,
+    "sd-1.5-unet": 859_520_964,
+    "sdxl-unet": 2_567_463_684,
+    "sd3-medium-transformer": 2_028_328_000,
+    "flux.1-dev-transformer": 11_901_408_320,
+    "flux.1-schnell-transformer": 11_891_178_560,
 }
 
 FACTORY = """
@@ -124,6 +130,8 @@ def test_has_the_published_number_of_parameters_and_no_weights(name: str) -> Non
         ("bert-base-uncased", "bert-base"),
         ("BERT_large_cased", "bert-large"),
         ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("stabilityai/stable-diffusion-xl-base-1.0", "sdxl-unet"),
+        ("black-forest-labs/FLUX.1-dev", "flux.1-dev-transformer"),
     ],
 )
 def test_usual_spellings_are_understood(alias: str, name: str) -> None:
@@ -138,6 +146,23 @@ def test_an_unknown_name_brings_near_ones() -> None:
 def test_a_strange_name_brings_the_whole_list() -> None:
     with pytest.raises(UnknownModelError, match=r"known are bert-tiny, .*llama-3\.2-3b"):
         zoo.build("zzzzzzzz")
+
+
+@pytest.mark.parametrize("name", [name for name, entry in zoo.MODELS.items() if entry.library == "diffusers"])
+def test_inputs_of_diffusion_models_are_derived(name: str) -> None:
+    """The forward runs on them, without weights, and gives an image of the same size."""
+    model = zoo.build(name).eval()
+    inputs = derive_inputs(model, batch=2)
+    assert inputs is not None
+    image = inputs.kwargs.get("sample", inputs.kwargs.get("hidden_states"))
+    with torch.no_grad(), torch.device("meta"):
+        assert model(**inputs.kwargs).sample.shape == image.shape
+
+
+def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(UnknownModelError, match=r"need diffusers, .*\.\[libraries\]"):
+        zoo.build("sd-1.5-unet")
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

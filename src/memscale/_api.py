@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 import warnings
@@ -77,9 +78,8 @@ def wrap(
     if _is_trainer(target):
         from memscale.integrations.huggingface import wrap_trainer
 
-        if lengths is not None:
-            raise ValueError("lengths= is for a model: a Trainer's batches are planned for as they come")
-        return cast(Target, wrap_trainer(target, config, attach_unplanned))
+        samples = _samples_for_trainer(target, sample_input, lengths)
+        return cast(Target, wrap_trainer(target, config, functools.partial(attach_unplanned, samples=samples)))
     samples = tuple(samples_of(sample_input, lengths, _model_of(target)))
     attach(_model_of(target), config, Circumstances(samples, replica=_replica_of(target)))
     return target
@@ -295,11 +295,29 @@ def apply_all_optimizations(
 
 
 def attach_unplanned(
-    model: nn.Module, config: Config, optimizer: Optimizer | None, baseline: Optimizer | None, holds_gradients: bool
+    model: nn.Module,
+    config: Config,
+    optimizer: Optimizer | None,
+    baseline: Optimizer | None,
+    holds_gradients: bool,
+    *,
+    samples: tuple[Inputs, ...] = (),
 ) -> Executor:
-    """Wrap a model whose real batches are to come: the plan is made at its first training forward."""
-    given = Circumstances((), optimizer, baseline, holds_gradients=holds_gradients, derives_inputs=False)
+    """Wrap a model whose real batches are to come: the plan is made at its first training forward, or for the samples
+    that were given."""
+    given = Circumstances(samples, optimizer, baseline, holds_gradients=holds_gradients, derives_inputs=False)
     return attach(model, config, given)
+
+
+def _samples_for_trainer(trainer: Any, sample_input: Any, lengths: Lengths | None) -> tuple[Inputs, ...]:
+    if sample_input is None and lengths is None:
+        return ()
+    if trainer.model is None:
+        raise ValueError(
+            "sample_input and lengths= need the model, which this Trainer makes when it trains (model_init): wrap it "
+            "without them"
+        )
+    return tuple(samples_of(sample_input, lengths, _model_of(trainer)))
 
 
 def attach_inside(

@@ -342,6 +342,11 @@ class Plan:
     """What the card will hold then: reserved bytes, the context, and what others held when it was planned."""
     allocator: AllocatorUse | None = None
     """What is asked of the caching allocator; None: nothing."""
+    loop_bytes: int = 0
+    """What the training loop holds on the device all the time beside the model, and every peak counts."""
+    other_peaks: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Live bytes at the peak of what is done between steps, with the planned batch: "evaluation", "generate" where the
+    model has it, "saving" and "resuming". Empty where nothing was rehearsed."""
     baseline_step_ms: float | None = None
     """The predicted time of the unmodified model's step, by the time model; None where nothing was timed."""
 
@@ -433,6 +438,7 @@ class Plan:
         for name in ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes"):
             if getattr(plan, name) is not None:
                 check_count(plan, name, minimum=0)
+        check_count(plan, "loop_bytes", minimum=0)
         return plan
 
     def save(self, path: str | pathlib.Path) -> None:

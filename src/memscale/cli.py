@@ -153,13 +153,23 @@ def estimate(
         pathlib.Path | None,
         typer.Option("--snapshot", help="Write the step there for pytorch.org/memory_viz: plain, or that of --mode."),
     ] = None,
+    lengths: Annotated[
+        pathlib.Path | None,
+        typer.Option("--lengths", help="A file of sequence lengths, one a line, each with a count if it has one."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the peak of a training step, plain and in each mode. Nothing is allocated."""
     config = _config(mode, budget, utilization, overlaps, force=force)
     _check_writable("--snapshot", snapshot)
     _check_ranks(world_size, ddp=ddp, fsdp=fsdp, snapshot=snapshot)
+    if lengths is not None and (snapshot is not None or world_size is not None or seq is not None):
+        raise ConfigError("--lengths is a table of its own: leave --seq, --snapshot and --world-size away")
+    histogram = None if lengths is None else _read_lengths(lengths)
     subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights, lora, host)
+    if histogram is not None:
+        _print_lengths(subject, config, optimizer, histogram, as_json=as_json)
+        return
     if snapshot is not None and not subject.hardware.has_caching_allocator:
         raise ConfigError(
             '--snapshot shows the memory of a card, which this machine does not have: add --gpu "RTX 3090"'
@@ -168,14 +178,48 @@ def estimate(
         result = _estimate_of(subject, config, optimizer, world_size or 1, shards=fsdp)
     result = result if mode is None else _of_mode(result, config.mode)
     way = "shared out by FSDP2" if fsdp else "replicated by DDP"
-    name = model if world_size is None else f"{model}, {way} over {world_size} ranks, each of them"
+    is_alone = world_size in (None, 1)  # then nothing is shared out, and all that holds of a plain model holds
+    name = model if is_alone else f"{model}, {way} over {world_size} ranks, each of them"
     _print_estimate(name, subject, result, as_json=as_json)
-    if fsdp and subject.hardware.has_caching_allocator and not as_json:
+    if fsdp and not is_alone and subject.hardware.has_caching_allocator and not as_json:
         print("What PyTorch reserves for it is not predicted: whether it fits is said of live bytes alone.")
     if snapshot is not None:
         planned = None if mode is None else result.by_mode[config.mode].plan
         with _progress(f"writing {snapshot}"), _quiet():
             _write("--snapshot", snapshot, _snapshot_of(subject, config, optimizer, planned))
+
+
+def _print_lengths(
+    subject: _Subject, config: Config, optimizer: str, lengths: dict[int, int], *, as_json: bool
+) -> None:
+    from memscale._planning.job import Job
+    from memscale._planning.length_estimate import estimate_lengths
+
+    with _progress(f"planning {subject.name} for {len(lengths)} lengths on fake tensors"), _quiet():
+        job = Job(subject.model, config, subject.hardware, optimizer)
+        result = estimate_lengths(job, subject.inputs, lengths)
+    if as_json:
+        print(_json.dumps({"model": subject.name, "lengths": result}), end="")
+    else:
+        print("\n".join(terminal.length_lines(subject.name, result)))
+
+
+def _read_lengths(path: pathlib.Path) -> dict[int, int]:
+    """A histogram: lines of a length, or of a length and how often it comes."""
+    try:
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--lengths {shown(str(path))} cannot be read: {quoted(error)}") from error
+    found: dict[int, int] = {}
+    for line in lines:
+        if not all(word.isdecimal() and len(word) < 10 for word in line) or len(line) > 2 or not int(line[0]):
+            raise ConfigError(f"--lengths {path}: {shown(' '.join(line))} is neither a length nor a length and a count")
+        if int(line[0]) > MAX_SIZE:
+            raise ConfigError(f"--lengths {path}: a length of {line[0]} is above {MAX_SIZE}")
+        found[int(line[0])] = found.get(int(line[0]), 0) + (int(line[1]) if len(line) == 2 else 1)
+    if not found:
+        raise ConfigError(f"--lengths {path} has no lengths")
+    return found
 
 
 def _check_ranks(world_size: int | None, *, ddp: bool, fsdp: bool, snapshot: pathlib.Path | None) -> None:
@@ -657,14 +701,21 @@ class _Subject:
 def _config(
     mode: str | None, budget: float | None, utilization: float, overlaps: bool | None, *, force: bool = False
 ) -> Config:
-    """What the options of a command wish for."""
-    return Config(
-        mode=OptimizationMode.BALANCED if mode is None else mode,  # type: ignore[arg-type]
-        memory_budget_gb=budget,
-        target_gpu_utilization=utilization,
-        force_optimize=force,
-        async_offload=overlaps,
-    )
+    """What the options of a command wish for. What is wrong with one is said of the option, not of the field."""
+    try:
+        return Config(
+            mode=OptimizationMode.BALANCED if mode is None else mode,  # type: ignore[arg-type]
+            memory_budget_gb=budget,
+            target_gpu_utilization=utilization,
+            force_optimize=force,
+            async_offload=overlaps,
+        )
+    except ConfigError as error:
+        field, equals, rest = str(error).partition("=")
+        raise ConfigError(f"{_OPTION_OF.get(field, field)}{equals}{rest}") from error
+
+
+_OPTION_OF = {"memory_budget_gb": "--budget", "target_gpu_utilization": "--utilization", "mode": "--mode"}
 
 
 def _open_subject(

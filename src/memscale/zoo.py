@@ -1,7 +1,7 @@
 """Models by name, for the command line: the usual sizes, on the meta device, with nothing downloaded or allocated.
 
 The configs are written out as numbers. They give a model its shapes and so its memory; what changes neither (token
-ids, rotary bases, normalisation epsilons) is left at the defaults of `transformers`. A name may also be
+ids, rotary bases, normalisation epsilons) is left at the defaults of `transformers` or `diffusers`. A name may also be
 `path/to/file.py:factory`, for a model of the user's own.
 """
 
@@ -30,11 +30,16 @@ logger = logging.getLogger("memscale")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A model class of `transformers` and the numbers of its config."""
+    """A model class of `transformers` and the numbers of its config; or one of `diffusers`, which takes the numbers
+    itself and has no class for its config."""
 
     config_class: str
     model_class: str
     numbers: dict[str, Any]
+
+    @property
+    def library(self) -> str:
+        return "transformers" if self.config_class else "diffusers"
 
 
 def _bert(layers: int, width: int, heads: int) -> Entry:
@@ -169,6 +174,45 @@ def _convnext(depths: list[int], widths: list[int]) -> Entry:
     return Entry("ConvNextConfig", "ConvNextForImageClassification", numbers)
 
 
+def _unet(widths: list[int], cross_width: int, heads: Any, size: int, **more: Any) -> Entry:
+    """The network of Stable Diffusion that is trained; text encoder and VAE beside it are models of their own."""
+    numbers = {"block_out_channels": widths, "cross_attention_dim": cross_width, "attention_head_dim": heads}
+    return Entry("", "UNet2DConditionModel", {**numbers, "sample_size": size, **more})
+
+
+_SDXL = {
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "transformer_layers_per_block": [1, 2, 10],
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+_SD3 = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 24,
+    "attention_head_dim": 64,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+}
+_FLUX = {
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+}
+
+
 MODELS: dict[str, Entry] = {
     "bert-tiny": _bert(2, 128, 2),
     "bert-mini": _bert(4, 256, 4),
@@ -217,6 +261,11 @@ MODELS: dict[str, Entry] = {
     "resnet-101": _resnet([3, 4, 23, 3], [256, 512, 1024, 2048]),
     "convnext-tiny": _convnext([3, 3, 9, 3], [96, 192, 384, 768]),
     "convnext-base": _convnext([3, 3, 27, 3], [128, 256, 512, 1024]),
+    "sd-1.5-unet": _unet([320, 640, 1280, 1280], 768, 8, 64),
+    "sdxl-unet": _unet([320, 640, 1280], 2048, [5, 10, 20], 128, **_SDXL),
+    "sd3-medium-transformer": Entry("", "SD3Transformer2DModel", _SD3),
+    "flux.1-dev-transformer": Entry("", "FluxTransformer2DModel", {**_FLUX, "guidance_embeds": True}),
+    "flux.1-schnell-transformer": Entry("", "FluxTransformer2DModel", {**_FLUX, "guidance_embeds": False}),
 }
 
 _ALIASES = {
@@ -226,8 +275,20 @@ _ALIASES = {
     "mistral-7b-v0.1": "mistral-7b",
     "phi-3-mini-4k-instruct": "phi-3-mini",
     "convnext-tiny-224": "convnext-tiny",
+    "stable-diffusion-v1-5": "sd-1.5-unet",
+    "stable-diffusion-xl-base-1.0": "sdxl-unet",
+    "stable-diffusion-3-medium": "sd3-medium-transformer",
+    "stable-diffusion-3-medium-diffusers": "sd3-medium-transformer",
+    "sd-1.5": "sd-1.5-unet",
+    "sd1.5": "sd-1.5-unet",
+    "sdxl": "sdxl-unet",
+    "sd3": "sd3-medium-transformer",
+    "sd3-medium": "sd3-medium-transformer",
+    "flux": "flux.1-dev-transformer",
+    "flux.1-dev": "flux.1-dev-transformer",
+    "flux.1-schnell": "flux.1-schnell-transformer",
 }
-_INSTALL = install_command("hf")
+_EXTRAS = {"transformers": "hf", "diffusers": "libraries"}
 _SUFFIXES = ("-uncased", "-cased", "-hf")
 
 
@@ -249,12 +310,12 @@ def find_entry(name: str) -> Entry:
 def build(name: str, *, with_weights: bool = False) -> nn.Module:
     """The model of this name on the meta device: shapes without weights; or in host memory, with random weights."""
     entry = find_entry(name)
-    transformers = load_transformers()
-    config_class, model_class = (_class_of(transformers, name) for name in (entry.config_class, entry.model_class))
+    library = _load(entry.library)
+    kinds = [_class_of(library, kind) for kind in (entry.config_class, entry.model_class) if kind]
     import torch
 
     with quiet(), torch.device("cpu" if with_weights else "meta"):
-        model: nn.Module = model_class(config_class(**entry.numbers))
+        model: nn.Module = kinds[-1](kinds[0](**entry.numbers)) if len(kinds) == 2 else kinds[0](**entry.numbers)
     return model.train()
 
 
@@ -263,7 +324,9 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     try:
         import peft
     except ImportError as error:
-        raise UnknownModelError(f"LoRA is PEFT's, which cannot be imported ({quoted(error)}): {_INSTALL}") from error
+        raise UnknownModelError(
+            f"LoRA is PEFT's, which cannot be imported ({quoted(error)}): {install_command('hf')}"
+        ) from error
     import torch
 
     tensors = next(model.parameters())
@@ -282,33 +345,38 @@ def _targets(model: nn.Module) -> Any:
 
 def load_transformers() -> Any:
     """The package, or a sentence that says how to install it."""
+    return _load("transformers")
+
+
+def _load(library: str) -> Any:
+    install = install_command(_EXTRAS[library])
     try:
-        return importlib.import_module("transformers")
+        return importlib.import_module(library)
     except ImportError as error:
         raise UnknownModelError(
-            f"model names need transformers, which cannot be imported ({quoted(error)}); install the extra: {_INSTALL}"
+            f"model names need {library}, which cannot be imported ({quoted(error)}); install the extra: {install}"
         ) from error
     except Exception as error:  # one that does not fit another package raises what it likes
-        raise _broken(error) from error
+        raise _broken(library, error) from error
 
 
-def _class_of(transformers: Any, name: str) -> Any:
-    """A class of `transformers`, which imports what the class needs only when it is asked for it."""
+def _class_of(library: Any, name: str) -> Any:
+    """A class of the library, which imports what the class needs only when it is asked for it."""
     try:
-        return getattr(transformers, name)
+        return getattr(library, name)
     except Exception as error:
-        raise _broken(error) from error
+        raise _broken(library.__name__, error) from error
 
 
-def _broken(error: Exception) -> UnknownModelError:
-    logger.debug("transformers cannot be imported", exc_info=True)
+def _broken(library: str, error: Exception) -> UnknownModelError:
+    logger.debug("%s cannot be imported", library, exc_info=True)
     root: BaseException = error
     while root.__cause__ is not None:  # transformers says that it failed; the cause says which package did
         root = root.__cause__
     return UnknownModelError(
-        f"model names need transformers, which is installed and cannot be imported ({quoted(root)}). A package that it "
+        f"model names need {library}, which is installed and cannot be imported ({quoted(root)}). A package that it "
         "loads was probably built for another version of torch (torchvision, say): remove it, or install all of them "
-        f"together: {_INSTALL}"
+        f"together: {install_command(_EXTRAS[library])}"
     )
 
 

@@ -21,9 +21,9 @@ ONE = {"b": Block(keeps=100, keeps_selective=40, keeps_checkpointed=10, temporar
     [
         # 50 MB each way from memory that is not pinned
         (False, (30, 10, 10), 70 + 6 + 2 * 1000),
-        # The first is waited for; then a bucket is stepped and leaves while the next arrives.
-        (True, (30, 10, 10), 300 + (42 + 300) + (14 + 100) + (14 + 100)),
-        (True, (10, 30, 10), 100 + 300 + (42 + 300) + (14 + 100)),
+        # All that arrives, with steps and what leaves beside it; the first and the last have no company.
+        (True, (30, 10, 10), 500 + 2 * 300),
+        (True, (10, 20, 20), 500 + 2 * 200),
     ],
 )
 def test_a_step_whose_state_waits_elsewhere(overlaps: bool, sizes: tuple[int, ...], expected: float) -> None:

@@ -90,7 +90,7 @@ def test_the_peak_of_the_run_is_the_predicted_one(name: str, way: str, simgpu_de
 def test_left_alone_transfers_overlap_and_the_peak_of_the_run_is_the_predicted_one(simgpu_device: Any) -> None:
     config = config_of(enable_bucketed_step=False)
     lowest, _ = train(LARGE, config)
-    budget_gb = (lowest.baseline_peak_bytes + 3 * lowest.predicted_peak_bytes) / 4e9
+    budget_gb = (lowest.baseline_peak_bytes + lowest.predicted_peak_bytes) / 2e9
     plan, peaks = train(LARGE, config.replace(force_optimize=False, memory_budget_gb=budget_gb))
     assert {type(action) for action in plan.actions} == {OffloadOptimizer}
     assert plan.conditions is not None
@@ -136,7 +136,7 @@ def test_a_step_in_buckets_peaks_as_predicted(mode: str, small_buckets: int, sim
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_a_share_of_the_state_peaks_as_predicted(share: float, way: str, simgpu_device: Any) -> None:
     """To the byte, the step that makes the state included; the less there is to save, the more of it stays."""
     config = config_of(async_offload=way == "async")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -239,3 +240,117 @@ def test_a_step_that_succeeds_takes_no_byte_more_on_the_device(simgpu_device: An
         executor.detach()
         del model, executor, loop
     assert peaks[0] == peaks[1]
+
+
+class Careless(WithLoss):
+    """Changes what it is given, or returns what cannot be told apart, as `habit` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.habit, self.options, self.rate = "", {"rate": 1.0}, 0.5
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        if self.habit == "writes to its input":
+            batch["ids"].add_(0)
+        loss, logits = super().forward(batch["ids"], batch["labels"])
+        if self.habit == "takes from its batch":
+            batch.pop("labels")
+        return (loss, loss.view_as(loss) if self.habit != "returns twice" else loss, logits)
+
+
+def careless(habit: str) -> tuple[Careless, Any, Any]:
+    seed(1)
+    model = Careless().to(DEVICE)
+    ids = tokens(0, SHAPE)
+    memscale.wrap(model, CONFIG.replace(mode="conservative"), ({"ids": ids, "labels": ids.clone()},))
+    model.habit = habit
+    return model, executor_of(model), {"ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.parametrize(
+    ("habit", "reason"),
+    [("writes to its input", "the forward wrote to its input"), ("returns twice", "returns one tensor twice")],
+)
+def test_a_forward_that_cannot_be_told_apart_from_its_repetition_is_refused(
+    habit: str, reason: str, simgpu_device: Any
+) -> None:
+    model, executor, batch = careless(habit)
+    loss = model(batch)[0]
+    with pytest.raises(torch.OutOfMemoryError, match=reason), simgpu.fail_allocation(20):
+        loss.backward()
+    del loss
+    executor.detach()
+
+
+def test_a_forward_that_takes_from_its_batch_is_repeated_with_all_of_it(simgpu_device: Any) -> None:
+    model, executor, batch = careless("takes from its batch")
+    model(dict(batch))[0].backward()  # what it changes of itself is learned
+    plain = build_twin(model)
+    with simgpu.fail_allocation(20) as fault:
+        loss = model(batch)[0]
+    assert fault.fired
+    loss.backward()
+    assert torch.equal(loss.detach().cpu(), plain)
+    del loss
+    executor.detach()
+
+
+def build_twin(model: nn.Module) -> torch.Tensor:
+    """The loss of a plain copy with the same batch, and the random state as it was."""
+    state_before = torch.get_rng_state(), torch.get_device_module(DEVICE).get_rng_state(DEVICE)
+    twin = copy.deepcopy(model)
+    ids = tokens(0, SHAPE)
+    loss = twin({"ids": ids, "labels": ids.clone()})[0].detach().cpu()
+    torch.set_rng_state(state_before[0])
+    torch.get_device_module(DEVICE).set_rng_state(state_before[1], DEVICE)
+    return loss
+
+
+def _replace(model: Careless) -> None:
+    model.rate = 0.25
+
+
+def _fill(model: Careless) -> None:
+    model.options["rate"] = 2.0
+
+
+def _switch(model: Careless) -> None:
+    model.blocks[0].eval()
+
+
+@pytest.mark.parametrize("change", [_replace, _fill, _switch])
+def test_attributes_that_change_between_forward_and_backward_are_seen(change: Any, simgpu_device: Any) -> None:
+    model, executor, batch = careless("")
+    loss = model(batch)[0]
+    change(model)
+    with pytest.raises(torch.OutOfMemoryError, match="an attribute of the model"), simgpu.fail_allocation(20):
+        loss.backward()
+    del loss
+    executor.detach()
+
+
+def test_hooks_that_a_repetition_would_pass_by_are_refused(simgpu_device: Any) -> None:
+    model, executor, batch = careless("")
+    loss, _, logits = model(batch)
+    logits.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(torch.OutOfMemoryError, match="has hooks of the loop's own"), simgpu.fail_allocation(20):
+        loss.backward()
+    del loss, logits
+    model.zero_grad()
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    loss = model({"ids": batch["ids"], "labels": batch["ids"].clone()})[0]
+    with pytest.raises(torch.OutOfMemoryError, match="use their gradients during backward"), simgpu.fail_allocation(20):
+        loss.backward()
+    del loss
+    handle.remove()
+    executor.detach()
+
+
+def test_an_output_that_nobody_uses_ends_no_backward(simgpu_device: Any) -> None:
+    model, executor, batch = careless("")
+    loss, _, unused = model(batch)
+    loss.backward()
+    assert unused.grad_fn is not None
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    del loss, unused
+    executor.detach()

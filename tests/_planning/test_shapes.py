@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from torch import nn
 
 import memscale
+import simgpu  # noqa: F401  (registers the device)
+from memscale._planning import replanning
 from memscale._planning.demand import read_demand
 from memscale._planning.replanning import Replanner
 from memscale._planning.shapes import bucket_below, bucket_top, largest_that_fits, placement_of, samples_of
 from memscale._profile.inputs import Inputs
+from memscale.techniques.offload.parameters import state_placement
 
 VOCABULARY, WIDTH, LONG, MIDDLE, SHORT = 32, 16, 96, 40, 12
 
@@ -191,3 +195,44 @@ def test_the_largest_that_fits_is_found_by_halving(longest: int) -> None:
     found = largest_that_fits(samples, fits)
     assert (found.size(1) if found else 0) == longest - 1
     assert len(tried) <= 3
+
+
+def test_a_change_of_plans_moves_nothing_and_looks_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that stream the same parameters: who steps them is known, and gets its state back in the end."""
+    monkeypatch.setattr(replanning, "_WORTH_LOOSENING", 0.0)  # also what costs a small model next to nothing
+    torch.manual_seed(0)
+    model = Words().to("simgpu")
+    twin = copy.deepcopy(model)
+    plain_bytes = memscale.estimate(model, ids(LONG).to("simgpu")).baseline_peak_bytes
+    streaming = memscale.Config(memory_budget_gb=0.5 * plain_bytes / 1e9, enable_logging=False, async_offload=False)
+    memscale.wrap(model, streaming, sample_input=ids(LONG).to("simgpu"), lengths=[LONG, SHORT])
+    executor: Any = model._memscale_executor
+    assert executor.streams
+    pairs = [(each, torch.optim.AdamW(each.parameters(), lr=1e-3)) for each in (model, twin)]
+
+    def step(length: int) -> None:
+        for each, optimizer in pairs:
+            torch.manual_seed(length)
+            each(ids(length).to("simgpu")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step(LONG)
+    homes = [parameter.data_ptr() for parameter in model.parameters()]
+    plans = {len(executor.plan.actions)}
+    monkeypatch.setattr(state_placement, "living_optimizers", _nobody_asks)
+    for length in (SHORT, LONG, SHORT):
+        step(length)
+        plans.add(len(executor.plan.actions))
+    assert len(plans) == 2
+    assert [parameter.data_ptr() for parameter in model.parameters()] == homes
+    model(ids(LONG).to("simgpu"))  # changes once more, and nobody steps
+    memscale.detach(model)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.device.type == "simgpu"
+        assert torch.equal(ours.cpu(), theirs.cpu())
+        assert all(value.device.type == "simgpu" for name, value in pairs[0][1].state[ours].items() if name != "step")
+
+
+def _nobody_asks() -> Any:
+    raise AssertionError("a change of plans went through all objects of the process")

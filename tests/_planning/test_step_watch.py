@@ -210,8 +210,13 @@ def test_functional_transforms_go_by(num_steps: int) -> None:
 
 
 def test_a_cpu_is_not_watched() -> None:
+    """But for what becomes of outputs, in the first steps."""
     num_hooks = len(optimizer_internals._global_optimizer_post_hooks)
     model = memscale.wrap(Crops(), QUIET)
-    square_loss(model(torch.ones(ROWS, 32))).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(9):
+        square_loss(model(torch.ones(ROWS, 32))).backward()
+        optimizer.step()
+    assert not model._forward_hooks
     assert len(optimizer_internals._global_optimizer_post_hooks) == num_hooks
     assert StepWatch(model).end() is None

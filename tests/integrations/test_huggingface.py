@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import pathlib
+import sys
 import warnings
 from typing import Any
 
@@ -21,6 +23,7 @@ from memscale import _api
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadOptimizer
 from memscale._torch.step_meter import StepMeter
+from memscale.integrations import huggingface
 from memscale.integrations.huggingface import STATE_FILE, MemScaleCallback, _Callback, wrap_trainer
 from tests.lanes import full, in_turns
 
@@ -799,6 +802,13 @@ def test_after_a_training_that_fails_detach_undoes_the_callback_too(tmp_path):
         trainer.train()
     memscale.detach(trainer.model)
     assert executor_of(trainer.model) is None
+
+
+def test_a_missing_extra_gives_the_line_that_installs_it(monkeypatch):
+    spec = importlib.util.spec_from_file_location("anew", huggingface.__file__)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # makes the import fail, as without the package
+    with pytest.raises(ImportError, match=r'pip install -c constraints.txt "\.\[hf\]"'):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_the_callback_takes_a_config():

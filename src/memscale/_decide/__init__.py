@@ -342,15 +342,17 @@ def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bo
 
 
 def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
-    """Whether the peak would be higher if the step did not run in buckets; True where it does not.
+    """Whether the peak would be higher, or the step slower, if it did not run in buckets; True where it does not.
 
-    What gains nothing by it is no candidate, so plans whose peak is elsewhere are what they were without it.
+    Buckets take turns with streamed parameters that are stepped on the device, so they may be faster. What gains
+    nothing by them is no candidate, so plans whose peak is elsewhere are what they were without them.
     """
     choice = candidate.choice
     if not choice.run.steps_in_buckets:
         return True
     at_once = dataclasses.replace(choice, run=dataclasses.replace(choice.run, steps_in_buckets=False))
-    return candidate.outcome.peak_bytes < model.evaluate(at_once).peak_bytes
+    other, mine = model.evaluate(at_once), candidate.outcome
+    return mine.peak_bytes < other.peak_bytes or (choice.run.steps_on_device and mine.step_ms < other.step_ms)
 
 
 def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:

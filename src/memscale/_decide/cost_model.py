@@ -336,6 +336,14 @@ class CostModel:
         """What is live before a step but for optimizer state, when nothing is streamed."""
         return self.profile.base_bytes
 
+    def resident_bytes(self, choice: Choice) -> int:
+        """What is live before a step under this choice."""
+        return self._static_bytes(choice.run, self._extras(choice))
+
+    def resident_model_bytes(self, choice: Choice) -> int:
+        """The part of it that is parameters and buffers."""
+        return self.profile.parameter_bytes + self.profile.buffer_bytes + round(self._extras(choice).static_bytes)
+
     def _static_bytes(self, run: RunOptions, extras: Extras) -> int:
         state: int = round(self.optimizer.resident_bytes(run, extras.streamed_bytes))
         return self.base_bytes() + extras.static_bytes + state

@@ -6,11 +6,13 @@ the host. They are stepped there, or visit the device for it (`RunOptions.steps_
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memscale._decide.choice import RunOptions
-from memscale._decide.step_time import Moved, Pace, larger, optimizer_calls_ms
-from memscale._profile import BackwardStep, GuestCost, OptimizerCost, Profile, StateShare
+from memscale._decide.step_time import Moved, Pace, StepWork, larger, optimizer_calls_ms
+from memscale._profile import BackwardStep, GuestCost, OptimizerCost, Profile
 from memscale.techniques.technique import StepManner
 
 
@@ -20,7 +22,6 @@ class OptimizerModel:
     def __init__(self, profile: Profile, pace: Pace) -> None:
         self.profile = profile
         self.pace = pace
-        self._bucketed_ms: dict[RunOptions, float] = {}
         self._block_bytes = sum(layer.trainable_bytes for layer in profile.layers if layer.is_block)
         self._other_bytes = sum(layer.trainable_bytes for layer in profile.layers if not layer.is_block)
 
@@ -64,7 +65,9 @@ class OptimizerModel:
         """What the step needs on top."""
         step_bytes = self.manner(run).step_bytes(self, run, streamed_bytes)
         for guests, is_streamed in self._guests(run, streamed_bytes):
-            step_bytes = larger(step_bytes, guests.step_bytes * is_streamed)
+            # What is large and stays is stepped between guests that come and go; what is small needs less than they do.
+            beside_bytes = guests.beside_bytes * is_streamed * (step_bytes > guests.step_bytes)
+            step_bytes = larger(step_bytes + beside_bytes, guests.step_bytes * is_streamed)
         return step_bytes
 
     def _guests(self, run: RunOptions, streamed_bytes: Any) -> list[tuple[GuestCost, Any]]:
@@ -111,29 +114,48 @@ class OptimizerModel:
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """Of what is on the device, and of what is streamed: there, or on the host."""
-        hardware = self.pace.hardware
-        on_device_ms = self.manner(run).step_ms(self, run, streamed_bytes)
-        if run.steps_on_device:
-            return on_device_ms + self._guests_ms(run, streamed_bytes)
-        if hardware.host_bytes_per_s is None:
+        hardware, works = self.pace.hardware, list(self._guest_works(run, streamed_bytes))
+        in_buckets = self.manner(run).work(self, run, streamed_bytes)
+        at_once_ms = self.manner(run).step_ms(self, run, streamed_bytes) if in_buckets is None else 0.0
+        on_device_ms = at_once_ms + self.works_ms(works if in_buckets is None else [in_buckets, *works])
+        if run.steps_on_device or hardware.host_bytes_per_s is None:
             return on_device_ms
         host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
         share_away = 1 - self.share_left(run, streamed_bytes)
         return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
 
-    def _guests_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """Bucket by bucket: side by side one leaves while the next arrives; the first and the last have no company."""
-        pace, total_ms = self.pace, 0.0 * streamed_bytes
+    def works_ms(self, works: Sequence[StepWork]) -> Any:
+        """Buckets of all kinds in turn: while one is stepped, the next arrives and the last leaves. The first and the
+        last of those that travel have no company.
+
+        See NOTE [the order of a step] in techniques/offload/optimizer/buckets.py.
+        """
+        if not works:
+            return 0.0
+        pace = self.pace
+        moved = Moved(
+            sum(work.moved.num_copies for work in works),
+            sum(work.moved.out_bytes for work in works),
+            sum(work.moved.in_bytes for work in works),
+        )
+        compute_ms, launches = sum(work.compute_ms for work in works), sum(work.num_launches for work in works)
+        total_ms = pace.slowest_ms(compute_ms, launches, moved, sum(work.host_ms for work in works))
+        if pace.overlaps:
+            total_ms = total_ms + pace.link_ms(functools.reduce(larger, (work.alone_bytes for work in works)))
+        return total_ms
+
+    def _guest_works(self, run: RunOptions, streamed_bytes: Any) -> Iterator[StepWork]:
+        """Of what visits the device to be stepped."""
         shares = {id(self.profile.guests): streamed_bytes / max(1, self._block_bytes)}
         for guests, is_streamed in self._guests(run, streamed_bytes):
             share = shares.get(id(guests), is_streamed)
-            compute_ms = guests.launched_bytes / pace.hardware.memory_bytes_per_s * 1e3
-            moved = Moved(share * guests.num_copies, share * guests.out_bytes, share * guests.in_bytes)
-            host_ms = share * pace.buckets_ms(guests.num_buckets)
-            total_ms = total_ms + pace.slowest_ms(share * compute_ms, share * guests.num_launches, moved, host_ms)
-            if pace.overlaps:
-                total_ms = total_ms + is_streamed * 2 * pace.link_ms(guests.largest_bytes)
-        return total_ms
+            yield StepWork(
+                compute_ms=share * self.pace.memory_ms(guests.launched_bytes),
+                num_launches=share * guests.num_launches,
+                host_ms=share * self.pace.buckets_ms(guests.num_buckets),
+                moved=Moved(share * guests.num_copies, share * guests.out_bytes, share * guests.in_bytes),
+                alone_bytes=is_streamed * 2 * guests.largest_bytes,
+            )
 
     def share_left(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The share of trainable bytes that is not streamed."""
@@ -148,44 +170,31 @@ class OptimizerModel:
             moved_bytes, calls_ms = cost.launched_bytes or cost.moved_bytes, 0.0
         return share * self.pace.memory_ms(moved_bytes) + calls_ms
 
-    def bucketed_ms(self, cost: OptimizerCost, share: Any) -> Any:
+    def bucketed_work(self, cost: OptimizerCost, share: Any) -> StepWork:
         """A few parameters at a time, with the state where it is: more launches, and Python around each bucket."""
         num_launches, host_ms = share * cost.bucketed_launches, share * self.pace.buckets_ms(cost.num_step_buckets)
-        return self.pace.slowest_ms(self.compute_ms(cost, share), num_launches, Moved(), host_ms)
+        return StepWork(self.compute_ms(cost, share), num_launches, host_ms)
 
     def in_backward_ms(self, cost: OptimizerCost, step: BackwardStep) -> Any:
         """The same work as at once, with more launches, and Python around each bucket."""
         host_ms = self.pace.buckets_ms(step.num_buckets)
         return self.pace.slowest_ms(self.compute_ms(cost, 1.0), step.num_launches, Moved(), host_ms)
 
-    def in_buckets_ms(self, run: RunOptions, resident_share: float) -> float:
-        """Bucket by bucket. Side by side, one that travels leaves while the next arrives, and both are waited for by
-        the next that travels; those that stay are stepped in between.
-
-        See NOTE [what a bucket costs] in techniques/offload/optimizer/buckets.py.
-        """
-        if run not in self._bucketed_ms:
-            cost = self.cost(run)
-            self._bucketed_ms[run] = self._travelling_ms(cost, cost.share(resident_share))
-        return self._bucketed_ms[run]
-
-    def _travelling_ms(self, cost: OptimizerCost, share: StateShare | None) -> float:
-        pace, sizes = self.pace, cost.bucket_bytes or (cost.state_bytes,)
-        stays = (False,) * len(sizes) if share is None else share.stays
-        compute_ms, num_launches = self.compute_ms(cost, 1.0), cost.bucket_launches
-        if not pace.overlaps:
-            away = [size for size, does_stay in zip(sizes, stays, strict=True) if not does_stay]
-            return float(pace.slowest_ms(compute_ms, num_launches, Moved(2 * len(away), sum(away), sum(away))))
-        now_ms = sent_ms = asked_ms = 0.0
-        for size, does_stay in zip(sizes, stays, strict=True):
-            if not does_stay and pace.hardware.link_directions > 1:
-                now_ms = asked_ms = max(now_ms, sent_ms, asked_ms + pace.link_ms(size))
-            elif not does_stay:
-                now_ms = asked_ms = max(now_ms, sent_ms) + pace.link_ms(size)
-            copies, part = Moved(0 if does_stay else 2), size / max(1, sum(sizes))
-            now_ms += float(pace.slowest_ms(part * compute_ms, num_launches / len(sizes), copies))
-            sent_ms = sent_ms if does_stay else now_ms + pace.link_ms(size)
-        return max(now_ms, sent_ms)
+    def travelling_work(self, run: RunOptions, resident_share: float, share: Any) -> StepWork:
+        """Bucket by bucket, with state that travels but for what stays of it."""
+        cost = self.cost(run)
+        sizes, kept = cost.bucket_bytes or (cost.state_bytes,), cost.share(resident_share)
+        stays = (False,) * len(sizes) if kept is None else kept.stays
+        away = [size for size, does_stay in zip(sizes, stays, strict=True) if not does_stay]
+        num_pieces, away_bytes = cost.num_pieces or len(sizes), sum(away)
+        num_copies = 2 * num_pieces * away_bytes / max(1, sum(sizes))
+        return StepWork(
+            compute_ms=self.compute_ms(cost, share),
+            num_launches=share * cost.bucket_launches,
+            host_ms=share * self.pace.buckets_ms(num_pieces),
+            moved=Moved(share * num_copies, share * away_bytes, share * away_bytes),
+            alone_bytes=(share > 0) * (2 * min(away_bytes, cost.piece_bytes or max(sizes, default=0))),
+        )
 
 
 class _AtOnce:
@@ -223,6 +232,9 @@ class _AtOnce:
             split = model.left(run, cost.split_launches, rest.split_launches, streamed_bytes)
             num_launches = num_launches + (split - num_launches) * (share < 1)
         return model.pace.slowest_ms(compute_ms, num_launches, Moved())
+
+    def work(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> None:
+        return None
 
     def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
         return cost.state_bytes, cost.step_bytes

@@ -51,6 +51,18 @@ class Moved:
     """What comes beside `in_bytes`, and that no compute could hide."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepWork:
+    """What an optimizer's step in buckets takes of the device, the host and the link. Numbers, or arrays of them."""
+
+    compute_ms: Any
+    num_launches: Any
+    host_ms: Any = 0.0
+    moved: Moved = Moved()
+    alone_bytes: Any = 0
+    """What arrives first and leaves last, with nothing beside it."""
+
+
 class Pace:
     """How fast one hardware is; `overlaps`: transfers run beside compute."""
 

@@ -74,6 +74,7 @@ def write_plan(
         front=front,
         front_note=front_note,
         conditions=conditions_of(config, model.hardware),
+        loop_bytes=profile.loop_bytes,
         least_slowdown=_least_slowdown(model, config, baseline, _bounded_bytes(config, budget_bytes, outcome)),
         baseline_step_ms=round(baseline.step_ms, 3) or None,
     )

@@ -18,6 +18,7 @@ from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._planning.advice import find_smaller
 from memscale._planning.job import Job
+from memscale._planning.other_peaks import other_peaks
 from memscale._planning.planner import Planner
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
@@ -52,7 +53,7 @@ def make_plan(
     if on_front is not None:
         travelling = planner.by(travel_of(plan, strategy.config, hardware))
         on_front(travelling.full_front(strategy, plan))
-    return dataclasses.replace(plan, strategy=strategy.reason)
+    return dataclasses.replace(plan, strategy=strategy.reason, other_peaks=other_peaks(planner, plan, strategy.config))
 
 
 def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_bytes: int = 0) -> Plan:

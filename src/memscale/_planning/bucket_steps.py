@@ -13,6 +13,7 @@ NOTE [what a bucket costs] in buckets.py and `AdoptedOptimizer._step_one`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -81,27 +82,43 @@ class SteppedOptimizer:
                 self._whole.step()
                 self._forget_counters(self._whole)
             else:
-                self._step_buckets([bucket for bucket in self._buckets if bucket.has_gradients])
+                self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
+
+    def _in_order(self, buckets: Sequence[_Bucket]) -> list[_Bucket]:
+        if self._rules is None:
+            return list(buckets)
+        order = self._rules.stepping.order(
+            [bucket.parameter_bytes for bucket in buckets], [bucket.moves for bucket in buckets]
+        )
+        return [buckets[index] for index in order]
 
     def _step_buckets(self, buckets: Sequence[_Bucket]) -> None:
         self._make_tables(buckets)
-        to_come = [bucket for bucket in buckets if bucket.moves]
-        leaving: _Bucket | None = None
+        to_come, leaving = [bucket for bucket in buckets if bucket.moves], collections.deque[_Bucket]()
         for bucket in buckets:
             was_whole = bucket.is_laid_out or not bucket.moves
             bucket.bring(is_known=self._known.get(bucket.kind) is not None)
             bucket.welcome()
             if bucket.moves:
                 to_come.remove(bucket)
-                _let_go(leaving)
+                _let_go(leaving, but=1)
             if to_come and self._prefetches and was_whole:
                 to_come[0].start()
                 to_come[0].invite()
             self._step_one(bucket)
             bucket.see_off()
             bucket.park()
-            leaving = bucket if bucket.moves else leaving
+            if bucket.moves:
+                leaving.append(bucket)
+                self._trim(leaving)
         _let_go(leaving)
+
+    def _trim(self, leaving: Sequence[_Bucket]) -> None:
+        """No more state is on its way out than the window holds; the oldest is waited for first."""
+        assert self._rules is not None
+        for bucket in leaving:
+            if sum(one.memory_bytes for one in leaving) > self._rules.window_bytes:
+                bucket.free_memory()
 
     def _make_tables(self, buckets: Sequence[_Bucket]) -> None:
         """What packing keeps on the device from the first step on."""
@@ -224,8 +241,11 @@ class _Bucket:
         *,
         stays: bool = False,
         guests: Stepping | None = None,
+        cut: torch.Tensor | None = None,
     ) -> None:
+        """`cut` is the parameter on the device of which the optimizer's only parameter is a stretch."""
         self.optimizer = optimizer
+        self._cut = cut
         self._how = rules.stepping if guests is None else guests
         self.moves = self._how.moves and not stays
         self._stays = stays
@@ -250,7 +270,7 @@ class _Bucket:
                 parameter.shape,
                 parameter.stride(),
                 parameter.dtype,
-                self._has_guests or parameter.grad is not None,
+                self._has_guests or self._cut is not None or parameter.grad is not None,
             )
             for index, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
@@ -263,7 +283,22 @@ class _Bucket:
 
     @property
     def has_gradients(self) -> bool:
-        return self._has_guests or any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
+        parameters = parameters_of(self.optimizer) if self._cut is None else [self._cut]
+        return self._has_guests or any(parameter.grad is not None for parameter in parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of what is stepped."""
+        parameters = parameters_of(self.optimizer)
+        are_stepped = self._has_guests or self._cut is not None
+        return sum(parameter.nbytes for parameter in parameters if are_stepped or parameter.grad is not None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def free_memory(self) -> None:
+        self._memory = None
 
     @property
     def is_laid_out(self) -> bool:
@@ -284,11 +319,17 @@ class _Bucket:
     def welcome(self) -> None:
         """Guests are stepped: the fake parameters do not leave their place, so what they take here is beside them."""
         self.invite()
+        if self._cut is not None and self._cut.grad is not None:
+            for parameter in parameters_of(self.optimizer):
+                parameter.grad = self._cut.grad.as_strided(parameter.shape, (1,))
         for parameter, gradient in zip(parameters_of(self.optimizer), self._gradients, strict=self._has_guests):
             parameter.grad = gradient
 
     def see_off(self) -> None:
         """Guests leave, beside what follows as far as the window goes; their gradients do not go with them."""
+        if self._cut is not None:
+            for parameter in parameters_of(self.optimizer):
+                parameter.grad = None
         if self._has_guests:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = None
@@ -358,9 +399,9 @@ class _Bucket:
         self._weights = []
 
 
-def _let_go(bucket: _Bucket | None) -> None:
-    if bucket is not None:
-        bucket.let_go()
+def _let_go(leaving: collections.deque[_Bucket], but: int = 0) -> None:
+    while len(leaving) > but:
+        leaving.popleft().let_go()
 
 
 def _chunks(num_elements: int) -> Iterator[int]:
@@ -373,12 +414,28 @@ def _split(optimizer: Optimizer, ids: Mapping[int, int], away: Collection[int], 
     resident = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in away]
     members = [[resident[i] for i in indices] for indices in rules.stepping.split([p.nbytes for p in resident])]
     sizes = [sum(parameter.nbytes for parameter in inside) for inside in members]
-    stays = rules.stepping.stays(sizes, rules.resident_share)
-    buckets = [
-        _Bucket(over_parameters(optimizer, {id(p): p for p in inside}), ids, rules, stays=does_stay)
-        for inside, does_stay in zip(members, stays, strict=True)
-    ]
+    cuts = rules.stepping.cuts_for(optimizer)
+    stays = rules.stepping.stays(sizes, rules.resident_share, cuts=cuts)
+    buckets = []
+    for inside, does_stay in zip(members, stays, strict=True):
+        parts = [dict.fromkeys(inside)] if does_stay else rules.stepping.stretches(optimizer, inside)
+        buckets += [_resident(optimizer, ids, rules, part, stays=does_stay) for part in parts]
     return buckets if rules.guests is None else [*buckets, *_guests(optimizer, ids, away, rules, rules.guests)]
+
+
+def _resident(
+    optimizer: Optimizer,
+    ids: Mapping[int, int],
+    rules: BucketRules,
+    part: Mapping[torch.Tensor, torch.Size | None],
+    *,
+    stays: bool,
+) -> _Bucket:
+    """Of some parameters on the device, or of a stretch of one."""
+    places = {id(p): p if size is None else _stretch(p, size) for p, size in part.items()}
+    own_ids = {id(place): ids[number] for number, place in places.items()}
+    cut = next((p for p, size in part.items() if size is not None), None)
+    return _Bucket(over_parameters(optimizer, places), own_ids, rules, stays=stays, cut=cut)
 
 
 def _guests(

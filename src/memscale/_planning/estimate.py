@@ -187,7 +187,7 @@ def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:
         "grads": profile.plain.gradients_at_peak,
         "optimizer": profile.optimizer.state_bytes,
         "activations": profile.plain.activations_at_peak,
-        "other": profile.buffer_bytes + profile.input_bytes + profile.communication_bytes,
+        "other": profile.buffer_bytes + profile.input_bytes + profile.communication_bytes + profile.loop_bytes,
     }
     if peak_bytes > profile.static_bytes + profile.plain.peak_bytes:  # the optimizer step is the peak
         parts |= {"grads": profile.plain.end_bytes, "activations": 0}

@@ -54,7 +54,7 @@ def fingerprint(job: Job, inputs: Inputs) -> str:
     describe.add("inputs", *_form_of(inputs))
     for optimizer in (job.optimizer, job.replacement):
         describe.add("optimizer", *_optimizer_of(optimizer, job.model))
-    describe.add("wishes", job.config, job.holds_gradients, job.ranks)
+    describe.add("wishes", job.config, job.holds_gradients, job.ranks, job.loop)
     figures = {f.name: getattr(job.hardware, f.name) for f in dataclasses.fields(job.hardware)}
     describe.add("hardware", {name: figure for name, figure in figures.items() if name not in _PASSING_FIELDS})
     describe.add("process", *_switches())
@@ -149,7 +149,10 @@ def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
 def _switches() -> Iterator[Any]:
     """Of this process, that decide which kernels run and what they keep."""
     yield torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")
+    # PyTorch 2.9 warns of the function that returns both of these as one.
+    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+    yield [backend.matmul.fp32_precision for backend in backends]
+    yield torch.is_autocast_enabled("cpu")
     attention = torch.backends.cuda
     yield attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
     yield attention.cudnn_sdp_enabled(), torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark

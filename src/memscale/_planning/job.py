@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from memscale._config import Config
 from memscale._hardware import Hardware
+from memscale._profile import NOTHING_HELD, LoopHolds
 from memscale._profile.ranks import ALONE, Ranks
 
 
@@ -28,6 +29,8 @@ class Job:
     """The loop adds up gradients over several batches."""
     ranks: Ranks = ALONE
     """Who trains it together."""
+    loop: LoopHolds = NOTHING_HELD
+    """What else the loop holds, as far as its first steps have shown it."""
 
     def under(self, config: Config) -> Job:
         """The same work, with other wishes."""

@@ -109,7 +109,9 @@ class OneWay:
         untrained = self.rehearsal.untrained
         self.costs.leave_idle(frozenset(id(p) for name, p in job.model.named_parameters() if name in untrained))
         profile = profile_model(job.model, self.rehearsal, self.stage.plain, self.costs.cost(), inputs)
-        self.profile = dataclasses.replace(profile, communication_bytes=job.ranks.bucket_bytes)
+        self.profile = dataclasses.replace(
+            profile, communication_bytes=job.ranks.bucket_bytes, loop_bytes=job.loop.other_bytes
+        )
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
         self._leaner_by: dict[Hashable, Held] = {}
@@ -248,10 +250,10 @@ class OneWay:
         return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
 
     def _held_on(self, allocated_bytes: int, reserved_bytes: int, use: AllocatorUse | None = None) -> Held:
-        """With the buckets of ranks that train together, which are there before any step."""
-        buckets = self.job.ranks.bucket_sizes()
-        allocated_bytes += sum(round_up(size, MIN_BLOCK_BYTES) for size in buckets)
-        reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in buckets)
+        """With the buckets of ranks that train together and what the loop holds, which are there before any step."""
+        others = [*self.job.ranks.bucket_sizes(), self.job.loop.other_bytes]
+        allocated_bytes += sum(round_up(size, MIN_BLOCK_BYTES) for size in others)
+        reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in others)
         return Held.on(self.hardware, allocated_bytes, reserved_bytes, use)
 
     def _record_held(self, key: Hashable, actions: tuple[Action, ...], config: Config) -> Held | None:
@@ -301,7 +303,7 @@ class OneWay:
             self.model,
             self.job.optimizer,
             learns=self._learns(actions),
-            attach=self._attacher(attached, config) if actions else None,
+            attach=self.attacher(attached, config) if actions else None,
             rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
             hardware=self.hardware,
             points=points_of(beside) if actions else (),
@@ -315,8 +317,12 @@ class OneWay:
         return self.travel.overlaps and settling_steps(actions) > 1
 
     def _cuts(self, actions: tuple[Action, ...]) -> list[Cut]:
-        """Blocks without which the step shows the same; what is collected to be stepped together goes across blocks."""
-        if self.shallow is None or any(technique_of(action).changes_loop for action in actions):
+        """Blocks without which the step shows the same; what is collected to be stepped together goes across blocks.
+
+        Where the loop keeps outputs, steps are rehearsed whole: what it keeps is no part of a shortened record.
+        """
+        keeps_outputs = bool(self.rehearsal.loop.outputs)
+        if self.shallow is None or keeps_outputs or any(technique_of(action).changes_loop for action in actions):
             return []
         return find_runs_under(self.rehearsal, actions, self._num_kept(actions))
 
@@ -328,15 +334,16 @@ class OneWay:
         transfers, profile = self.travel.transfers, self.profile
         sizes = {layer.module_fqn: layer.param_bytes for layer in profile.layers}
         least_bytes = most_bytes = max(transfers.window_bytes, transfers.prefetch_bytes)
-        blocks = choice_of(actions, profile).blocks
-        for module_fqn, treatment in blocks:
+        choice = choice_of(actions, profile)
+        for module_fqn, treatment in choice.blocks:
             trace = profile.variants.get(TraceKey(treatment), profile.plain)
             sent = sum(s.sent_bytes for s in trace.segments if (s.phase, s.module_fqn) == ("forward", module_fqn))
             if treatment.streams:
                 least_bytes = min(least_bytes, sizes[module_fqn])
             if treatment.offloads:
                 least_bytes = min(least_bytes, sent)
-        travels = any(treatment.streams or treatment.offloads for _, treatment in blocks)
+        least_bytes //= 1 if choice.run.is_exact else 2  # in 16 bits half as much travels
+        travels = any(treatment.streams or treatment.offloads for _, treatment in choice.blocks)
         return KEPT - 1 + transfers.prefetch_depth + -(-most_bytes // max(1, least_bytes)) if travels else KEPT
 
     @functools.cached_property
@@ -360,7 +367,7 @@ class OneWay:
         if not actions:
             return self.profile.plain
         num_steps = settling_steps(actions) if self.travel.overlaps else 1
-        return self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+        return self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
 
     def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key, known = self._key(actions), self.stage.rehearsed
@@ -370,7 +377,7 @@ class OneWay:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
                 trace = self._rehearsed_short(actions, config, num_steps)
-                known[key] = trace or self.rehearsal.run(self._attacher(actions, config), num_steps=num_steps)
+                known[key] = trace or self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
         return known[key]
 
     def _key(self, actions: tuple[Action, ...]) -> Hashable:
@@ -382,8 +389,8 @@ class OneWay:
         """On a shorter model where that shows the same."""
         cuts = self._cuts(actions)
         if num_steps == 1 or not cuts:
-            return rehearse_short(self.rehearsal, actions, cuts, lambda here: self._attacher(here, config))
-        attach = self._attacher(short_actions(actions, self.rehearsal.blocks, cuts), config)
+            return rehearse_short(self.rehearsal, actions, cuts, lambda here: self.attacher(here, config))
+        attach = self.attacher(short_actions(actions, self.rehearsal.blocks, cuts), config)
         try:
             return rehearse_lengthened(self.rehearsal, attach, cuts, num_steps)
         except Exception as error:
@@ -511,9 +518,9 @@ class OneWay:
         if shallow is not None:
             names = {None, *(name for name, _ in shallow.stage.model.named_modules())}
             here = tuple(action for action in actions if getattr(action, "module_fqn", None) in names)
-            trace = try_variant(shallow.stage, self._attacher(here, config), what)
+            trace = try_variant(shallow.stage, self.attacher(here, config), what)
             return None if trace is None else shallow.stretch(trace)
-        return try_variant(self.rehearsal, self._attacher(actions, config), what)
+        return try_variant(self.rehearsal, self.attacher(actions, config), what)
 
     @property
     def shallow(self) -> ShallowRehearsal | None:
@@ -538,7 +545,8 @@ class OneWay:
     def _is_compiled(self, module_fqn: str) -> bool:
         return any(f"{module_fqn}.".startswith(f"{part}.") or not part for part in self._compiled)
 
-    def _attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
+    def attacher(self, actions: tuple[Action, ...], config: Config) -> Attach:
+        """What attaches these actions on the stage."""
         travelling, device = self.travel.said_in(config), torch.device(self.rehearsal.device_type)
         settings = ExecutionSettings.from_config(travelling, device)
         settings = dataclasses.replace(settings, optimizer_on_stage=self.costs.on_stage)

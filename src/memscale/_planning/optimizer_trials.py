@@ -31,6 +31,7 @@ from memscale.techniques.offload.optimizer.buckets import (
     choose_resident,
     rounded,
     split_into_buckets,
+    step_order,
     stretches_of,
 )
 from memscale.techniques.offload.optimizer.in_backward import bucket_bytes_of
@@ -194,7 +195,7 @@ class OptimizerCosts:
     def _of_guests(self, *, eight_bit: bool) -> _InBuckets:
         """What is at home on the host visits the device."""
         how = self._stepping(moves=True, eight_bit=eight_bit)
-        return dataclasses.replace(how, are_guests=True, cuts=not eight_bit and not self._has_disk)
+        return dataclasses.replace(how, are_guests=True)
 
     def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
@@ -208,6 +209,7 @@ class OptimizerCosts:
             bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else sys.maxsize,
             window_bytes=self.travel.transfers.window_bytes,
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
+            cuts=moves and not eight_bit and not self._has_disk,
         )
 
 
@@ -243,8 +245,14 @@ class _InBuckets:
     cuts: bool = False
     """A large parameter may come a stretch at a time."""
 
-    def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
-        return choose_resident(sizes, resident_share, self.bucket_bytes)
+    def stays(self, sizes: list[int], resident_share: float, *, cuts: bool) -> list[bool]:
+        return choose_resident(sizes, resident_share, sum(sizes) if cuts else self.bucket_bytes)
+
+    def order(self, sizes: list[int], travels: list[bool]) -> list[int]:
+        return step_order(sizes, travels)
+
+    def cuts_for(self, optimizer: Optimizer) -> bool:
+        return self.cuts and steps_each_element(optimizer)
 
     def split(self, sizes: list[int]) -> list[list[int]]:
         return split_into_buckets(sizes, self.bucket_bytes)
@@ -253,7 +261,7 @@ class _InBuckets:
         self, optimizer: Optimizer, together: Sequence[torch.Tensor]
     ) -> list[dict[torch.Tensor, torch.Size | None]]:
         first = together[0] if together else None
-        if first is None or first.nbytes <= self.bucket_bytes or not self.cuts or not steps_each_element(optimizer):
+        if first is None or first.nbytes <= self.bucket_bytes or not self.cuts_for(optimizer):
             return [dict.fromkeys(together)]
         sizes = (torch.Size([one.stop - one.start]) for one in stretches_of(first, self.bucket_bytes))
         return [{first: size} for size in sizes]

@@ -324,7 +324,10 @@ def _record_parts(
         recorder.move_to("forward", "", 0)
         if rehearsal.holds_gradients:
             rehearsal.hold_gradients(recorder)
-        loss = loss_of(rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs))
+        earlier = _stand_ins_of_outputs(rehearsal)
+        output = rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs)
+        kept, loss = rehearsal.kept_of(output), loss_of(output)
+        del output, earlier
         recorder.move_to("backward", "", -1)
         recorder.thread = "backward"
         with left_autocast(rehearsal.device_type):
@@ -340,12 +343,20 @@ def _record_parts(
     ended, let_go = log.begin_step(), recorder.storages.begin_step()
     del loss
     num_ending = len(let_go)
+    del kept
     for parameter in rehearsal.model.parameters():
         parameter.grad = None
     missing.clear_gradients()
     log.levels.append(missing.levels(held, let_go, num_ending))
     passed, *stepped, ended = missing.put_in(log, recorder.marks, passed, *stepped, ended)
     return [[*passed, *events, *ended] for events in stepped]
+
+
+def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
+    """Outputs of the step before that the loop has not let go of when a forward begins. Each recorded step frees them
+    in its end and takes them anew in its beginning, so that all steps are alike."""
+    sizes = rehearsal.output_sizes if rehearsal.loop.into_next else ()
+    return [torch.empty(size, dtype=torch.uint8, device=rehearsal.device_type) for size in sizes]
 
 
 # ---- live bytes alone

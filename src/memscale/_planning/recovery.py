@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -42,11 +43,12 @@ from memscale._torch import private
 from memscale._torch.moment import Moment
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
+from memscale._torch.snapshots import containers_copied, is_unchanged
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.recompute import RecomputedForward
 from memscale.techniques.recompute.backward_errors import BackwardCall, rescue_with
-from memscale.techniques.recompute.module_state import Memory, ModuleState
+from memscale.techniques.recompute.module_state import Layout, Memory, ModuleState
 
 logger = logging.getLogger("memscale")
 
@@ -55,6 +57,8 @@ _LARGEST_GRADIENT_BYTES = 1 << 20
 _TIGHTER = 0.9
 """The share of its predicted peak within which a plan must fit that takes the place of one which ran out of memory."""
 _MARK = "memscale_output"
+_FIXED = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type, type(None), torch.dtype, torch.device)
+"""Attributes into which nobody needs to look: they cannot change, or are looked at by themselves."""
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """What a batch may hold that is repeated: tensors, which know when they are written to, and what cannot change."""
 
@@ -65,6 +69,32 @@ def _same(leaf: Any) -> Any:
 
 class _NotRepeatable(MemScaleError):
     """Why a step is not run again."""
+
+
+class _Attributes:
+    """The attributes of a model and its parts at one moment: which objects they are, and what containers and plain
+    objects among them hold."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        values = layout.read()
+        if values is None:  # the forward has made some
+            layout = Layout(model)
+            values = layout.read()
+        self._layout, self._values = layout, values
+        self._held = {id(value): (value, _held_by(value)) for value in values or () if not isinstance(value, _FIXED)}
+
+    @property
+    def are_other(self) -> bool:
+        """Whether they are not what they were."""
+        now = self._layout.read()
+        if now is None or self._values is None or not all(map(operator.is_, now, self._values)):
+            return True
+        return not all(is_unchanged(held, _held_by(value)) for value, held in self._held.values())
+
+
+def _held_by(value: Any) -> Any:
+    """What a container holds; of another object, its attributes."""
+    return containers_copied(vars(value) if hasattr(value, "__dict__") else value)
 
 
 @dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
@@ -84,6 +114,8 @@ class _Step:
     """A gradient has come to an output."""
     versions: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
     """Inputs and parameters, and how often each had been written to when the forward was over."""
+    attributes: _Attributes | None = None
+    """Those of the model and its parts when the forward was over."""
     problem: str | None = None
     """Why it cannot be repeated."""
 
@@ -193,6 +225,7 @@ class Recovery:
             step.problem = "the forward wrote to its input"
         model = self._executor.model
         step.note_versions(model.parameters(), model.buffers())
+        step.attributes = _Attributes(model, step.memory.layout)
         self._step = step
 
     def _prepare(self, model: nn.Module, step: _Step, inputs: Inputs, failure: Exception, where: str) -> None:
@@ -202,6 +235,8 @@ class Recovery:
             raise _NotRepeatable(step.problem)
         if step.has_changed:
             raise _NotRepeatable("an input or a parameter of the model was written to after its forward")
+        if step.attributes is not None and step.attributes.are_other:
+            raise _NotRepeatable("an attribute of the model, or of one of its parts, was changed after its forward")
         gc.collect()
         torch.accelerator.empty_cache()
         torch.accelerator.synchronize()
@@ -236,7 +271,8 @@ class Recovery:
         """Put a plan in force that takes less, and say what changed."""
         plan = self._executor.plan
         assert plan is not None
-        promised, available = _promised(plan), self._available(model, inputs)
+        # What the plan counts of the loop's own is not part of what is left for the model.
+        promised, available = _promised(plan), self._available(model, inputs) + plan.loop_bytes
         budgets = {min(int(_TIGHTER * promised), available), min(promised - 1, available)}
         misfit = "It is the lowest that there is."
         for budget in sorted(budgets) if plan is not self._lowest else ():
@@ -319,6 +355,8 @@ class Recovery:
             reached = self._reached(call, step)
             if reached is None:
                 return False
+            if step.problem is not None:
+                raise _NotRepeatable(step.problem)
             self._refuse_backward(call)
             _refuse_hooks(model, step)
             gradients = _gradients_of(step, reached)

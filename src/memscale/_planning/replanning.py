@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,15 +33,17 @@ from memscale._plan import Plan
 from memscale._planning import make_plan, plan_cache
 from memscale._planning.demand import Demand, read_demand
 from memscale._planning.job import Job, device_of
+from memscale._planning.loop_watch import Found, LoopWatch
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._planning.planner import Planner
 from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
 from memscale._planning.step_watch import Excess, StepWatch
 from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, withheld_from
 from memscale._planning.trained_by import TrainedBy
 from memscale._planning.uncalled import UncalledWatch
-from memscale._profile import Profile, StepTrace
+from memscale._profile import LoopHolds, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
 from memscale._profile.ranks import ALONE, Group, Ranks, find_group, refuse_flat_parameters
@@ -65,6 +68,7 @@ _WORTH_LOOSENING = 1.05
 """A plan that is predicted to take less, as a multiple of the plain step's time, is left as it is."""
 _TIMES_SEEN = 2
 """Shapes that are smaller than what was planned for get a plan of their own when they come so often."""
+_OF_ALLOCATOR = ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes")
 _MAX_EXCEEDED = 2
 """How often steps are observed anew because one exceeded the budget."""
 
@@ -108,12 +112,17 @@ class Replanner(OwnHook):
         self._num_looks = self._num_other_steps = 0
         """Batches that were rehearsed because of their values, and those of them that were other steps."""
         self._watch = StepWatch(executor.model)
+        self.loop = self._seen_loop = job.loop
+        """What the loop holds, as plans count it and as it was seen: some of it may have fitted no plan."""
+        self._loop_watch = LoopWatch(executor.model)
         self._num_seen: collections.Counter[Any] = collections.Counter()
         """How often batches of each bucket came that have no plan of their own. See NOTE [plans by shape]."""
+        self._excess: Excess | None = None
+        """Of a step that has ended, until the next one begins."""
         self._num_exceeded = 0
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
-        self._is_planning = False
+        self._is_planning = self._has_warned = False
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
         self._is_tight = False
@@ -121,6 +130,7 @@ class Replanner(OwnHook):
         them costs no more than the numbers that the card's allocator is promised to hold."""
         executor.on_detach(self._stop_observing)
         executor.on_detach(self._watch.stop)
+        executor.on_detach(self._loop_watch.stop)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -131,18 +141,23 @@ class Replanner(OwnHook):
             return
         if torch.is_grad_enabled():
             self._uncalled.stop()
-        excess = self._watch.end()
-        if excess is not None:
-            self._answer_excess(excess)
+        self._excess = self._watch.end() or self._excess
         if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
         inputs = Inputs(args, kwargs)
-        self._prepare(model, inputs)
+        excess, self._excess = self._excess, None
+        held = self._look_at_loop(model, inputs)
+        if held is None and excess is not None:
+            self._answer_excess(excess)
+        if held is None or not self._plan_for_loop(model, inputs, held):
+            self._prepare(model, inputs)
         plan = self.executor.plan
         if plan is not None and not plan.provisional and self._observed is None:
             self._watch.begin(plan, inputs, self._device(model))
+            if not self._needs_observation:
+                self._loop_watch.begin()
 
     def _prepare(self, model: nn.Module, inputs: Inputs) -> None:
         """Put a plan in force that holds for the training forward that begins."""
@@ -264,6 +279,54 @@ class Replanner(OwnHook):
                 stacklevel=2,
             )
 
+    # ---- what the loop holds
+
+    def _look_at_loop(self, model: nn.Module, inputs: Inputs) -> Found | None:
+        plan = self.executor.plan
+        if plan is None or plan.provisional or self._observed is not None or self._needs_observation:
+            return None  # who observes sees it with the rest
+        device, counts_all = self._device(model), self.config.memory_budget_gb is None
+        return self._loop_watch.look(plan, inputs, device, self._seen_loop, counts_all=counts_all)
+
+    def _plan_for_loop(self, model: nn.Module, inputs: Inputs, found: Found) -> bool:
+        """Count from here on what the loop holds. Plans that have room for it promise more; for others new ones are
+        made when they are needed. True: one was made for this batch."""
+        earlier, known = self.loop, self._known
+        self.loop = self._seen_loop = found.loop
+        self._num_seen.clear()
+        self._known = [one for one in (self._with_held(one, inputs, found.new_bytes) for one in known) if one]
+        what = _words_of_loop(earlier, found.loop)
+        if self._find(self._demand(model, inputs)) is not None:
+            logger.info("this loop %s (%s): plans count it from here on", what, show_bytes(found.new_bytes))
+            return False
+        logger.info("this loop %s (%s): planning again, to count it", what, show_bytes(found.new_bytes))
+        try:
+            self.plan(model, inputs, inside=True)
+        except DoesNotFitError as error:
+            self.loop, self._known = earlier, known
+            logger.warning(
+                "this loop %s (%s), and no plan that counts it fits the budget: the peak may be above the predicted "
+                "one by that much. %s",
+                what,
+                show_bytes(found.new_bytes),
+                error,
+            )
+            return False
+        return True
+
+    def _with_held(self, known: _Known, inputs: Inputs, num_bytes: int) -> _Known | None:
+        """What was planned for, with so much more held, where it has room for that."""
+        elements = sum(tensor.numel() for tensor in inputs.tensors())
+        held_bytes = math.ceil(num_bytes * max(1.0, known.demand.num_elements / max(1, elements)))
+        plan = known.plan
+        needed_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0) + held_bytes
+        if needed_bytes > plan.budget_bytes:
+            return None
+        right = with_more(plan, held_bytes)
+        if plan is self.executor.plan:
+            self.executor.plan = right
+        return dataclasses.replace(known, plan=right)
+
     def plan(
         self,
         model: nn.Module,
@@ -323,8 +386,8 @@ class Replanner(OwnHook):
 
     def _job(self, model: nn.Module) -> Job:
         holds = self.holds_gradients or self.ranks.keeps_gradients
-        optimizer = self._trained_by.find(model)
-        return Job(model, self._travelling(), self.hardware, optimizer, self.replacement, holds, self.ranks)
+        config, optimizer = self._travelling(), self._trained_by.find(model)
+        return Job(model, config, self.hardware, optimizer, self.replacement, holds, self.ranks, self.loop)
 
     def _travelling(self) -> Config:
         """What waits in memory that is not pinned goes on to block: to be moved, it would have to fit the device."""
@@ -441,7 +504,9 @@ class Replanner(OwnHook):
             device, static = torch.device(self.hardware.device_type), self.config.use_static_profiling
             holds = self.holds_gradients or self.ranks.keeps_gradients
             shards = self.ranks.num_shards
-            return open_rehearsal(model, inputs, device, static=static, holds_gradients=holds, num_shards=shards)[1]
+            return open_rehearsal(
+                model, inputs, device, static=static, holds_gradients=holds, num_shards=shards, loop=self.loop
+            )[1]
         finally:
             self._is_planning = False
 
@@ -533,6 +598,9 @@ class Replanner(OwnHook):
             console.show_plan(plan)
         if self.reporter is not None:
             self.reporter(self.executor, plan, self.hardware)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_other_peaks(plan)
 
     def _device(self, model: nn.Module) -> torch.device:
         """Where the model computes. Streamed parameters do not tell: between visits they are at home, on the host."""
@@ -602,6 +670,21 @@ class Replanner(OwnHook):
 
     def _costs(self, model: nn.Module) -> OptimizerCosts:
         return OptimizerCosts(self._job(model))
+
+
+def with_more(plan: Plan, num_bytes: int) -> Plan:
+    """The plan where so much more is on the device all the time."""
+    names = ("loop_bytes", "baseline_peak_bytes", "predicted_peak_bytes", *_OF_ALLOCATOR)
+    known = {name: getattr(plan, name) for name in names}
+    changed: dict[str, Any] = {name: number + num_bytes for name, number in known.items() if number is not None}
+    return dataclasses.replace(plan, **changed)
+
+
+def _words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:
+    if now.other_bytes > earlier.other_bytes:
+        return "holds more on the device than the model and its training need"
+    until = "until the next outputs come" if now.into_next else "through backward and the optimizer's step"
+    return f"keeps outputs of the model {until}"
 
 
 def _held_bytes(model: nn.Module) -> int:

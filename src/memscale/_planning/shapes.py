@@ -60,12 +60,13 @@ def samples_of(sample: Any, lengths: Lengths | None, model: nn.Module) -> list[I
     one = derive_inputs(model) if sample is None else Inputs.from_sample(sample)
     if one is None or one.size(1) is None:
         raise MemScaleError("lengths= needs a sample_input whose integer tensors agree in their second dimension")
-    known = _checked_lengths(lengths)
+    known = checked_lengths(lengths)
     sizes = {min(bucket_top(length), max(known)) for length in known}
     return [one.resized(1, size) for size in sorted(sizes, reverse=True)]
 
 
-def _checked_lengths(lengths: Lengths) -> set[int]:
+def checked_lengths(lengths: Lengths) -> set[int]:
+    """The lengths that come, each once; `TypeError` or `ValueError` where they are none."""
     given: object = lengths
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"lengths= must be whole numbers, or a histogram of them, not {lengths!r}")
@@ -168,6 +169,14 @@ def loosened(planner: Planner, plan: Plan, config: Config) -> Plan | None:
         if shown.fits:
             return dataclasses.replace(shown, strategy=plan.strategy, decision_source=plan.decision_source)
     return None
+
+
+def predicted_ms(planner: Planner, plan: Plan, config: Config) -> float:
+    """How long a step with the planner's batch is predicted to take under a plan that was made for another."""
+    travel = travel_of(plan, config, planner.hardware)
+    way, config = planner.by(travel), travel.said_in(config)
+    _look_into(way, plan.actions, config)
+    return way.cost_model().evaluate(choice_of(plan.actions, way.profile)).step_ms
 
 
 def _rungs(actions: tuple[Action, ...]) -> list[tuple[Action, ...]]:

@@ -30,6 +30,7 @@ class Stage:
             static=job.config.use_static_profiling,
             holds_gradients=job.holds_gradients,
             num_shards=job.ranks.num_shards,
+            loop=job.loop,
         )
         """With the trace of the plain step, which was the first to be tried."""
         self.tried: dict[Hashable, StepTrace | None] = {}
@@ -45,7 +46,8 @@ class Stage:
     def shallow(self) -> ShallowRehearsal | None:
         if not self.rehearsal.is_fake or self.rehearsal.holds_gradients or self.rehearsal.sharding is not None:
             return None  # what is held is gathered or held belongs to all blocks
-        return open_shallow(self._model, self._inputs, self.device_type, self.rehearsal.blocks, self.plain)
+        blocks, loop = self.rehearsal.blocks, self.rehearsal.loop
+        return open_shallow(self._model, self._inputs, self.device_type, blocks, self.plain, loop)
 
     @functools.cached_property
     def tiles(self) -> Tiles:

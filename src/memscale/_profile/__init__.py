@@ -76,6 +76,21 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LoopHolds:
+    """What a training loop holds on the device beside the model, its gradients and its optimizer's state."""
+
+    outputs: tuple[int, ...] = ()
+    """Tensors of the model's output, by their place in it, that stay bound while backward and the optimizer run."""
+    into_next: bool = False
+    """These stay until the next forward has returned, as in `outputs = model(**batch)`."""
+    other_bytes: int = 0
+    """What is there all the time: copies of the model, tensors that are kept for later."""
+
+
+NOTHING_HELD = LoopHolds()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepTrace:
     """Forward and backward of one step, with the model treated in one way."""
 
@@ -92,6 +107,19 @@ class StepTrace:
             peak = max(peak, live + segment.peak_bytes)
             live += segment.net_bytes
         return peak
+
+    def with_earlier_outputs(self, num_bytes: int) -> StepTrace:
+        """The same step where so much of the step before is there until its forward has returned."""
+        last = sum(segment.phase == "forward" for segment in self.segments) - 1
+        if last < 0 or not num_bytes:
+            return self
+        segments = list(self.segments)
+        first = segments[0]
+        segments[0] = dataclasses.replace(
+            first, peak_bytes=first.peak_bytes + num_bytes, net_bytes=first.net_bytes + num_bytes
+        )
+        segments[last] = dataclasses.replace(segments[last], net_bytes=segments[last].net_bytes - num_bytes)
+        return dataclasses.replace(self, segments=tuple(segments))
 
     def spans(self, other: StepTrace) -> bool:
         """Whether the other step goes the same way, and rises nowhere higher."""
@@ -217,6 +245,8 @@ class GuestCost:
     """In which they come, one after the other."""
     largest_bytes: int
     """That come at once."""
+    beside_bytes: int = 0
+    """What is coming and leaving while something else is stepped, at most."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,6 +285,10 @@ class OptimizerCost:
     """The buckets in which its state moves, one after the other, when it waits elsewhere."""
     bucket_launches: int = 0
     """Operators of such a step."""
+    num_pieces: int = 0
+    """Turns of such a step: buckets, and stretches of parameters that are larger than one."""
+    piece_bytes: int = 0
+    """The most state that travels for one of them."""
     shares: tuple[StateShare, ...] = ()
     """What there is between all of the state elsewhere and all of it here, the smallest share first."""
     in_backward: BackwardStep | None = None
@@ -308,6 +342,8 @@ class Profile:
     their place, as "0.1" (the second positional) or "1.attention_mask"."""
     communication_bytes: int = 0
     """Buffers through which ranks exchange gradients, there all the time."""
+    loop_bytes: int = 0
+    """What the training loop holds beside the model all the time."""
 
     @property
     def static_bytes(self) -> int:
@@ -317,7 +353,7 @@ class Profile:
     @property
     def base_bytes(self) -> int:
         """The same, without the optimizer's state."""
-        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.communication_bytes
+        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + self.communication_bytes + self.loop_bytes
 
     @property
     def trainable_bytes(self) -> int:

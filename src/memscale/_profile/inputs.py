@@ -19,6 +19,11 @@ from memscale._profile import TensorSpec
 DERIVED_SEQUENCE_LENGTH = 512
 IMAGE_SIZE = 224
 """Of models that do not say one."""
+DIFFUSION_SIZE = 128
+"""A side of the VAE's space for images of 1024 pixels."""
+CLIP_TEXT_LENGTH = 77
+_NUM_TIME_IDS = 6
+"""Of SDXL: the original size, the crop and the target size, two numbers each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,9 +136,11 @@ def _fields_of(record: Any) -> list[str]:
 def derive_inputs(model: nn.Module, batch: int = 1, sequence_length: int | None = None) -> Inputs | None:
     """Meta inputs for a Hugging Face model, from its config; None for any other model."""
     config = getattr(model, "config", None)
+    names = set(inspect.signature(type(model).forward).parameters)
+    if {"timestep", "encoder_hidden_states"} <= names and hasattr(config, "in_channels"):
+        return _diffusion_inputs(config, names, batch, sequence_length)
     if config is None or not hasattr(config, "model_type"):
         return None
-    names = set(inspect.signature(type(model).forward).parameters)
     if {"input_ids", "pixel_values", "return_loss"} <= names:  # pairs of texts and images, as CLIP takes them
         text, image = _text_inputs(model, config, names, batch, sequence_length), _image_inputs(config, names, batch)
         return Inputs(kwargs={**text.kwargs, **image.kwargs, "return_loss": True})
@@ -144,6 +151,30 @@ def derive_inputs(model: nn.Module, batch: int = 1, sequence_length: int | None 
     if "pixel_values" in names:
         return _image_inputs(config, names, batch)
     return None
+
+
+def _diffusion_inputs(config: Any, names: set[str], batch: int, sequence_length: int | None) -> Inputs:
+    """Noisy images in the VAE's space, their times, and encoded texts, for a network of `diffusers`."""
+    size = getattr(config, "sample_size", None) or DIFFUSION_SIZE
+    text_width = getattr(config, "joint_attention_dim", None) or config.cross_attention_dim
+    # UNets are told what CLIP makes of a text, transformers what T5 makes of it.
+    length = sequence_length or (CLIP_TEXT_LENGTH if "sample" in names else DERIVED_SEQUENCE_LENGTH)
+    kwargs: dict[str, Any] = {"timestep": _meta((batch,), torch.long)}
+    kwargs["encoder_hidden_states"] = _meta((batch, length, text_width), torch.float32)
+    image = _meta((batch, config.in_channels, size, size), torch.float32)
+    if "img_ids" in names:  # FLUX takes patches of 2 x 2 as a sequence, and the place of each
+        num_patches = (size // 2) ** 2
+        image = _meta((batch, num_patches, config.in_channels), torch.float32)
+        kwargs |= {"img_ids": _meta((num_patches, 3), torch.float32), "txt_ids": _meta((length, 3), torch.float32)}
+    if getattr(config, "guidance_embeds", False):
+        kwargs["guidance"] = _meta((batch,), torch.float32)
+    if "pooled_projections" in names:
+        kwargs["pooled_projections"] = _meta((batch, config.pooled_projection_dim), torch.float32)
+    if getattr(config, "addition_embed_type", None) == "text_time":
+        width = config.projection_class_embeddings_input_dim - _NUM_TIME_IDS * config.addition_time_embed_dim
+        texts, times = _meta((batch, width), torch.float32), _meta((batch, _NUM_TIME_IDS), torch.float32)
+        kwargs["added_cond_kwargs"] = {"text_embeds": texts, "time_ids": times}
+    return Inputs(kwargs={"sample" if "sample" in names else "hidden_states": image, **kwargs})
 
 
 def longest_sequence(model: nn.Module) -> int | None:

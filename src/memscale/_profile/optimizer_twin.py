@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -67,8 +68,15 @@ class Stepping(Protocol):
     def resident_shares(self) -> Sequence[float]:
         """Shares of the state that may stay on the device while the rest moves."""
 
-    def stays(self, sizes: list[int], resident_share: float) -> list[bool]:
-        """Which buckets, given the bytes of their parameters, stay on the device for that share of the state."""
+    def stays(self, sizes: list[int], resident_share: float, *, cuts: bool) -> list[bool]:
+        """Which buckets, given the bytes of their parameters, stay on the device for that share of the state; `cuts`:
+        large ones would travel in stretches."""
+
+    def order(self, sizes: list[int], travels: list[bool]) -> list[int]:
+        """The order in which turns are stepped, given the bytes of their parameters and which of them travel."""
+
+    def cuts_for(self, optimizer: Optimizer) -> bool:
+        """Whether parameters that are larger than a bucket travel in stretches."""
 
     def split(self, sizes: list[int]) -> list[list[int]]:
         """From the sizes of parameters to the indices of those that are stepped together."""
@@ -217,6 +225,8 @@ class _BucketCost:
     guest_bytes: int = 0
     """Of its parameters, where these live elsewhere, too: they visit the device with their gradients."""
     num_guests: int = 0
+    parameter_bytes: int = 0
+    """Of what is stepped in its turn."""
 
     def travels(self, how: Stepping) -> bool:
         return bool(self.guest_bytes) or (how.moves and self.moves)
@@ -389,24 +399,34 @@ class _Twin:
         if offloaded is None:
             return cost
         buckets = self._try_buckets(offloaded)
-        stays_bytes, step_bytes = self._in_buckets(offloaded, [*buckets, *self._guest_buckets])
-        shares = (self._with_share(offloaded, buckets, share) for share in offloaded.resident_shares)
+        pieces = [self._try_pieces(offloaded, bucket) for bucket in self._filled_buckets(offloaded)]
+        every = list(itertools.chain(*pieces))
+        stays_bytes, step_bytes = self._in_buckets(offloaded, [*every, *self._guest_buckets])
+        shares = (self._with_share(offloaded, buckets, pieces, share) for share in offloaded.resident_shares)
         return dataclasses.replace(
             cost,
             offloaded_step_bytes=step_bytes,
             offloaded_state_bytes=stays_bytes,
             bucket_bytes=tuple(bucket.waiting_bytes for bucket in buckets),
-            bucket_launches=_launched(buckets)[0],
+            bucket_launches=_launched(every)[0],
+            num_pieces=len(every),
+            piece_bytes=max((piece.waiting_bytes for piece in every), default=0),
             shares=tuple(shares),
         )
 
-    def _with_share(self, how: Stepping, buckets: list[_BucketCost], resident_share: float) -> StateShare:
+    def _with_share(
+        self, how: Stepping, buckets: list[_BucketCost], pieces: list[list[_BucketCost]], resident_share: float
+    ) -> StateShare:
         """What it takes while so much of the state stays on the device."""
         every = list(self._every_bucket(how))
-        stays = how.stays([num_bytes for num_bytes, _ in every], resident_share)
+        stays = how.stays([num_bytes for num_bytes, _ in every], resident_share, cuts=how.cuts_for(self.optimizer))
         staying = tuple(does_stay for does_stay, (_, filled) in zip(stays, every, strict=True) if filled)
-        mixed = [bucket.staying() if does_stay else bucket for bucket, does_stay in zip(buckets, staying, strict=True)]
-        return StateShare(resident_share, *self._in_buckets(how, [*mixed, *self._guest_buckets]), staying)
+        mixed = [
+            [whole.staying()] if does_stay else cut
+            for whole, cut, does_stay in zip(buckets, pieces, staying, strict=True)
+        ]
+        in_turn = [*itertools.chain(*mixed), *self._guest_buckets]
+        return StateShare(resident_share, *self._in_buckets(how, in_turn), staying)
 
     def with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
         """With what a step in buckets takes whose state stays, where all at once needs a copy of everything."""
@@ -494,18 +514,18 @@ class _Twin:
     # ---- bucket by bucket
 
     def _in_buckets(self, how: Stepping, buckets: list[_BucketCost]) -> tuple[int, int]:
-        """What is on the device between steps, and the most that there is above it in any step, the first included."""
-        made_bytes = how.tables_bytes(self.optimizer, self.device_type) if buckets else 0
-        stays_bytes = made_bytes + sum(bucket.stays_bytes(how) for bucket in buckets)
-        peak_bytes = 0
-        for bucket, (before, after) in zip(buckets, _travelling_beside(how, buckets), strict=True):
-            # What left before one that stays may still be on its way, up to the window; one that travels waits for it.
-            leaving = before if not bucket.travels(how) and before <= how.window_bytes else 0
-            peak_bytes = max(peak_bytes, made_bytes + leaving + bucket.making_bytes)
-            made_bytes += bucket.stays_bytes(how)
-            beside_bytes = max(before, after) if bucket.travels(how) else leaving + after
-            peak_bytes = max(peak_bytes, stays_bytes + beside_bytes + bucket.stepping_bytes(how))
-        return stays_bytes, peak_bytes - stays_bytes
+        """What is on the device between steps, and the most that there is above it in any step, the first included.
+
+        The buckets are stepped in the executor's order. See NOTE [what a bucket costs] and NOTE [the order of a step]
+        in techniques/offload/optimizer/buckets.py.
+        """
+        order = how.order([bucket.parameter_bytes for bucket in buckets], [bucket.travels(how) for bucket in buckets])
+        buckets = [buckets[index] for index in order]
+        tables_bytes = how.tables_bytes(self.optimizer, self.device_type) if buckets else 0
+        stays_bytes = tables_bytes + sum(bucket.stays_bytes(how) for bucket in buckets)
+        first = _peak_of_step(how, buckets, tables_bytes, is_first=True)
+        later = _peak_of_step(how, buckets, stays_bytes, is_first=False)
+        return stays_bytes, max(first, later) - stays_bytes
 
     def _try_buckets(self, how: Stepping) -> list[_BucketCost]:
         return [self._try_bucket(how, bucket) for bucket in self._filled_buckets(how)]
@@ -525,6 +545,35 @@ class _Twin:
         optimizer = over_parameters(self.optimizer, {id(fake): fake for fake in bucket.values()})
         return self._try_over(how, optimizer, bucket)
 
+    def _try_pieces(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> list[_BucketCost]:
+        """The turns in which a bucket is stepped whose state travels: one, or one for each stretch of a parameter."""
+        numbers = {id(fake): number for number, fake in bucket.items()}
+        parts = how.stretches(self.optimizer, list(bucket.values()))
+        if len(parts) == 1:
+            return [self._try_bucket(how, bucket)]
+        return [self._try_part(how, {numbers[id(fake)]: fake for fake in part}, part) for part in parts]
+
+    def _try_part(
+        self,
+        how: Stepping,
+        members: Mapping[int, torch.Tensor],
+        sizes: Mapping[torch.Tensor, torch.Size | None],
+        groups: Sequence[Sequence[torch.Tensor]] | None = None,
+    ) -> _BucketCost:
+        """Some parameters, by number, or a stretch of one; `groups` holds them as the optimizer's groups do."""
+        fakes: dict[int, nn.Parameter] = {}
+        by_member: dict[int, nn.Parameter] = {}
+        with self.mode:
+            for number, parameter in members.items():
+                size = sizes[parameter]
+                shape, stride = (parameter.shape, parameter.stride()) if size is None else (size, (1,))
+                empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
+                fakes[number] = by_member[id(parameter)] = nn.Parameter(empty)
+        own_groups = [group["params"] for group in self.optimizer.param_groups] if groups is None else groups
+        pairs = zip(self.optimizer.param_groups, own_groups, strict=True)
+        chosen = [{**group, "params": [by_member[id(p)] for p in own if id(p) in by_member]} for group, own in pairs]
+        return self._try_over(how, _same_class(self.optimizer, chosen), fakes)
+
     def _try_over(self, how: Stepping, optimizer: Optimizer, bucket: dict[int, nn.Parameter]) -> _BucketCost:
         trial = self._tried(optimizer, bucket, tuple(map(how.packs, bucket)))
         counters = self._counter_bytes(trial.optimizer)
@@ -538,6 +587,7 @@ class _Twin:
             launched_bytes=trial.launched_bytes,
             state_bytes=state_bytes,
             made_bytes=trial.making_bytes - counters,
+            parameter_bytes=sum(fake.nbytes for fake in bucket.values()),
         )
 
     # ---- guests
@@ -557,19 +607,12 @@ class _Twin:
 
     def _try_guests(self, how: Stepping, sizes: Mapping[torch.Tensor, torch.Size | None]) -> _BucketCost:
         """Some parameters, or a stretch of one."""
-        fakes: dict[int, nn.Parameter] = {}
-        with self.mode:
-            for parameter, size in sizes.items():
-                shape, stride = (parameter.shape, parameter.stride()) if size is None else (size, (1,))
-                empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
-                fakes[id(parameter)] = nn.Parameter(empty)
-        pairs = zip(self.optimizer.param_groups, self._members, strict=True)
-        groups = [{**group, "params": [fakes[id(p)] for p in own if id(p) in fakes]} for group, own in pairs]
-        cost = self._try_over(how, _same_class(self.optimizer, groups), fakes)
-        num_bytes = sum(round_up(fake.nbytes, self.rounding_bytes) for fake in fakes.values())
+        cost = self._try_part(how, {id(parameter): parameter for parameter in sizes}, sizes, self._members)
+        lengths = [p.nbytes if size is None else size.numel() * p.itemsize for p, size in sizes.items()]
+        num_bytes = sum(round_up(length, self.rounding_bytes) for length in lengths)
         sent_bytes = num_bytes if how.prefetches else 0  # else it is there by then
         made_bytes = max(2 * num_bytes + cost.made_bytes, sent_bytes + cost.waiting_bytes + cost.state_bytes)
-        return dataclasses.replace(cost, guest_bytes=num_bytes, making_bytes=made_bytes, num_guests=len(fakes))
+        return dataclasses.replace(cost, guest_bytes=num_bytes, making_bytes=made_bytes, num_guests=len(sizes))
 
     def _with_guests(self, step: _StepCost) -> _StepCost:
         """With what stays and comes of guests, after a step of all that is on the device."""
@@ -598,6 +641,7 @@ class _Twin:
             launched_bytes=launched_bytes,
             num_buckets=len(buckets),
             largest_bytes=max(bucket.coming_bytes for bucket in buckets),
+            beside_bytes=max(b.coming_bytes + 2 * b.leaving_bytes for b in buckets) if how.prefetches else 0,
         )
 
     def _share(self, how: Stepping, trial: _Trial, numbers: list[int], state_bytes: int) -> _BucketCost:
@@ -624,14 +668,54 @@ class _Twin:
         return self.rounding_bytes * len(host_counters(optimizer)) if self.is_emulated else 0
 
 
-def _travelling_beside(how: Stepping, buckets: list[_BucketCost]) -> Iterator[tuple[int, int]]:
-    """By bucket: what waits of the nearest before it and behind it that travel, where one is fetched beside another."""
-    before, after = [0], [0]
+def _peak_of_step(how: Stepping, buckets: list[_BucketCost], held_bytes: int, *, is_first: bool) -> int:
+    """The most that there is in one step, above what the optimizer does not have; state is made in the first."""
+    peak_bytes, leaving = 0, _Leaving(how.window_bytes)
+    to_come = collections.deque(bucket for bucket in buckets if bucket.travels(how))
     for bucket in buckets:
-        before.append(bucket.leaving_bytes if how.prefetches and bucket.travels(how) else before[-1])
-    for bucket in reversed(buckets):
-        after.append(bucket.coming_bytes if how.prefetches and bucket.travels(how) else after[-1])
-    return zip(before[:-1], after[-2::-1], strict=True)
+        if bucket.travels(how):
+            to_come.popleft()
+            here_bytes = 2 * bucket.guest_bytes if is_first else bucket.coming_bytes
+            peak_bytes = max(peak_bytes, held_bytes + leaving.num_bytes + here_bytes)
+            leaving.let_go(but=1)
+        coming_bytes = _coming_bytes(how, bucket, to_come[0], is_first=is_first) if to_come else 0
+        stepping_bytes = bucket.making_bytes if is_first else bucket.stepping_bytes(how)
+        peak_bytes = max(peak_bytes, held_bytes + leaving.num_bytes + coming_bytes + stepping_bytes)
+        if bucket.travels(how) and how.prefetches:
+            leaving.add(bucket)
+        held_bytes += bucket.stays_bytes(how) if is_first else 0
+    return peak_bytes
+
+
+def _coming_bytes(how: Stepping, bucket: _BucketCost, following: _BucketCost, *, is_first: bool) -> int:
+    """What is fetched beside a bucket's step. While state is made nothing is, and there is none to be fetched."""
+    if not how.prefetches or (is_first and bucket.travels(how)):
+        return 0
+    return 2 * following.guest_bytes if is_first else following.coming_bytes
+
+
+class _Leaving:
+    """What is on its way out: state, and guests, both up to the window."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self._window_bytes = window_bytes
+        self._state: collections.deque[int] = collections.deque()
+        self._guests: collections.deque[int] = collections.deque()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._state) + sum(self._guests)
+
+    def add(self, bucket: _BucketCost) -> None:
+        for queue, num_bytes in ((self._state, bucket.waiting_bytes), (self._guests, bucket.guest_bytes)):
+            queue.append(num_bytes)
+            while sum(queue) > self._window_bytes:
+                queue.popleft()
+
+    def let_go(self, but: int) -> None:
+        for queue in (self._state, self._guests):
+            while len(queue) > but:
+                queue.popleft()
 
 
 def _each_once(members: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from memscale._errors import ProfileError, StaticProfileError, quoted
-from memscale._profile import Layer, OptimizerCost, Profile, StepTrace
+from memscale._profile import NOTHING_HELD, Layer, LoopHolds, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
 from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
@@ -43,11 +43,12 @@ def open_rehearsal(
     static: bool = True,
     holds_gradients: bool = False,
     num_shards: int = 1,
+    loop: LoopHolds = NOTHING_HELD,
 ) -> tuple[FakeRehearsal, StepTrace]:
     """A stage of fake tensors, and the plain step on it; `StaticProfileError` where those do not suffice.
 
     `holds_gradients`: steps are those of a loop that accumulates gradients over several batches. `num_shards`: the
-    ranks that share the model out.
+    ranks that share the model out. `loop`: what else it holds.
     """
     if not static:
         raise _needs_observation(model, "use_static_profiling is off")
@@ -61,7 +62,7 @@ def open_rehearsal(
             _unlogged("torch._subclasses.fake_tensor"),  # its traceback, when what it says is in our error
         ):
             rehearsal = FakeRehearsal(model, inputs, device.type)
-            rehearsal.holds_gradients = holds_gradients
+            rehearsal.holds_gradients, rehearsal.loop = holds_gradients, loop
             if num_shards > 1:
                 rehearsal.sharding = sharding_of(model, rehearsal.blocks, num_shards)
             plain = rehearsal.run()

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memscale._profile import StepTrace
+from memscale._profile import NOTHING_HELD, StepTrace
 from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, sequences_unpacked
 from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.read_elsewhere import ReadingWatch
-from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, with_gradient
+from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
 from memscale._profile.values import (
@@ -42,6 +42,7 @@ from memscale._torch.host_rng import HostRng
 from memscale._torch.live_bytes import LiveBytes, rounding_of
 from memscale._torch.overrides import plain_attributes
 from memscale._torch.state_beside import Beside
+from memscale._units import round_up
 
 logger = logging.getLogger("memscale")
 
@@ -86,6 +87,10 @@ class Rehearsal:
         self.target_type = device_type
         self.holds_gradients = False
         """Steps begin with the gradients of earlier batches, to which theirs are added."""
+        self.loop = NOTHING_HELD
+        """What the loop holds in steps, beside gradients."""
+        self.output_sizes: tuple[int, ...] = ()
+        """The bytes of outputs that the loop kept of the last step."""
         self.untrained: frozenset[str] = frozenset()
         """The names of trainable parameters that get no gradient in any step, as far as the plain step shows it."""
         self.read_elsewhere: frozenset[str] = frozenset()
@@ -132,19 +137,64 @@ class Rehearsal:
             recorder.see_all(held, "optimizer state")
             recorder.open()
             with recorder:
-                self.pass_through(recorder)
+                kept = self.pass_through(recorder)
             trace = recorder.close()
         self.num_calls = recorder.num_calls
+        self.output_sizes = self._sizes_of(kept)
+        if self.loop.into_next:
+            trace = trace.with_earlier_outputs(sum(round_up(size, self.rounding_bytes) for size in self.output_sizes))
         return trace if self.sharding is None else self.sharding.applied(trace)
 
-    def pass_through(self, recorder: SegmentRecorder) -> None:
-        """Forward and backward."""
+    def pass_through(self, recorder: SegmentRecorder) -> list[torch.Tensor]:
+        """Forward and backward. Returns what the loop keeps of the output."""
         if self.holds_gradients:
             self.hold_gradients(recorder)
-        loss = loss_of(self.model(*self.inputs.args, **self.inputs.kwargs))
+        output = self.model(*self.inputs.args, **self.inputs.kwargs)
+        kept, loss = self.kept_of(output), loss_of(output)
+        del output
         recorder.move_to("backward", "", -1)
         with left_autocast(self.device_type):
             loss.backward()
+        return kept
+
+    def kept_of(self, output: Any) -> list[torch.Tensor]:
+        """The tensors of an output that the loop keeps through backward."""
+        if not self.loop.outputs:
+            return []
+        return [tensor for place, tensor in enumerate(tensors_in(output)) if place in self.loop.outputs]
+
+    def _sizes_of(self, kept: list[torch.Tensor]) -> tuple[int, ...]:
+        if not kept:
+            return ()
+        books = LiveBytes(self.device_type, 1, counts_fakes=self.is_fake)
+        others = {private.storage_key(tensor.untyped_storage()) for tensor in self._there_anyway()}
+        sizes = _Sizes()
+        books.log = sizes
+        books.see_all(kept)
+        return tuple(size for key, size in sizes.by_key.items() if key not in others)
+
+    def _there_anyway(self) -> list[torch.Tensor]:
+        """What is counted already where it is returned as it is."""
+        return [*self.model.parameters(), *self.model.buffers(), *self.inputs.tensors()]
+
+    def evaluate(self, attach: Attach | None = None, **changes: Any) -> int:
+        """The peak of an evaluation with this batch above what is live before it; nothing is trained.
+
+        `changes` are other keyword arguments for the model, or None for those that are left out.
+        """
+        kwargs = {name: value for name, value in {**self.inputs.kwargs, **changes}.items() if value is not None}
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self.stage())
+            if attach is not None:
+                undo.callback(attach(self.model).detach)
+            undo.callback(_set_training, {module: module.training for module in self.model.modules()})
+            self.model.eval()
+            books = self.books()
+            books.see_all(self._there_anyway())
+            before_bytes = books.total_bytes
+            with torch.no_grad(), books:
+                self.model(*self.inputs.args, **kwargs)
+        return books.peak_bytes - before_bytes
 
     def hold_gradients(self, recorder: SegmentRecorder) -> None:
         """Give parameters the gradients of earlier batches, before a step."""
@@ -267,6 +317,25 @@ class FakeRehearsal(Rehearsal):
             kernels,
         ):
             yield
+
+
+def _set_training(modes: dict[nn.Module, bool]) -> None:
+    """Module by module: some of a model in training may not be."""
+    for module, training in modes.items():
+        module.training = training
+
+
+class _Sizes:
+    """The sizes of storages, as books are told of them."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[int, int] = {}
+
+    def allocate(self, key: int, num_bytes: int) -> None:
+        self.by_key[key] = num_bytes
+
+    def free(self, key: int) -> None:
+        """They are all alive."""
 
 
 @contextlib.contextmanager

@@ -230,13 +230,13 @@ class _Hook(OwnHook):
 
 
 def with_gradient(tree: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors_in(tree) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
 
 
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """All tensors of a tree, also those in dataclasses, which PyTorch's trees take for leaves."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+            yield from tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])

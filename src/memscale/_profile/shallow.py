@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from memscale._plan import Action, Reason
-from memscale._profile import Phase, Segment, StepTrace
+from memscale._profile import NOTHING_HELD, LoopHolds, Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import fingerprint
 from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
@@ -209,7 +209,12 @@ class ShallowRehearsal:
 
 
 def open_shallow(
-    model: nn.Module, inputs: Inputs, device_type: str, blocks: Collection[str], plain: StepTrace
+    model: nn.Module,
+    inputs: Inputs,
+    device_type: str,
+    blocks: Collection[str],
+    plain: StepTrace,
+    loop: LoopHolds = NOTHING_HELD,
 ) -> ShallowRehearsal | None:
     """None where the model has no long runs of equal blocks, or a shorter model does not behave like the whole."""
     cuts = find_cuts(model, blocks)
@@ -217,6 +222,7 @@ def open_shallow(
         return None
     try:
         shallow = ShallowRehearsal(model, inputs, device_type, blocks, cuts)
+        shallow.stage.loop = loop
         stretched = shallow.stretch(shallow.stage.run())
     except Exception as error:  # a forward that counts its blocks, for one
         logger.debug("the model does not run at a fraction of its depth: %s: %s", type(error).__name__, error)

@@ -73,15 +73,16 @@ def snapshot(value: Any, *, may_be_large: bool = True) -> Any:
     """Containers and tensors are changed in place, so what they hold is remembered; else the object itself."""
     if isinstance(value, torch.Tensor):
         return KeptTensor(value, may_be_large=may_be_large)
-    return _copy_containers(value)
+    return containers_copied(value)
 
 
 def stand_in_for(kept: Any) -> Any:
     """What a snapshot was taken of, free to be changed."""
-    return kept.stand_in() if isinstance(kept, KeptTensor) else _copy_containers(kept)
+    return kept.stand_in() if isinstance(kept, KeptTensor) else containers_copied(kept)
 
 
-def _copy_containers(value: Any, depth: int = 0) -> Any:
+def containers_copied(value: Any, depth: int = 0) -> Any:
+    """The value, with containers replaced by copies that hold the same."""
     if type(value) not in _CONTAINERS or depth > _MAX_DEPTH:
         return value
     copied = copy.copy(value)
@@ -90,7 +91,7 @@ def _copy_containers(value: Any, depth: int = 0) -> Any:
     items = copied.items() if isinstance(copied, dict) else enumerate(copied)
     for key, item in list(items):
         if type(item) in _CONTAINERS:
-            copied[key] = _copy_containers(item, depth + 1)
+            copied[key] = containers_copied(item, depth + 1)
     return copied
 
 

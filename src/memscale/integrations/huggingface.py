@@ -32,15 +32,19 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from memscale._config import Config
-from memscale._errors import DoesNotFitError, MemScaleError
+from memscale._errors import DoesNotFitError, MemScaleError, install_command
 from memscale._torch.host_rng import HostRng
 from memscale._torch.step_meter import ForwardMeter, StepMeter
 from memscale.techniques.offload.optimizer.separable import own_way_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+except ImportError as error:
+    raise ImportError(f"the Trainer's MemScaleCallback needs transformers: {install_command('hf')}") from error
 
 logger = logging.getLogger("memscale")
 

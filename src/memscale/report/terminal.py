@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memscale._plan import LayerRow, Plan
     from memscale._planning.estimate import Estimate, ModeEstimate
     from memscale._planning.largest_batch import Fit, Fitting
+    from memscale._planning.length_estimate import LengthEstimate, LengthRow
     from memscale._planning.plan_cache import KeptPlan
 
 GIB = 1024**3
@@ -98,6 +99,34 @@ def _fit_cells(mode: str, entry: Fitting) -> tuple[str, ...]:
     size = f"{entry.size}{' (all it has)' if entry.is_limited else ''}"
     peak, time = f"{entry.predicted_peak_bytes / 1e9:.3f}", f"{entry.predicted_slowdown:.2f}x"
     return mode, size, peak, time, what_is_done(entry.plan)
+
+
+def length_lines(name: str, result: LengthEstimate) -> list[str]:
+    """Peak and time over a distribution of lengths."""
+    header = ("up to", "share", "plain GB", "planned GB", "time", "what is done")
+    longest = next((row for row in result.rows if row.plan is not None), None)
+    misfits = [row for row in result.rows if row.plan is None]
+    said = "No length fits." if longest is None else f"The longest length that fits is {longest.longest}."
+    slowdown = result.slowdown
+    budget = both_units(result.budget_bytes)
+    return [
+        f"{name} on {result.device_name}, mode {result.mode}: lengths under a budget of {budget}",
+        *([f"batch: {'; '.join(longest.plan.inputs)}"] if longest is not None and longest.plan is not None else []),
+        "",
+        *table([header, *map(_length_cells, result.rows)], left=(5,)),
+        "",
+        *([said] if misfits else []),
+        *([f"Over all batches: {slowdown:.2f}x the time of plain steps."] if slowdown is not None else []),
+        "Each length was rehearsed on fake tensors with the plan shown. Times: a model, not measured.",
+    ]
+
+
+def _length_cells(row: LengthRow) -> tuple[str, ...]:
+    length, share, plain = str(row.longest), f"{row.share:.1%}", f"{row.plain_bytes / 1e9:.3f}"
+    if row.plan is None or row.planned_bytes is None or row.planned_ms is None:
+        return length, share, plain, "", "", "does not fit"
+    time = f"{row.planned_ms / row.plain_ms:.2f}x" if row.plain_ms else ""
+    return length, share, plain, f"{row.planned_bytes / 1e9:.3f}", time, what_is_done(row.plan)
 
 
 def both_units(num_bytes: int) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
     from memscale._decide.eligible import Eligible
     from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.step_time import StepWork
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
     from memscale._planning.one_way import OneWay
@@ -72,7 +73,13 @@ class StepManner(Protocol):
 
     def step_bytes(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
 
-    def step_ms(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
+    def step_ms(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any:
+        """How long the step takes by itself, where it is not in buckets that take turns with others."""
+        ...
+
+    def work(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> StepWork | None:
+        """What the step takes where it is in buckets, which take turns with those of streamed parameters; else None."""
+        ...
 
     def exact_bytes(self, cost: OptimizerCost, run: Any) -> tuple[int, int]:
         """State on the device and what the step needs on top, of an optimizer whose cost is known to the byte."""

@@ -56,8 +56,9 @@ def test_device_bytes_of_the_state_fall_to_the_buckets(asynchronous, tmp_path):
                 after = torch.accelerator.memory_allocated() - before
                 assert after == (step_bytes if len(peaks) == 1 else 0)
             assert adoption.stats.largest_bucket_bytes == bucket_state
-            in_step = 2 * bucket_state if asynchronous else bucket_state
-            assert peaks[0] == 2 * bucket_state + step_bytes
+            # One is stepped while the next arrives and the one before leaves; state is made without the next.
+            in_step = 3 * bucket_state if asynchronous else bucket_state
+            assert peaks[0] == (3 if asynchronous else 2) * bucket_state + step_bytes
             assert all(in_step <= peak <= in_step + temporaries for peak in peaks[1:]), peaks
             assert transfers.store.counters.held_bytes == 16 * layer_bytes
             assert adoption.stats.bytes_to_store == 3 * 16 * layer_bytes
@@ -69,7 +70,7 @@ def test_device_bytes_of_the_state_fall_to_the_buckets(asynchronous, tmp_path):
 
 
 def test_state_that_is_made_beside_state_that_waits_stays_within_the_bound(tmp_path):
-    """While the state of a bucket is made, twice its bytes are there; then no other bucket is fetched ahead."""
+    """While the state of a bucket is made, twice its bytes are there, beside what is leaving; nothing is fetched."""
     bucket_state = 4 * 128 * 128 * 4
     with opened("simgpu host async", tmp_path) as transfers:
         net = wide_net()
@@ -86,11 +87,13 @@ def test_state_that_is_made_beside_state_that_waits_stays_within_the_bound(tmp_p
             torch.accelerator.reset_peak_memory_stats()
             optimizer.step()
             peak = torch.accelerator.max_memory_allocated() - before
-            assert peak <= 2 * bucket_state + 8 * 512
+            assert peak <= 3 * bucket_state + 8 * 512
 
 
 def test_bucket_rule():
     assert split_into_buckets([4, 4, 4, 20, 1, 1], 8) == [[0, 1], [2], [3], [4, 5]]
+    assert split_into_buckets([16, 1, 16, 1, 16, 1, 4], 16) == [[0], [1, 3, 5], [2], [4], [6]], "small ones share one"
+    assert split_into_buckets([1] * 20, 16) == [[*range(16)], [*range(16, 20)]]
     assert split_into_buckets([], 8) == []
     assert [rounded(n) for n in (1, 512, 513)] == [512, 512, 1024]
 

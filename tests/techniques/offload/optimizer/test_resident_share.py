@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import simgpu
 from memscale.techniques.offload.optimizer.adopted_optimizer import BucketSizes
 from memscale.techniques.offload.optimizer.adoption import adopt
-from memscale.techniques.offload.optimizer.buckets import choose_resident
+from memscale.techniques.offload.optimizer.buckets import choose_resident, step_order
 from memscale.techniques.offload.transfer import stream_order
 from tests.techniques.offload.optimizer.test_effect import WAITS
 from tests.techniques.offload.tiers import device_of, on_host, opened, same
@@ -49,6 +49,23 @@ def test_what_stays_is_spread_and_what_is_large_comes_first() -> None:
     assert choose_resident([4, 20, 4, 4], 0.75, 4) == [False, True, False, True]
     assert choose_resident([4, 20, 4, 4], 0.5, 4) == [True, False, True, True], "what fits of the others"
     assert choose_resident([], 0.5, 4) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=30))
+def test_what_stays_takes_turns_with_what_travels(turns: list[tuple[int, bool]]) -> None:
+    sizes, travels = [size for size, _ in turns], [is_away for _, is_away in turns]
+    order = step_order(sizes, travels)
+    assert sorted(order) == list(range(len(turns)))
+    for is_away in (False, True):
+        assert [i for i in order if travels[i] == is_away] == [i for i, away in enumerate(travels) if away == is_away]
+    if len(set(travels)) == 2 and sum(sizes):
+        assert not travels[order[0]] or not sizes[order[0]], "one that stays is stepped while the first arrives"
+
+
+def test_turns_are_spread_by_their_bytes() -> None:
+    assert step_order([4] * 6, [False, False, False, False, True, True]) == [0, 1, 4, 2, 3, 5]
+    assert step_order([4] * 4, [True, True, True, False]) == [3, 0, 1, 2]
+    assert step_order([40, 4, 4], [False, True, True]) == [0, 1, 2], "a step at once comes first"
 
 
 # ------------------------------------------------------------------------------------------------------ parity
@@ -109,8 +126,8 @@ def test_the_share_is_on_the_device_between_steps(asynchronous: bool, tmp_path: 
                 assert torch.accelerator.memory_allocated() - before == number * 2 * LAYER_BYTES + 8 * 512
                 assert adoption.stats.bytes_to_store == 2 * (8 - number) * 2 * LAYER_BYTES
                 if asynchronous:
-                    # All but the first, when nothing of it stays before; in a step that fetches.
-                    assert adoption.stats.num_prefetched == (8 - number) - 1
+                    # All of them, in a step that fetches: one that stays is stepped first.
+                    assert adoption.stats.num_prefetched == 8 - number
 
 
 # --------------------------------------------------------------------------------------------------- mutations

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
     from memscale._decide.eligible import Eligible
     from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.step_time import StepWork
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
 
@@ -55,7 +56,10 @@ class _FromTheNextTier:
         return model.largest_left(run, whole, least, streamed_bytes)
 
     def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        return model.share_left(run, streamed_bytes) * model.in_buckets_ms(run, resident_share(run))
+        return model.works_ms([self.work(model, run, streamed_bytes)])
+
+    def work(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> StepWork:
+        return model.travelling_work(run, resident_share(run), model.share_left(run, streamed_bytes))
 
     def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
         share = cost.share(resident_share(run))

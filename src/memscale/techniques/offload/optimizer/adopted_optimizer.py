@@ -38,9 +38,10 @@ from memscale.techniques.offload.optimizer.buckets import (
     Waiting,
     choose_resident,
     split_into_buckets,
+    step_order,
     stretches_of,
 )
-from memscale.techniques.offload.optimizer.guests import Guests, visitors, wait_until_home
+from memscale.techniques.offload.optimizer.guests import Guests, stand_in_part, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
 from memscale.techniques.offload.optimizer.separable import (
@@ -190,28 +191,30 @@ class AdoptedOptimizer:
             split = split_into_buckets(sizes, self.sizes.of(place.has_guests, place in resident))
             of_buckets = [sum(sizes[index] for index in indices) for indices in split]
             share = self.sizes.resident_share if place in resident else 0.0
-            for indices, stays in zip(split, self._staying(of_buckets, share), strict=True):
-                parameters = [same[index] for index in indices]
-                cut = place.has_guests and self._can_cut(optimizer, parameters)
-                self._add_bucket(parameters, place, stays=stays, cut=cut)
+            cuts = self._cuts(optimizer)
+            for indices, stays in zip(split, self._staying(of_buckets, share, cuts=cuts), strict=True):
+                self._add_bucket([same[index] for index in indices], place, stays=stays, cuts=cuts)
 
-    def _staying(self, bucket_bytes: list[int], share: float) -> list[bool]:
+    def _staying(self, bucket_bytes: list[int], share: float, *, cuts: bool) -> list[bool]:
         """Say for each bucket whether its state stays on the device although it could leave."""
         if share >= 1:
             return [True] * len(bucket_bytes)
-        return choose_resident(bucket_bytes, share, self.sizes.resident_bytes or sum(bucket_bytes))
+        limit = None if cuts else self.sizes.resident_bytes
+        return choose_resident(bucket_bytes, share, limit or sum(bucket_bytes))
 
-    def _can_cut(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether the first parameter can be stepped in stretches. See NOTE [stretches] in buckets.py."""
-        limit, store = self.sizes.guest_bytes, self.visits.store
-        if limit is None or store is None or self.choose is not None or not steps_each_element(optimizer):
+    def _cuts(self, optimizer: Optimizer) -> bool:
+        """Whether large parameters that travel are stepped in stretches. See NOTE [stretches] in buckets.py."""
+        store = self.visits.store
+        if store is None or self.choose is not None or not steps_each_element(optimizer):
             return False
-        is_large, is_dense = parameters[0].nbytes > limit, Layout.of(parameters[0]).span == parameters[0].numel()
-        return is_large and is_dense and all(leaf.in_memory for leaf in store.leaves())
+        return all(leaf.in_memory for leaf in store.leaves())
 
-    def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool, cut: bool) -> None:
+    def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool, cuts: bool) -> None:
         moves = not stays and self.visits.tier_of(place.device) is not None
-        stretches = stretches_of(parameters[0], self.sizes.guest_bytes or 1) if cut else ()
+        limit = self.sizes.guest_bytes if place.has_guests else self.sizes.resident_bytes
+        is_dense = Layout.of(parameters[0]).span == parameters[0].numel()
+        is_cut = cuts and moves and limit is not None and parameters[0].nbytes > limit and is_dense
+        stretches = stretches_of(parameters[0], limit or 1) if is_cut else ()
         bucket = Bucket(
             parameters, moves=moves, choose=self.choose, stays=stays, device=place.device, stretches=stretches
         )
@@ -238,7 +241,7 @@ class AdoptedOptimizer:
     def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: StepCall) -> None:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
-        turns = [turn for bucket in stepped for turn in _turns(bucket)]
+        turns = _in_order([turn for bucket in stepped for turn in _turns(bucket)])
         progress = _Progress(len(turns))
         try:
             if not stepped:
@@ -267,11 +270,11 @@ class AdoptedOptimizer:
         """Step one bucket while the next bucket that travels is on its way. See NOTE [what a bucket costs]."""
         bucket, coming = turn.bucket, travel.take(turn)
         visit = coming.bring()
-        stand_ins = coming.guests.stand_ins() if coming.guests is not None else {}
+        stand_ins = coming.stand_ins()
         if bucket.has_guests:
             _bring_beside(optimizer, visit.state, bucket.device)
         if bucket.moves:
-            travel.let_go()
+            travel.let_go(but=1)
         if self._is_whole(optimizer, bucket):
             travel.fetch_next()
         progress.begin()
@@ -422,11 +425,23 @@ def _turns(bucket: Bucket) -> list[_Turn]:
     return [_Turn(bucket, None)]
 
 
+def _in_order(turns: list[_Turn]) -> list[_Turn]:
+    """Return the turns in the order in which they are taken. See NOTE [the order of a step] in buckets.py."""
+    sizes = [
+        sum(p.nbytes for p in bucket.parameters if p.grad is not None)
+        if stretch is None
+        else (stretch.stop - stretch.start) * bucket.parameters[0].element_size()
+        for bucket, stretch in turns
+    ]
+    return [turns[index] for index in step_order(sizes, [turn.bucket.moves for turn in turns])]
+
+
 class _Coming:
     """What travels for one turn: state, and guests. Creating it starts the transfers."""
 
     def __init__(self, visits: Visits, entries: Entries, turn: _Turn, *, every: bool, ahead: bool) -> None:
-        self.bucket, stretch = turn
+        self.bucket, self._stretch = turn
+        stretch = self._stretch
         self.guests: Guests | None = None
         self._visits, self._entries = visits, entries
         self._is_ahead = ahead
@@ -442,8 +457,16 @@ class _Coming:
         arrival, self._arrival = self._arrival, None
         return self._visits.bring(self._entries, self.bucket, arrival, is_ahead=self._is_ahead)
 
+    def stand_ins(self) -> Mapping[int, torch.Tensor]:
+        """Return what is stepped in place of parameters that are elsewhere, or of which only a stretch is stepped."""
+        if self.guests is not None:
+            return self.guests.stand_ins()
+        return {} if self._stretch is None else stand_in_part(self.bucket.parameters[0], self._stretch)
+
     def park(self, state: State, visit: Visit) -> None:
         if self._cut is not None:
+            if self.guests is None:  # its stand-in shares the parameter's memory, and not its version counter
+                torch.autograd.graph.increment_version(self.bucket.parameters[0])
             self._cut.park(state)
         else:
             self._visits.park(self._entries, self.bucket, state, visit)
@@ -459,7 +482,7 @@ class _Coming:
 
 
 class _Travel:
-    """The buckets that travel in one step: at most one to the device and one from it.
+    """The buckets that travel in one step: at most one to the device and two from it.
 
     With `every`, parameters without a gradient are stepped too.
     """
@@ -468,7 +491,7 @@ class _Travel:
         self._visits, self._entries, self._every = visits, entries, every
         self._to_come = collections.deque(turn for turn in turns if turn.bucket.moves)
         self._coming: _Coming | None = None
-        self._leaving: _Coming | None = None
+        self._leaving: collections.deque[_Coming] = collections.deque()
 
     def take(self, turn: _Turn) -> _Coming:
         """Return what was fetched ahead for this turn, or start fetching it now."""
@@ -489,13 +512,12 @@ class _Travel:
     def leave(self, coming: _Coming) -> None:
         """Note that this turn was stepped and that what travels of it is being sent."""
         if coming.bucket.moves:
-            self._leaving = coming
+            self._leaving.append(coming)
 
-    def let_go(self) -> None:
-        """Free the memory of what left last."""
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            leaving.let_go()
+    def let_go(self, but: int = 0) -> None:
+        """Free the memory of what is leaving, but for so many that left last."""
+        while len(self._leaving) > but:
+            self._leaving.popleft().let_go()
 
 
 class _Progress:

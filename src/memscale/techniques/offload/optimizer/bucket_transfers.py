@@ -330,7 +330,7 @@ class StretchVisit:
         part, whole = self._part(slot), self._bucket.ticket
         assert whole is not None
         arrival = self._visits.transfers.fetch(part, out=self._views[slot.name])
-        whole.read = part.read
+        whole.note_read(part)
         self._visits.stats.bytes_from_store += part.num_bytes
         return arrival
 
@@ -378,7 +378,7 @@ class StretchVisit:
         part, whole = self._part(slot), self._bucket.ticket
         assert whole is not None
         self._visits.transfers.send(view, part)
-        whole.written = part.written
+        whole.note_written(part)
         self._parts.append(part)
         self._visits.stats.bytes_to_store += part.num_bytes
 

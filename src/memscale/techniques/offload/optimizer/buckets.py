@@ -1,26 +1,33 @@
 """Buckets: the state of a few parameters in one piece of memory, which travels and waits as one.
 
-NOTE [what a bucket costs]: a bucket's parameters are on one device and are neighbours in the optimizer's groups. The
-bucket closes before the parameter that would take it beyond `bucket_bytes` *of parameters*; a larger parameter has a
-bucket of its own. Its state bytes S are the sum of its state tensors above 4096 bytes, each rounded up to 512; smaller
-tensors stay on the device. The device holds at most this much of the state:
+NOTE [what a bucket costs]: a bucket's parameters are on one device. Those of at most a sixteenth of `bucket_bytes` (of
+parameters) share buckets of their own. The others come in the order of the optimizer's groups, and a bucket closes
+before the parameter that would take it beyond `bucket_bytes`; a larger parameter has a bucket of its own, and is cut
+into stretches where it can be. Its state bytes S are the sum of its state tensors above 4096 bytes, each rounded up to
+512; smaller tensors stay on the device. The device holds at most this much of the state:
 
-- during a step, S of one bucket and S of the next, which is being fetched (one S if transfers are synchronous);
-- while a bucket's state is made, twice its S (as the optimizer makes it, and packed); no other bucket is fetched then;
-- while a bucket is stepped whose state stays on the device, S of the bucket that leaves and S of the next.
+- during a step, S of one bucket, S of the next, which is being fetched, and S of the one before, which is leaving (one
+  S if transfers are synchronous). A bucket begins when the one before the last has left;
+- while a bucket's state is made, twice its S (as the optimizer makes it, and packed) and S of the one that is leaving;
+  no other bucket is fetched then;
+- while a bucket is stepped whose state stays on the device, S of two buckets that leave and S of the next.
 
-Between steps it holds nothing of what travels. So the most is twice the largest S, beside the temporaries that the
-optimizer's own step needs for one bucket.
+Between steps it holds nothing of what travels. So the most is three times the largest S, beside the temporaries that
+the optimizer's own step needs for one bucket.
+
+NOTE [the order of a step]: arriving, stepping and leaving go on side by side, so the slowest of the three sets the
+pace. Buckets whose state stays need the link for nothing: they are spread evenly between those that travel
+(`step_order`), guests included, so that the link is in use while they are stepped.
 
 NOTE [guests in a bucket]: guests, which live on the host and are stepped on the device, visit it with their gradients
 and their state. All of their state waits in the bucket, whatever its size: between steps nothing of these parameters is
 on the device but counters that the optimizer keeps there. Beside S the device then holds the bytes of the bucket's
 parameters twice, and once on the way back, when the gradients are gone.
 
-NOTE [stretches]: a parameter that is larger than a bucket visits the device a stretch of its elements at a time. This
-is done where the optimizer updates an element from that element's values alone, and where the state waits in host
-memory, unpacked. A stretch costs as much as a bucket of its size. Values that all elements share (counters) advance
-once: each stretch starts from the values before the step.
+NOTE [stretches]: a parameter that is larger than a bucket visits the device a stretch of its elements at a time, or, if
+it lives there, its state does. This is done where the optimizer updates an element from that element's values alone,
+and where the state waits in host memory, unpacked. A stretch costs as much as a bucket of its size. Values that all
+elements share (counters) advance once: each stretch starts from the values before the step.
 
 NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). S then counts the bytes that wait,
 and a step holds the unpacked state of one bucket beside them. Where there is no other tier, packed tensors wait in
@@ -42,6 +49,8 @@ from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, ca
 
 SMALL_BYTES = 4096
 """State tensors up to this size stay where they are: step counters, tables that all parameters share."""
+SMALL_PARTS = 16
+"""Parameters of at most this part of a bucket share buckets with one another."""
 STRETCH_ELEMENTS = 1024
 """Stretches of a parameter begin at multiples of this."""
 SLOT_BYTES = 512
@@ -53,16 +62,36 @@ def rounded(num_bytes: int) -> int:
 
 
 def split_into_buckets(sizes: Iterable[int], bucket_bytes: int) -> list[list[int]]:
-    """Put neighbours together until they would exceed the limit. Return the indices of each bucket."""
+    """Put parameters together until they would exceed the limit. Return the indices of each bucket.
+
+    Small parameters would cut the sequence into buckets that are too small to keep the link busy. They share buckets.
+    """
     buckets: list[list[int]] = []
-    filled = 0
+    filled = {False: 0, True: 0}
+    latest: dict[bool, list[int]] = {}
     for index, size in enumerate(sizes):
-        if not buckets or filled + size > bucket_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += size
+        is_small = size * SMALL_PARTS <= bucket_bytes
+        if is_small not in latest or filled[is_small] + size > bucket_bytes:
+            latest[is_small], filled[is_small] = [], 0
+            buckets.append(latest[is_small])
+        latest[is_small].append(index)
+        filled[is_small] += size
     return buckets
+
+
+def step_order(sizes: Sequence[int], travels: Sequence[bool]) -> list[int]:
+    """Return the order in which to step, given the bytes of parameters of each turn. See NOTE [the order of a step].
+
+    Turns that travel keep their order, and so do the others. One of the others comes first, while the first arrives.
+    """
+    places: list[tuple[float, bool, int]] = []
+    for is_away in (False, True):
+        turns = [index for index, away in enumerate(travels) if away == is_away]
+        total, done = max(1, sum(sizes[index] for index in turns)), 0
+        for index in turns:
+            places.append(((done + is_away * sizes[index] / 2) / total, is_away, index))
+            done += sizes[index]
+    return [index for _, _, index in sorted(places)]
 
 
 def stretches_of(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, ...]:
@@ -77,8 +106,8 @@ def stretches_of(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, .
 def choose_resident(sizes: Sequence[int], resident_share: float, bucket_bytes: int) -> list[bool]:
     """Say which buckets stay on the device, given their bytes of parameters: at most this share of all bytes.
 
-    Parameters that are larger than a bucket are chosen first, because a large one needs much room when it travels. The
-    others that stay are spread evenly over the sequence, so that the link is in use all the time.
+    Parameters that are larger than `bucket_bytes` are chosen first, because a large one needs much room when it
+    travels; where they come in stretches there are none. The others that stay are spread evenly over the sequence.
     """
     left = int(sum(sizes) * resident_share)
     stays = [False] * len(sizes)

@@ -65,6 +65,15 @@ class Guests:
             host.let_go(parameter, self._stretch)
 
 
+def stand_in_part(parameter: torch.Tensor, stretch: Stretch) -> dict[int, nn.Parameter]:
+    """Return a stand-in, by id, for these elements of a parameter that lives on the device: it shares their memory."""
+    stand_in = nn.Parameter(stretch.of(parameter), requires_grad=parameter.requires_grad)
+    vars(stand_in).update(vars(parameter))
+    if parameter.grad is not None:
+        stand_in.grad = stretch.of(parameter.grad)
+    return {id(parameter): stand_in}
+
+
 def visitors() -> dict[int, torch.device]:
     """Return the streamed parameters that can be stepped on the device, by id, each with that device.
 

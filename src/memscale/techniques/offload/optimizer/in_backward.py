@@ -72,6 +72,9 @@ class _InBackward:
         assert cost.in_backward is not None
         return model.in_backward_ms(cost, cost.in_backward) + 0 * streamed_bytes
 
+    def work(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> None:
+        return None
+
     def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
         return cost.state_bytes, 0
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
     from memscale._decide.eligible import Eligible
     from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.step_time import StepWork
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
 
@@ -41,8 +42,10 @@ class _WhereItIs:
         return model.largest_left(run, whole, least, streamed_bytes)
 
     def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        cost, share = model.cost(run), model.share_left(run, streamed_bytes)
-        return model.bucketed_ms(cost, share)
+        return model.works_ms([self.work(model, run, streamed_bytes)])
+
+    def work(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> StepWork:
+        return model.bucketed_work(model.cost(run), model.share_left(run, streamed_bytes))
 
     def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
         in_buckets = cost.bucketed_step_bytes

@@ -95,14 +95,20 @@ class Homes:
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()  # by address
         self._devices: list[tuple[Slot, torch.device]] = []
         self._replaced: dict[int, torch.Tensor] = {}
+        self._streamed: set[int] = set()
+        """The ids of the parameters that are home."""
         self._next: set[int] | None = None
         """The ids of the parameters that the next plan streams; None means that there is no next plan."""
         self.host = CPU
 
     # -------------------------------------------------------------------------------------------------- moving in
 
-    def move_in(self, model: nn.Module, streamed: set[int]) -> None:
-        """Move the parameters with the ids `streamed` home. `restore` undoes it, even if it failed half-way."""
+    def move_in(self, model: nn.Module, streamed: set[int]) -> bool:
+        """Move the parameters with the ids `streamed` home. `restore` undoes it, even if it failed half-way.
+
+        False: just these were home already, handed over by the plan before.
+        """
+        is_move, self._streamed = streamed != self._streamed, set(streamed)
         slots = slots_of(model.modules(), buffers=True)
         came_from = {id(slot.get()): device for slot, device in self._devices}  # see NOTE [from plan to plan]
         self._devices = [(slot, came_from.get(id(slot.get()), slot.get().device)) for slot in slots]
@@ -112,12 +118,17 @@ class Homes:
         if any(private.is_fake(parameter) for parameter in staying):
             self.host = torch.device("meta") if self.device.type == "cpu" else CPU
             self._fake_in(slots, streamed)
-            return
+            return is_move
+        others = [slot.get() for slot in slots if id(slot.get()) not in streamed]
+        is_there = all(p.device == CPU for p in staying) and all(p.device == self.device for p in others)
+        if not is_move and is_there:
+            return False
         self.presize([p for p in staying if self.ticket_of(p) is None])
         for group in sorted(overlapping(staying), key=lambda group: -group[0].nbytes):  # large first fills best
             self._bring_home(group)
-        for group in overlapping(slot.get() for slot in slots if id(slot.get()) not in streamed):
+        for group in overlapping(others):
             _relocate(group, self.device)
+        return True
 
     def _bring_home(self, group: list[torch.Tensor]) -> None:
         if len(group) == 1 and self.store is not None:
@@ -211,13 +222,15 @@ class Homes:
                 slot.table()[slot.name] = self._replaced[id(tensor)]
             elif tensor is not None and not private.is_fake(tensor):
                 by_device.setdefault(device, []).append(tensor)
-        self._devices, self._replaced = [], {}
+        self._devices, self._replaced, self._streamed = [], {}, set()
         # What belongs on the host moves first, because that makes room on the device.
         for device, tensors in sorted(by_device.items(), key=lambda item: item[0].type != "cpu"):
             self._move_out(tensors, device)
 
     def _rearrange(self, streamed: set[int]) -> None:
         """Bring home what the next plan streams, and move the rest out. See NOTE [from plan to plan]."""
+        if streamed == self._streamed:
+            return
         parameters = {id(p): p for slot, _ in self._devices if not slot.is_buffer and (p := slot.get()) is not None}
         going = [p for number, p in parameters.items() if number in streamed]
         # If the host has no room yet, it has when the others have left: `move_in` then brings what is missing.

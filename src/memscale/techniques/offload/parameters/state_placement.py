@@ -49,6 +49,16 @@ class Followers(StepWatcher):
                 self._optimizers.add(optimizer)
                 self._follow(optimizer)
 
+    def take_over(self, other: Followers) -> None:
+        """Know the optimizers that another has followed.
+
+        NOTE [a change of plans]: plans by shape stream the same parameters, and change at many steps. Looking for
+        optimizers goes through all of Python's objects, 70 ms in a process of ordinary size. One that is new since the
+        plan before has no state, or has it beside its parameters, and is met at its first step.
+        """
+        self._optimizers |= other._optimizers
+        self._moved_scalars |= other._moved_scalars
+
     def concerns(self, optimizer: Optimizer) -> bool:
         return owns_any(optimizer, (reference() for reference in self._parameters.values()))
 

@@ -63,7 +63,7 @@ class StepVisits:
             return (home if stretch is None else stretch.of(home)).to(self.device)
         part = ticket if stretch is None else _part(ticket, stretch)
         arrival = self._streamer.transfers.fetch(part)
-        ticket.read = part.read
+        ticket.note_read(part)
         return arrival
 
     def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None:
@@ -77,7 +77,8 @@ class StepVisits:
         self._streamer.transfers.send(stepped, part)
         torch.autograd.graph.increment_version(parameter)
         self._leaving[id(parameter), stretch.start if stretch is not None else 0] = part
-        ticket.written = self._last_written = part.written
+        ticket.note_written(part)
+        self._last_written = part.written
 
     def let_go(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> None:
         ticket = self._leaving.pop((id(parameter), stretch.start if stretch is not None else 0), None)

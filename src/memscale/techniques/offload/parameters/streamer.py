@@ -29,6 +29,7 @@ import torch
 from memscale._errors import StoreFullError
 from memscale._torch import private
 from memscale.techniques.offload.parameters.parameter_homes import Homes, tensor_over, unviewed
+from memscale.techniques.offload.parameters.state_placement import Followers
 from memscale.techniques.offload.parameters.sum_order import Tails
 from memscale.techniques.offload.pinned import LANDING_BYTES
 from memscale.techniques.offload.store.stores import Layout, StoreCounters, Ticket
@@ -249,6 +250,8 @@ class Streamer:
         """The visits fetched ahead for the layers that come next in forward."""
         self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
         self.tails = Tails(device)
+        self.following: Followers | None = None
+        """Keeps optimizer state beside the parameters."""
         self.landed: LandedGradients | None = None
         """The gradients that wait for a step on the device; None if the host steps the parameters."""
 

@@ -308,7 +308,7 @@ def attach(
     streamed = streamable(model, modules.values())
     _attach_layers(streamer, modules, streamed, undo, verify=verify)
     _attach_model(streamer, model, undo)
-    _move_in(streamer, model, streamed, undo, is_fake=is_fake, goes_on=previous is not None)
+    _move_in(streamer, model, streamed, undo, is_fake=is_fake, previous=previous)
     return streamer
 
 
@@ -319,18 +319,23 @@ def _move_in(
     undo: contextlib.ExitStack,
     *,
     is_fake: bool,
-    goes_on: bool,
+    previous: Streamer | None,
 ) -> None:
-    """Move streamed parameters home, with their state. `goes_on` says that some of them are there already."""
+    """Move streamed parameters home, with their state. Some of them may be there already, from the plan before."""
     homes = streamer.homes
     following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
-    following.leaves_adopted = goes_on
+    following.leaves_adopted = previous is not None
+    streamer.following = following
     undo.callback(_leave_adopted, following, homes)
     if not is_fake:
         _announce(streamer, model, undo)
     undo.callback(homes.restore)
-    homes.move_in(model, streamed)
+    is_move = homes.move_in(model, streamed)
     streamer.make_room_for_landings()
+    if previous is not None and previous.following is not None:
+        following.take_over(previous.following)
+        if not is_move:
+            return  # nothing has moved, so no state has to: see NOTE [a change of plans]
     if not is_fake:  # on a stage there is no state yet, and looking for optimizers goes through all of Python's objects
         following.follow_all()
         torch.accelerator.empty_cache()  # otherwise the segments that parameters have left stay reserved

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import pathlib
@@ -267,19 +266,18 @@ def _open_unlinked(directory: pathlib.Path, direct: bool) -> tuple[int, bool]:
     try:
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
             os.unlink(name)
-        if direct and hasattr(os, "O_DIRECT"):
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-            direct = _try_direct(fd, flags)
-        else:
-            direct = False
+        direct = _try_direct(fd) if direct and hasattr(os, "O_DIRECT") else False
     except BaseException:
         os.close(fd)
         raise
     return fd, direct
 
 
-def _try_direct(fd: int, flags: int) -> bool:
+def _try_direct(fd: int) -> bool:
     """Switch to direct I/O if a real write and read of one block work; some file systems refuse no earlier."""
+    import fcntl  # not on Windows, where a plain `wrap` must still be possible
+
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with mmap.mmap(-1, BLOCK_BYTES) as block:
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

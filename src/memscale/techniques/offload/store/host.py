@@ -95,10 +95,7 @@ class HostStore(Store):
             if low < high:
                 pieces.append(Piece(piece.segment, piece.offset + low - start, high - low))
             start += piece.num_bytes
-        part = Ticket(self, layout, pieces)
-        part.freed = True
-        part.written, part.read = ticket.written, ticket.read
-        return part
+        return ticket.part(layout, offset, pieces)
 
     def _reserve(self, num_bytes: int) -> list[Piece]:
         pieces: list[Piece] = []

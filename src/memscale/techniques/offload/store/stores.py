@@ -31,7 +31,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -127,6 +127,9 @@ def _collapsed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ..
     return tuple(1 if step == 0 and n > 1 else n for n, step in zip(shape, stride, strict=True))
 
 
+EventType = TypeVar("EventType")
+
+
 class Ticket:
     """The claim on one waiting tensor. Its leaf store owns it; `Transfers` keeps its events on it."""
 
@@ -138,12 +141,15 @@ class Ticket:
         "jobs",
         "layout",
         "num_bytes",
+        "place",
         "read",
+        "reads_of_parts",
         "rescued",
         "sent",
         "spot",
         "store",
         "write_job",
+        "writes_of_parts",
         "written",
     )
 
@@ -166,8 +172,32 @@ class Ticket:
         """The bytes, on the host, after a threaded write of them failed: an error loses nothing."""
         self.sent: Any = None
         """The source on its way to the store; `Transfers` keeps it alive."""
+        self.place: tuple[int, int] = (0, layout.num_bytes)
+        """The bytes of the whole that it stands for: from, and up to."""
+        self.writes_of_parts: PartEvents[torch.Event] = PartEvents()
+        self.reads_of_parts: PartEvents[Fence] = PartEvents()
         self.spot = spot
         self.freed = False  # last: until here, `__del__` leaves it alone
+
+    def part(self, layout: Layout, offset: int, spot: Any) -> Ticket:
+        """Return a ticket for a stretch of its bytes, which waits for copies of those bytes alone."""
+        part = Ticket(self.store, layout, spot)
+        part.freed, part.place = True, (offset, offset + layout.num_bytes)
+        part.written = self.writes_of_parts.of(part.place, self.written)
+        part.read = self.reads_of_parts.of(part.place, self.read)
+        return part
+
+    def note_written(self, part: Ticket) -> None:
+        """Note that a part, or the whole by itself, is being written."""
+        if part is not self and part.written is not None:
+            self.writes_of_parts.note(part.place, part.written)
+        self.written = part.written
+
+    def note_read(self, part: Ticket) -> None:
+        """Note that a part, or the whole by itself, is being read."""
+        if part is not self and part.read is not None:
+            self.reads_of_parts.note(part.place, part.read)
+        self.read = part.read
 
     def wait_written(self) -> None:
         """Block until the bytes are in the store; raise what the write raised."""
@@ -181,6 +211,39 @@ class Ticket:
         # Garbage may be collected while one of our own locks is held, so this only leaves a note.
         if not getattr(self, "freed", True) and not self.store.closed:  # absent: Ctrl-C in the middle of `__init__`
             self.store.abandoned.append(self)
+
+
+class PartEvents(Generic[EventType]):
+    """The last events of the parts of a waiting tensor.
+
+    Copies of one kind are on one stream, so the last of them stands for all that came before it. A part that waited for
+    the last copy of any part would wait for copies that are no concern of its own, and the link would idle.
+    """
+
+    def __init__(self) -> None:
+        self._latest: EventType | None = None
+        self._before: EventType | None = None
+        """The last event of the whole before the first of the parts."""
+        self._by_place: dict[tuple[int, int], EventType] = {}
+
+    def of(self, place: tuple[int, int], latest: EventType | None) -> EventType | None:
+        """Return what a part must wait for; `latest` is the last event of the whole or of any part."""
+        if latest is not self._latest:  # the whole was copied since
+            self._latest = self._before = latest
+            self._by_place.clear()
+        if place in self._by_place:
+            return self._by_place[place]
+        return self._latest if self._is_cut_otherwise(place) else self._before
+
+    def note(self, place: tuple[int, int], event: EventType) -> None:
+        if place not in self._by_place and self._is_cut_otherwise(place):
+            self._by_place.clear()
+            self._before = event
+        self._by_place[place] = self._latest = event
+
+    def _is_cut_otherwise(self, place: tuple[int, int]) -> bool:
+        """Whether this part overlaps with parts that it is not one of."""
+        return any(start < place[1] and place[0] < stop for start, stop in self._by_place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
