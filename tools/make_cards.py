@@ -67,7 +67,7 @@ def records() -> list[tuple[str, Record]]:
 
 def verify_emulated(path: pathlib.Path, models: Sequence[str]) -> None:
     """Run on the emulated card, which this process must run on (`python -m emucuda -m tools.make_cards ...`)."""
-    from emucuda._launch import command  # type: ignore[import-not-found,unused-ignore]
+    from emucuda._launch import command  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     session = Session(on_progress=lambda text: print(text, flush=True), command=command)
     record = Record.load(path) if path.exists() else new_record(session.look())
