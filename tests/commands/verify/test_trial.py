@@ -117,9 +117,15 @@ def test_a_processor_through_the_command(tmp_path: pathlib.Path, capsys: pytest.
     assert "1 of 4: bert-tiny, 2 x 16, plain" in shown.err
     assert "identical, bit for bit" in shown.out
     record = Record.load(path)
-    assert [each.outcome for each in record.trials] == ["trained"] * 4
-    for each in record.trials:
+    trained = [each for each in record.trials if each.outcome == "trained"]
+    assert [each.way for each in trained] == ["plain", "plain again", "lowest"]
+    for each in trained:
         assert each.measured.live == pytest.approx(each.predicted.live, rel=0.05)
+    refused = record.trial("bert-tiny, 2 x 16", "budget")
+    assert refused is not None
+    assert refused.outcome == "does not fit", "embeddings and their state are all of it, and on a processor they stay"
+    assert "raise the budget" in refused.detail
+    assert f"budget: does not fit: {refused.detail}" in shown.out
     assert main(command) == 0
     again = capsys.readouterr()
     assert "going on from" in again.err

@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from typing import Any, Literal
@@ -160,8 +161,8 @@ def run(order: Order) -> Trial:
     """Train, and say what was predicted and seen. Running out of memory and having no plan are answers."""
     begun = Trial(order.case.title, order.way, "trained", budget_bytes=order.budget_bytes)
     device = open_device(order.device)
-    with zoo.quiet():
-        work = _Work(order, device)
+    with zoo.quiet(), tempfile.TemporaryDirectory(prefix="memscale-verify-") as directory:
+        work = _Work(order, device, directory)
         try:
             begun = work.prepare(begun)
             return work.train(begun)
@@ -174,8 +175,10 @@ def run(order: Order) -> Trial:
 class _Work:
     """The model, its batch and what is known of it so far."""
 
-    def __init__(self, order: Order, device: torch.device) -> None:
+    def __init__(self, order: Order, device: torch.device, directory: str) -> None:
         self._order, self._device = order, device
+        self._directory = directory if device.type == "cpu" else None
+        """A processor's next tier is the disk."""
         torch.manual_seed(0)
         self._model = zoo.build(order.case.model, with_weights=True)
         self._inputs = real_inputs(self._model, order.case)
@@ -212,6 +215,7 @@ class _Work:
             device=str(self._device),
             memory_budget_gb=budget / 1e9 if self._order.way == BUDGET and budget is not None else None,
             force_optimize=self._order.way == LOWEST,
+            offload_dir=self._directory,
             enable_logging=False,
         )
 
