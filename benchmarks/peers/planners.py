@@ -161,7 +161,7 @@ PLANNERS = {
     "mem_tracker": OtherPlanner(
         "`MemTracker`",
         _mem_tracker,
-        "it tracks and decides nothing; no allocator, no kernels' temporaries; the card must be there",
+        "it tracks and decides nothing; no model of the allocator",
     ),
     "ilp": OtherPlanner(
         "`SACEstimator` and the ILP",
