@@ -75,7 +75,7 @@ def test_the_log_is_that_of_the_whole_model(kind: str, overlaps: bool) -> None:
     assert told(short) == told(recorded)
     assert short.levels == recorded.levels
     trace = planner._rehearsed_short(actions[kind], planner.job.config, num_steps := 1 + planner._learns(actions[kind]))
-    whole = planner.rehearsal.run(planner._attacher(actions[kind], planner.job.config), num_steps=num_steps)
+    whole = planner.rehearsal.run(planner.attacher(actions[kind], planner.job.config), num_steps=num_steps)
     assert trace is not None
     assert (trace.peak_bytes, trace.end_bytes) == (whole.peak_bytes, whole.end_bytes) == max(recorded.levels)
 

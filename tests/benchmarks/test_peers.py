@@ -93,6 +93,5 @@ def test_bytes_that_are_reserved_count_where_there_are_any() -> None:
 def test_the_page_is_what_was_found() -> None:
     store = peers.Store(peers.DATA)
     assert page.write(store.data) == peers.PAGE.read_text(), "run `python -m benchmarks.peers --page`"
-    tried = {row["peer"] for row in store.data["rows"] if row["kind"] == "peer"}
-    assert tried == {peer.name for peer in PEERS}
-    assert {row["peer"] for row in store.data["rows"] if row["kind"] == "planner"} == set(PLANNERS)
+    assert {row["peer"] for row in store.data["rows"]} <= {*(peer.name for peer in PEERS), *PLANNERS}
+    assert {row["device"] for row in store.data["rows"] if row["kind"] == "peer"} >= {"simgpu", "emucuda"}

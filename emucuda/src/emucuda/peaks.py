@@ -314,7 +314,7 @@ def _child(name: str, mode: str) -> None:
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": reserved_bytes,
         "total_bytes": reserved_bytes + emucuda.Settings().context_bytes,
-        "versions": versions(),
+        "versions": versions() | {"torch": str(torch.version.__version__)},  # with its build
     }
     print(_MARK + json.dumps(figures | predicted), flush=True)
 

@@ -6,6 +6,10 @@ segments of one phase are of no use in the next, and up to half as much again is
 Segments that grow page by page can be given back page by page, too. So a plan may switch to those, and name a few
 moments of the step at which all unused pages go back to the card, just before a phase that needs large pieces.
 
+NOTE [segments stay as they are]: a later plan of the same model may ask for nothing. What was allocated before lies in
+segments that grow, though, and their unused pages are of no use to segments of the other kind: switching back would
+hold both. So the settings stay until the model is detached.
+
 Tensors and streams are not touched, so there is nothing here to get wrong but time: the host waits at such a moment for
 the device. `_planning/least_reserved.py` chooses the moments.
 """
@@ -42,11 +46,11 @@ _lock = threading.Lock()
 _num_users = 0
 
 
-def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Follow this until undone."""
+def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack, detached: contextlib.ExitStack) -> None:
+    """Follow this until undone; settings until detached. See NOTE [segments stay as they are]."""
     if use.settings and may_switch():
         _acquire()
-        undo_with(model, _release, undo)
+        undo_with(model, _release, detached)
     elif use.settings:
         logger.warning(
             "The plan asks for the allocator settings %s, which are not set here: %s. It may reserve more than the "

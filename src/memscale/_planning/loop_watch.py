@@ -236,10 +236,10 @@ def _tolerated(plan: Plan) -> int:
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Of a tensor that consists of others, theirs."""
+    """Of a tensor that consists of others, theirs; a sharded one names its mesh among its parts."""
     if hasattr(tensor, "__tensor_flatten__"):
-        names = tensor.__tensor_flatten__()[0]
-        return [storage for name in names for storage in _storages_of(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [storage for part in parts if isinstance(part, torch.Tensor) for storage in _storages_of(part)]
     return [tensor.untyped_storage()] if tensor.layout is torch.strided else []
 
 
