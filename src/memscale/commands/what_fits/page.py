@@ -112,7 +112,7 @@ def markdown(log: Log) -> str:
         f"{_caption(log)} Only exact techniques are used: a model trains as it would without MemScale, bit for bit.",
         f"Written by `memscale table` (memscale {log.version}) from [what_fits.json](what_fits.json), which answers "
         f"{num_asked} of {len(_all_questions())} questions; the others were not planned for yet, and a cell says so.",
-        "Diffusion models (SDXL, FLUX) are not among the models that MemScale knows by name, and are left out.",
+        "Diffusion models (SDXL, FLUX) are not in this table yet; `memscale estimate` knows their networks by name.",
         "",
         _legend(),
     ]
