@@ -242,7 +242,7 @@ class AdoptedOptimizer:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
         turns = _in_order([turn for bucket in stepped for turn in _turns(bucket)])
-        progress = _Progress(len(turns))
+        progress, before = _Progress(len(turns)), set(optimizer.state)
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # the counters of groups advance nevertheless
@@ -255,6 +255,7 @@ class AdoptedOptimizer:
             self._fail(optimizer, progress, error)
             raise
         finally:
+            _put_in_order(optimizer, before)
             if any(bucket.has_guests for bucket in stepped):
                 wait_until_home()
 
@@ -434,6 +435,13 @@ def _in_order(turns: list[_Turn]) -> list[_Turn]:
         for bucket, stretch in turns
     ]
     return [turns[index] for index in step_order(sizes, [turn.bucket.moves for turn in turns])]
+
+
+def _put_in_order(optimizer: Optimizer, before: set[Any]) -> None:
+    """Let what a step has added to the state stand where a plain step adds it: in the order of the parameters."""
+    state = optimizer.state
+    for parameter in [p for p in parameters_of(optimizer) if p in state and p not in before]:
+        state[parameter] = state.pop(parameter)
 
 
 class _Coming:

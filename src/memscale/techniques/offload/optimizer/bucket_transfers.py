@@ -358,7 +358,10 @@ class StretchVisit:
         values = state.get(parameter, {})
         made = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.dim()}
         if self._stretch.start == 0 and self._memory is None:
-            self._visits.lay_out_whole(bucket, {name: value.dtype for name, value in made.items()})
+            self._reserve(made)
+        if bucket.kept is not None:
+            self._keep(bucket.kept, made, values)
+            return
         if self._memory is None and bucket.slots:
             self._lay_out()
         for slot in bucket.slots:
@@ -373,6 +376,24 @@ class StretchVisit:
             self._entries[parameter] = bucket.wait_for(0, values, self._entries.get(parameter))
         else:
             _write_back(self._entries, state)
+
+    def _reserve(self, made: Mapping[Any, torch.Tensor]) -> None:
+        """Find room for the state of all stretches: in the store or, if that is full, where the parameter lives."""
+        bucket, parameter = self._bucket, self._bucket.parameters[0]
+        try:
+            self._visits.lay_out_whole(bucket, {name: value.dtype for name, value in made.items()})
+        except OffloadError as error:  # see NOTE [a failed write]
+            self._visits.failures.append(error)
+            self._visits.drop(bucket)
+            bucket.kept = {name: torch.empty_like(parameter, dtype=value.dtype) for name, value in made.items()}
+
+    def _keep(self, kept: dict[Any, torch.Tensor], made: Mapping[Any, torch.Tensor], values: dict[Any, Any]) -> None:
+        """Put this stretch beside the others; after the last one the parameter has an ordinary entry."""
+        for name, value in made.items():
+            self._stretch.of(kept[name]).copy_(value)
+        if self._stretch.stop == self._bucket.parameters[0].numel():
+            self._bucket.kept = None
+            _write_back(self._entries, {self._bucket.parameters[0]: {**values, **kept}})
 
     def _send(self, slot: Slot, view: torch.Tensor) -> None:
         part, whole = self._part(slot), self._bucket.ticket

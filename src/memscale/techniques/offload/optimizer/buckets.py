@@ -198,6 +198,8 @@ class Bucket:
         self.slots: tuple[Slot, ...] = ()
         self.num_bytes = 0
         self.ticket: Ticket | None = None
+        self.kept: dict[Any, torch.Tensor] | None = None
+        """State that comes in stretches and that the store has no room for, while its stretches are stepped."""
         self._entries: list[weakref.ref[Waiting] | None] = [None] * len(self.parameters)
 
     # ------------------------------------------------------------------------------------------------- packing
