@@ -253,8 +253,8 @@ def test_a_missing_directory_is_made(tmp_path):
 
 KILLED_BEFORE_UNLINK = """
 import os, signal, sys
-os.unlink = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 from memscale.techniques.offload.store.disk import DiskStore
+os.unlink = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # others remove files when they are imported
 DiskStore(sys.argv[1])
 """
 
