@@ -66,3 +66,22 @@ def test_bare_numbers_are_found(source: str) -> None:
 @pytest.mark.parametrize("source", ['f"{show_bytes(num_bytes)} are left"', 'f"{peak_bytes / 1e9:.3f} GB"'])
 def test_what_a_person_can_read_is_let_by(source: str) -> None:
     assert not list(raw_counts(ast.parse(source)))
+
+
+def _logged_errors(tree: ast.AST) -> Iterator[int]:
+    """Where an error itself is given to a logger, and not its text."""
+    for handler in ast.walk(tree):
+        if isinstance(handler, ast.ExceptHandler) and handler.name:
+            for call in ast.walk(handler):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("logger."):
+                    named = [arg for arg in call.args if isinstance(arg, ast.Name) and arg.id == handler.name]
+                    yield from (arg.lineno for arg in named)
+
+
+def test_no_log_record_holds_an_error() -> None:
+    """Its traceback holds the frames of a step, and so its tensors, for as long as somebody keeps the record."""
+    found = [
+        f"{path.name}:{line}" for path in PACKAGE.rglob("*.py") for line in _logged_errors(ast.parse(path.read_text()))
+    ]
+    assert not found, f"log str(error) there: {found}"
+    assert list(_logged_errors(ast.parse("try:\n  f()\nexcept E as e:\n  logger.info('%s', e)"))) == [4]

@@ -114,7 +114,7 @@ def _recall(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
             write_json(path, {**read_json(path), key: measured})
         except OSError as error:
-            logger.debug("what was measured cannot be kept in %s: %s", path, error)
+            logger.debug("what was measured cannot be kept in %s: %s", path, str(error))
         return measured
 
 
@@ -123,7 +123,7 @@ def _cache_file() -> pathlib.Path | None:
     try:
         return cache_dir() / FILE_NAME
     except RuntimeError as error:
-        logger.debug("figures are not remembered: %s", error)
+        logger.debug("figures are not remembered: %s", str(error))
         return None
 
 
@@ -147,7 +147,7 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
                     _LOCK_WAIT_S,
                 )
         except OSError as error:
-            logger.debug("%s cannot be locked: %s", path, error)
+            logger.debug("%s cannot be locked: %s", path, str(error))
         yield
 
 

@@ -155,7 +155,7 @@ def _measured(hardware: Hardware, device: torch.device) -> Hardware:
             "%s is not measured (%s): times are predicted from published figures. They will be measured when MemScale "
             "is used while more of its memory is free.",
             hardware.device_name,
-            error,
+            str(error),
         )
         return hardware
     hardware = dataclasses.replace(
@@ -183,7 +183,7 @@ def _with_disk_measured(hardware: Hardware, offload_dir: str) -> Hardware:
     try:
         return dataclasses.replace(hardware, link_bytes_per_s=benchmark.disk_bytes_per_s(nearest_existing(offload_dir)))
     except OSError as error:  # full, or not ours: the executor will say so when it matters
-        logger.debug("the disk below %s cannot be measured: %s", offload_dir, error)
+        logger.debug("the disk below %s cannot be measured: %s", offload_dir, str(error))
         return hardware
 
 

@@ -53,7 +53,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
             content = _json.loads(file.read(MAX_FILE_BYTES))
     except (OSError, ValueError) as error:
         if not isinstance(error, FileNotFoundError):
-            logger.debug("%s cannot be read and counts as empty: %s", path, error)
+            logger.debug("%s cannot be read and counts as empty: %s", path, str(error))
         return {}
     return content if isinstance(content, dict) else {}
 

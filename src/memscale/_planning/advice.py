@@ -108,7 +108,7 @@ class _Descent:
             planner = Planner(known.job.under(self.config), inputs, costs=known.costs)
             return planner.plan(choose_strategy(self.config.replace(auto_policy=False))).fits
         except MemScaleError as error:
-            logger.debug("size %d was not planned for: %s", size, error)
+            logger.debug("size %d was not planned for: %s", size, str(error))
             return False
 
     def _plan_at(self, size: int) -> Plan | None:
@@ -125,7 +125,7 @@ class _Descent:
             planner.profile = dataclasses.replace(known.profile, plain=seen.plain, input_bytes=seen.input_bytes)
             return planner.confirm(self.plan, self.config)
         except MemScaleError as error:
-            logger.debug("size %d was not rehearsed: %s", size, error)
+            logger.debug("size %d was not rehearsed: %s", size, str(error))
             return None
 
 

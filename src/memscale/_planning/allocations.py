@@ -56,7 +56,7 @@ def allocator_settings() -> AllocatorSettings:
     try:
         return parse_settings(own_settings())
     except ConfigError as error:
-        logger.info("Reserved memory is predicted for PyTorch's default allocator settings: %s.", error)
+        logger.info("Reserved memory is predicted for PyTorch's default allocator settings: %s.", str(error))
         return AllocatorSettings()
 
 

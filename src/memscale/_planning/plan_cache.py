@@ -58,7 +58,7 @@ class PlanSlot:
             plan = Plan.from_json(_json.dumps(content.get("plan")))
             return self._as_of_now(plan)
         except (MemScaleError, ValueError) as error:
-            logger.debug("the plan in %s is not used: %s", self._path, error)
+            logger.debug("the plan in %s is not used: %s", self._path, str(error))
             return None
 
     def _as_of_now(self, plan: Plan) -> Plan | None:
@@ -82,7 +82,7 @@ class PlanSlot:
             write_json(self._path, content)
             _drop_oldest(self._path.parent)
         except OSError as error:
-            logger.debug("the plan cannot be kept in %s: %s", self._path, error)
+            logger.debug("the plan cannot be kept in %s: %s", self._path, str(error))
 
 
 def slot_for(job: Job, inputs: Inputs) -> PlanSlot | None:
@@ -92,7 +92,7 @@ def slot_for(job: Job, inputs: Inputs) -> PlanSlot | None:
     try:
         return PlanSlot(job, plan_dir() / f"{fingerprint(job, inputs)}.json")
     except (NoFingerprintError, RuntimeError) as error:
-        logger.debug("plans of this model are not kept: %s", error)
+        logger.debug("plans of this model are not kept: %s", str(error))
         return None
 
 

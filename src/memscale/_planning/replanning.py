@@ -247,7 +247,7 @@ class Replanner(OwnHook):
                 planner = Planner(self._job(model), largest)
                 looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
         except StaticProfileError as error:  # a size that the model does not take, though smaller ones do
-            logger.debug("no plan for this shape: %s", error)
+            logger.debug("no plan for this shape: %s", str(error))
             return None
         finally:
             self._is_planning = False
@@ -309,7 +309,7 @@ class Replanner(OwnHook):
                 "one by that much. %s",
                 what,
                 show_bytes(found.new_bytes),
-                error,
+                str(error),
             )
             return False
         return True
@@ -432,7 +432,9 @@ class Replanner(OwnHook):
                 return self._lead(model, common, inputs, min(need.budget_bytes for need in needs), meeting)
             return self._follow(model, common, inputs, meeting.read_answer())
         except NobodyCameError as error:
-            logger.warning("%s to plan together: was the model wrapped on all ranks? This one plans by itself", error)
+            logger.warning(
+                "%s to plan together: was the model wrapped on all ranks? This one plans by itself", str(error)
+            )
             return False
 
     def _lead(self, model: nn.Module, common: Inputs, begun: Inputs, budget_bytes: int, meeting: Meeting) -> bool:

@@ -272,7 +272,7 @@ class FakeRehearsal(Rehearsal):
                 tried[self.values.share] = run(), self.num_calls
             except Exception as error:  # e.g. a step in which all layers are dropped, and nothing has a gradient
                 share = self.values.share
-                logger.debug("the step does not run with draws of %s: %s: %s", share, type(error).__name__, error)
+                logger.debug("the step does not run with draws of %s: %s: %s", share, type(error).__name__, str(error))
         self.values.share = max(tried, key=lambda share: tried[share][0].peak_bytes)
         trace, self.num_calls = tried[self.values.share]
         calls = [(name, count) for _, num_calls in tried.values() for name, count in num_calls.items()]

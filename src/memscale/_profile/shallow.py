@@ -158,7 +158,7 @@ def rehearse_short(
         try:
             segments = rehearsal.run(attach(short_actions(actions, rehearsal.blocks, cuts))).segments
         except Exception as error:
-            logger.debug("the plan does not run at a fraction of the depth: %s: %s", type(error).__name__, error)
+            logger.debug("the plan does not run at a fraction of the depth: %s: %s", type(error).__name__, str(error))
             return None
     for cut in cuts:
         segments = _stretch(cut, segments)
@@ -225,7 +225,7 @@ def open_shallow(
         shallow.stage.loop = loop
         stretched = shallow.stretch(shallow.stage.run())
     except Exception as error:  # a forward that counts its blocks, for one
-        logger.debug("the model does not run at a fraction of its depth: %s: %s", type(error).__name__, error)
+        logger.debug("the model does not run at a fraction of its depth: %s: %s", type(error).__name__, str(error))
         return None
     return shallow if stretched.segments == plain.segments else None
 

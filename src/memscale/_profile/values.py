@@ -234,7 +234,7 @@ class Values(TorchDispatchMode):
         try:
             real = self._compute(func, args, kwargs)
         except Exception as error:  # the CPU has no such kernel, or an assumed index is out of range
-            logger.debug("no values for %s: %s", func, error)
+            logger.debug("no values for %s: %s", func, str(error))
             return False
         cell = Cell(is_drawn=func in _DRAWS, is_lucky=_is_luck(func))
         _attach(results, tensors_of([real]), [value for value in values if value], cell)

@@ -160,7 +160,7 @@ class _Session:
             device = None if self.config.device is None else torch.device(self.config.device)
             conversion = convert(optimizer, model, device)
         except (NoCounterpart, ImportError) as reason:
-            logger.info("%s is not replaced by one of bitsandbytes' (%s)", type(optimizer).__name__, reason)
+            logger.info("%s is not replaced by one of bitsandbytes' (%s)", type(optimizer).__name__, str(reason))
             return optimizer
         self._give_back_optimizer()
         self.conversion, self.replaced = conversion, optimizer
@@ -222,7 +222,7 @@ class _Session:
         try:
             self.executor.report(path, step_ms=step_ms, live_peak_bytes=live)
         except (MemScaleError, OSError) as error:
-            logger.warning("memscale_report=%r cannot be written: %s", str(path), error)
+            logger.warning("memscale_report=%r cannot be written: %s", str(path), str(error))
 
     def _wrapped_model(self) -> nn.Module | None:
         return getattr(self.executor, "model", None)
@@ -356,7 +356,7 @@ class _Train:
                 found = self._smaller_batch(error)
                 if found is None or found >= before:
                     raise
-                logger.info("auto_find_batch_size takes the batch size %d: %s", found, error)
+                logger.info("auto_find_batch_size takes the batch size %d: %s", found, str(error))
                 self.trainer._train_batch_size = before = found
             random_state.restore()
 
