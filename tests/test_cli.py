@@ -421,6 +421,26 @@ def test_doctor_names_the_extra_of_what_is_missing() -> None:
 CONTRIBUTORS_EXTRAS = {"audit", "coverage", "dev", "docs", "pages", "peers"}
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("plan", "--output"), ("plan", "--pareto"), ("report", "--output"), ("estimate", "--snapshot")],
+)
+def test_the_file_that_a_model_comes_from_is_not_overwritten(
+    shell: Shell, tmp_path: pathlib.Path, command: str, option: str
+) -> None:
+    source = tmp_path / "own.py"
+    source.write_text("def make():\n    raise RuntimeError('not reached')\n")
+    before = source.read_text()
+    assert "would be overwritten" in shell.complaint(command, f"{source}:make", option, str(source))
+    assert source.read_text() == before
+
+
+def test_a_reader_who_has_seen_enough_ends_a_command_quietly() -> None:
+    command = f"{sys.executable} -m memscale cache | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_extra_of_the_package_is_known_to_doctor() -> None:
     import importlib.metadata
 

@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         return _complain(shortened(error.format_message()), EXIT_BAD_INPUT)  # type: ignore[attr-defined]
     except SystemExit as error:  # never ours: a model's code must not decide how this command ends
+        if isinstance(error.__context__, BrokenPipeError):
+            return _end_quietly()  # how typer ends then
         return _complain(
             f"the model's own code ended the program (sys.exit({shown(error.code)})) while a step of it was tried; "
             "take that call out of its forward",
@@ -104,13 +106,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
-    except BrokenPipeError:  # `memscale ... | head`: whoever read us has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return _end_quietly()
     except Exception:
         raise  # an error of ours: its traceback is what we need to see
     except BaseException as error:  # a model's own, raised where only errors were expected
         return _complain(f"the model's own code raised {quoted(error)} while a step of it was tried", EXIT_BAD_INPUT)
+
+
+def _end_quietly() -> int:
+    """`memscale ... | head`: whoever read us has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    return 0
 
 
 def _complain(message: str, code: int) -> int:
@@ -162,6 +169,7 @@ def estimate(
     """Predict the peak of a training step, plain and in each mode. Nothing is allocated."""
     config = _config(mode, budget, utilization, overlaps, force=force)
     _check_writable("--snapshot", snapshot)
+    _refuse_own_source(model, "--snapshot", snapshot)
     _check_ranks(world_size, ddp=ddp, fsdp=fsdp, snapshot=snapshot)
     if lengths is not None and (snapshot is not None or world_size is not None or seq is not None):
         raise ConfigError("--lengths is a table of its own: leave --seq, --snapshot and --world-size away")
@@ -300,6 +308,8 @@ def plan(
     config = _config(mode, budget, utilization, overlaps, force=force)
     _check_writable("--output", output)
     _check_writable("--pareto", pareto)
+    _refuse_own_source(model, "--output", output)
+    _refuse_own_source(model, "--pareto", pareto)
     if _is_same_file(output, pareto):
         raise PlanError(f"--output and --pareto are both {output}: one would overwrite the other")
     if pareto is not None:
@@ -371,13 +381,12 @@ def report(
     from memscale.report.page import Report
 
     _check_writable("--output", output)
+    _refuse_own_source(subject, "--output", output)
     plotly()
     if subject.endswith(".json"):
         unread = (batch, seq, gpu, budget, overlaps, lora, host) != (None,) * 7 or force or with_weights
         if unread or (optimizer, utilization, mode) != ("adamw", 0.85, "balanced"):
             raise ConfigError(f"{subject} is a plan that was made already: of the options only --output applies to it")
-        if _is_same_file(pathlib.Path(subject), output):
-            raise PlanError(f"--output {output} is the plan itself, which would be overwritten")
         made = Report(_read_plan(pathlib.Path(subject)))
     else:
         config = _config(mode, budget, utilization, overlaps, force=force)
@@ -385,6 +394,13 @@ def report(
         made = _report_of(opened, config, optimizer)
     _write("--output", output, made.html())
     print(f"written to {output}", file=sys.stderr)
+
+
+def _refuse_own_source(model: str, option: str, path: pathlib.Path | None) -> None:
+    """What a factory is read from is the user's own code, and is not written to."""
+    source = model.rpartition(":")[0] or model
+    if _is_same_file(pathlib.Path(source), path):
+        raise PlanError(f"{option} {path} is the file that the model comes from, which would be overwritten")
 
 
 def _is_same_file(one: pathlib.Path | None, other: pathlib.Path | None) -> bool:

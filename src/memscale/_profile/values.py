@@ -111,7 +111,9 @@ def value_of(tensor: torch.Tensor) -> Value | None:
     """What a tensor carries; a real CPU tensor that meets fake ones (a table of the module) is its own value."""
     if private.is_fake(tensor):
         value: Value | None = tensor.__dict__.get("_memscale_value")
-        return value if value is not None and value.cell.is_known else None
+        if value is None or not value.cell.is_known or value.real.shape != tensor.shape:
+            return None  # of a placeholder whose data was replaced (`parametrizations`): kernels trust shapes
+        return value
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and _is_small(tensor):
         return _private_value(tensor)
     return None

@@ -221,7 +221,7 @@ class _Session:
         live = meter.peak_bytes if meter.device_type == "cpu" else None
         try:
             self.executor.report(path, step_ms=step_ms, live_peak_bytes=live)
-        except (MemScaleError, OSError) as error:
+        except (MemScaleError, OSError, TypeError, ValueError) as error:
             logger.warning("memscale_report=%r cannot be written: %s", str(path), str(error))
 
     def _wrapped_model(self) -> nn.Module | None:

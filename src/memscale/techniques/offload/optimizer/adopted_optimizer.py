@@ -49,6 +49,7 @@ from memscale.techniques.offload.optimizer.separable import (
     State,
     StepCall,
     idle_shadow,
+    put_in_order,
     skips_parameters_without_gradient,
     steps_each_element,
     take_over,
@@ -241,7 +242,7 @@ class AdoptedOptimizer:
     def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: StepCall) -> None:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
-        turns = _in_order([turn for bucket in stepped for turn in _turns(bucket)])
+        turns = _in_order([turn for bucket in stepped for turn in _turns(bucket, optimizer.state)])
         progress, before = _Progress(len(turns)), set(optimizer.state)
         try:
             if not stepped:
@@ -255,7 +256,7 @@ class AdoptedOptimizer:
             self._fail(optimizer, progress, error)
             raise
         finally:
-            _put_in_order(optimizer, before)
+            put_in_order(optimizer, before)
             if any(bucket.has_guests for bucket in stepped):
                 wait_until_home()
 
@@ -417,13 +418,37 @@ class _Turn(NamedTuple):
     stretch: Stretch | None
 
 
-def _turns(bucket: Bucket) -> list[_Turn]:
-    """Return the turns of a bucket. A gradient whose layout differs from its parameter's is not cut into stretches."""
-    gradient = bucket.parameters[0].grad
-    is_cut = gradient is not None and gradient.layout is torch.strided
-    if is_cut and gradient is not None and gradient.stride() == bucket.parameters[0].stride():
-        return [_Turn(bucket, stretch) for stretch in bucket.stretches or (None,)]
+def _turns(bucket: Bucket, entries: Entries) -> list[_Turn]:
+    """Return the turns of a bucket: one for each stretch if it can be cut, else one."""
+    if bucket.stretches and _can_be_cut(bucket, entries.get(bucket.parameters[0])):
+        return [_Turn(bucket, stretch) for stretch in bucket.stretches]
     return [_Turn(bucket, None)]
+
+
+def _can_be_cut(bucket: Bucket, entry: Any) -> bool:
+    """Whether gradient and state lie in memory as the parameter does: a stretch of one is the same stretch of all.
+
+    A user's own tensors of other shapes, or of a loaded state with other strides, keep a parameter whole.
+    """
+    parameter = bucket.parameters[0]
+    gradient, is_waiting = parameter.grad, bucket.is_waiting(0, entry)
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    values = entry.kept if is_waiting else entry or {}
+    tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.dim()]
+    layouts = [(tuple(tensor.shape), tensor.stride()) for tensor in (gradient, *tensors)]
+    if is_waiting:
+        layouts += [(slot.shape, slot.stride) for slot in bucket.slots]
+    return all(_lies_as(parameter, *layout) for layout in layouts)
+
+
+def _lies_as(parameter: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether these are the parameter's shape and strides; the stride of a dimension of length 1 means nothing."""
+    if shape != tuple(parameter.shape):
+        return False
+    return all(
+        ours == theirs for length, ours, theirs in zip(shape, stride, parameter.stride(), strict=True) if length > 1
+    )
 
 
 def _in_order(turns: list[_Turn]) -> list[_Turn]:
@@ -435,13 +460,6 @@ def _in_order(turns: list[_Turn]) -> list[_Turn]:
         for bucket, stretch in turns
     ]
     return [turns[index] for index in step_order(sizes, [turn.bucket.moves for turn in turns])]
-
-
-def _put_in_order(optimizer: Optimizer, before: set[Any]) -> None:
-    """Let what a step has added to the state stand where a plain step adds it: in the order of the parameters."""
-    state = optimizer.state
-    for parameter in [p for p in parameters_of(optimizer) if p in state and p not in before]:
-        state[parameter] = state.pop(parameter)
 
 
 class _Coming:

@@ -32,7 +32,7 @@ from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer, BucketSizes
 from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
 from memscale.techniques.offload.optimizer.buckets import Choose
-from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, is_shadow
+from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, is_shadow, is_taken_over
 from memscale.techniques.offload.store.stores import Store
 from memscale.techniques.offload.transfer.transfers import Transfers
 
@@ -110,6 +110,8 @@ class Adoption(StepWatcher):
         self._model = weakref.ref(model) if model is not None else None
         self._versions = _versions(model)
         self._known: weakref.WeakKeyDictionary[Optimizer, AdoptedOptimizer | None] = weakref.WeakKeyDictionary()
+        self._left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that another model's plan steps, as long as that is attached."""
         self._watching = contextlib.ExitStack()
         self._has_seen_any = False
 
@@ -133,6 +135,9 @@ class Adoption(StepWatcher):
     def take(self, optimizer: Optimizer) -> None:
         """Adopt an optimizer, or warn once why it cannot be adopted."""
         self._has_seen_any = True  # the optimizer may be gone when the model is detached
+        if is_taken_over(optimizer):
+            self._leave_to_others(optimizer)
+            return
         self._known[optimizer] = None
         try:
             check_separable(optimizer)
@@ -150,6 +155,16 @@ class Adoption(StepWatcher):
         adopted.attach(optimizer)
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1
+
+    def _leave_to_others(self, optimizer: Optimizer) -> None:
+        """One step is run by one: an optimizer over two models is stepped as the plan that came first says."""
+        if optimizer not in self._left:
+            self._left.add(optimizer)
+            warnings.warn(
+                f"{type(optimizer).__name__} steps parameters of another wrapped model, too, and is stepped as that "
+                "model's plan says: what is planned for its state here is not done. Give each model an optimizer",
+                stacklevel=2,
+            )
 
     def follow_devices(self) -> None:
         """Let state follow parameters that have moved to other devices."""

@@ -42,6 +42,7 @@ from memscale.techniques.offload.optimizer.separable import (
     idle_shadow,
     is_shadow,
     is_taken_over,
+    put_in_order,
     skips_parameters_without_gradient,
 )
 
@@ -112,8 +113,8 @@ def _holds_streamed(optimizer: Optimizer) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_taken_over(optimizer):
-        return None
+    if is_taken_over(optimizer) or is_shadow(args[0]):
+        return None  # another has run this step: every model with streamed parameters watches their optimizers
     call = StepCall(args[1:], kwargs)
     call.evaluate_closure()
     stepped: Optimizer = optimizer
@@ -126,10 +127,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _step_in_parts(optimizer: Optimizer, call: StepCall) -> None:
     split, every = SplitStep(optimizer), not skips_parameters_without_gradient(optimizer)
+    before = set(optimizer.state)
     for part in parts_of(optimizer):
         if every or any(parameter.grad is not None for parameter in part):
             split.run_in_place(part, call.args, call.kwargs)
     split.merge()
+    put_in_order(optimizer, before)
 
 
 def parts_of(optimizer: Optimizer) -> Iterator[list[torch.Tensor]]:

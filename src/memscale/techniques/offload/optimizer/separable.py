@@ -139,6 +139,14 @@ def is_taken_over(optimizer: Optimizer) -> bool:
     return optimizer in _TAKEN_OVER
 
 
+def put_in_order(optimizer: Optimizer, before: set[Any]) -> None:
+    """Let what a step has added to the state stand where a plain step adds it: in the order of the parameters."""
+    state = optimizer.state
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in [p for p in parameters if p in state and p not in before]:
+        state[parameter] = state.pop(parameter)
+
+
 class SplitStep:
     """One step in parts, of the parameters that have a gradient now, or of those that `is_stepped` names."""
 
