@@ -33,6 +33,10 @@ from memscale._measurement import measure
 from memscale._torch.live_bytes import LiveBytes
 from memscale._torch.overrides import ForwardOverride, OwnHook
 
+# bitsandbytes logs once in a process that an optional kernel is missing, with the error itself. pytest keeps the record
+# and so the tensors of the step, by its traceback: whichever test came first would seem to leak them.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: False)
+
 _BORN: weakref.WeakSet[Any] = weakref.WeakSet()
 _FAILED = pytest.StashKey[bool]()
 _STARTED_S = pytest.StashKey[float]()
