@@ -422,6 +422,30 @@ CONTRIBUTORS_EXTRAS = {"audit", "coverage", "dev", "docs", "pages", "peers"}
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("verify", "bert-tiny", "--seq", "9999", "--device", "cpu"), "512"),
+        (("table", "--show", "--host", "-1"), "--host"),
+        (("table", "--show", "--host", "nan"), "--host"),
+        (("estimate", "bert-tiny", "--host", "8"), "comes with --gpu"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_done(
+    shell: Shell, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in shell.complaint(*arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("lines", "said"), [("16\n1024\n", "512"), ("16 0\n", "0 times")])
+def test_lengths_that_cannot_come_are_refused(shell: Shell, tmp_path: pathlib.Path, lines: str, said: str) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text(lines)
+    assert said in shell.complaint("estimate", "bert-tiny", "--batch", "2", "--lengths", str(file), "--gpu", "T4")
+
+
+@pytest.mark.parametrize(
     ("command", "option"),
     [("plan", "--output"), ("plan", "--pareto"), ("report", "--output"), ("estimate", "--snapshot")],
 )

@@ -45,3 +45,10 @@ def test_every_public_name_is_there() -> None:
 
 def test_unknown_names_are_attribute_errors() -> None:
     assert not hasattr(memscale, "wrapp")
+
+
+def test_every_error_of_ours_has_a_public_name() -> None:
+    from memscale import _errors
+
+    ours = {name for name, value in vars(_errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert ours <= set(memscale.__all__)

@@ -39,11 +39,19 @@ if TYPE_CHECKING:
     from memscale._config import AsyncOffloadConfig as AsyncOffloadConfig
     from memscale._config import Config as Config
     from memscale._config import OptimizationMode as OptimizationMode
+    from memscale._errors import ChecksumError as ChecksumError
     from memscale._errors import ConfigError as ConfigError
     from memscale._errors import DoesNotFitError as DoesNotFitError
     from memscale._errors import MemScaleError as MemScaleError
+    from memscale._errors import OffloadError as OffloadError
+    from memscale._errors import ParkedError as ParkedError
+    from memscale._errors import PartialStepError as PartialStepError
     from memscale._errors import PlanError as PlanError
     from memscale._errors import ProfileError as ProfileError
+    from memscale._errors import StaticProfileError as StaticProfileError
+    from memscale._errors import StepInBackwardError as StepInBackwardError
+    from memscale._errors import StoreFullError as StoreFullError
+    from memscale._errors import StoreIOError as StoreIOError
     from memscale._errors import UnknownModelError as UnknownModelError
     from memscale._errors import VerificationError as VerificationError
     from memscale._execute.executor import Executor as Executor
@@ -81,6 +89,14 @@ _HOME_OF = {
     "PlanError": "_errors",
     "ProfileError": "_errors",
     "UnknownModelError": "_errors",
+    "ChecksumError": "_errors",
+    "OffloadError": "_errors",
+    "ParkedError": "_errors",
+    "PartialStepError": "_errors",
+    "StaticProfileError": "_errors",
+    "StepInBackwardError": "_errors",
+    "StoreFullError": "_errors",
+    "StoreIOError": "_errors",
     "VerificationError": "_errors",
 }
 

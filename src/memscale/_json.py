@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import pathlib
 import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from memscale._errors import shown
+from memscale._errors import MemScaleError, shortened, shown
 
 T = TypeVar("T")
 
@@ -27,6 +28,24 @@ def loads(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
+
+
+def save(value: object, path: pathlib.Path) -> None:
+    """Write it as a whole: whoever reads the file, or is killed while it is written, never has half of it."""
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(dumps(value), encoding="utf-8")
+    beside.replace(path)
+
+
+def load(kind: type[T], path: pathlib.Path, what: str) -> T:
+    """What `save` wrote of this kind; `MemScaleError` says why the file is not `what` it should be."""
+    try:
+        found: T = decode(kind, loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise MemScaleError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, AttributeError) as error:
+        raise MemScaleError(f"{path} is not {what}: {shortened(str(error))}") from error
+    return found
 
 
 def _refuse_constant(name: str) -> Any:

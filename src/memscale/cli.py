@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memscale
-from memscale import _json
+from memscale import _json, zoo
 from memscale._config import Config, OptimizationMode
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, PlanError, quoted, shortened, shown
 from memscale.report import doctor as doctor_report
@@ -174,7 +174,8 @@ def estimate(
     if lengths is not None and (snapshot is not None or world_size is not None or seq is not None):
         raise ConfigError("--lengths is a table of its own: leave --seq, --snapshot and --world-size away")
     histogram = None if lengths is None else _read_lengths(lengths)
-    subject = _open_subject(model, batch, seq, gpu, optimizer, with_weights, lora, host)
+    longest = seq if histogram is None or zoo.is_factory(model) else max(histogram)
+    subject = _open_subject(model, batch, longest, gpu, optimizer, with_weights, lora, host)
     if histogram is not None:
         _print_lengths(subject, config, optimizer, histogram, as_json=as_json)
         return
@@ -225,8 +226,8 @@ def _read_lengths(path: pathlib.Path) -> dict[int, int]:
         if int(line[0]) > MAX_SIZE:
             raise ConfigError(f"--lengths {path}: a length of {line[0]} is above {MAX_SIZE}")
         found[int(line[0])] = found.get(int(line[0]), 0) + (int(line[1]) if len(line) == 2 else 1)
-    if not found:
-        raise ConfigError(f"--lengths {path} has no lengths")
+    if not any(found.values()):
+        raise ConfigError(f"--lengths {path} has no lengths, or none that comes more than 0 times")
     return found
 
 
@@ -501,6 +502,7 @@ def table(
     from memscale.commands.what_fits.page import lines, markdown
 
     questions = _questions(cards, families, kind)
+    _check_host(host)
     for option, path in (("--log", log), ("--page", page)):
         _check_writable(option, path)
     if _is_same_file(log, page):
@@ -567,6 +569,8 @@ def verify(
     if (batch is not None or seq is not None) and not models:
         raise ConfigError("--batch and --seq are of models that are named: memscale verify gpt2 --batch 4 --seq 256")
     named = cases.named_cases(models or (), batch, seq)
+    for case in named:  # what a model cannot take is said before anything is trained
+        _inputs_for(case.model, zoo.build(case.model), None, case.batch, case.seq)
     _check_writable("--output", output)
     session = Session(device, _say)
     machine = session.look()
@@ -680,7 +684,6 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Train models plain and under MemScale and compare peaks, times and losses. Real runs need simgpu."""
-    from memscale import zoo
 
     with zoo.quiet():
         table = _benchmarks_table()
@@ -745,7 +748,6 @@ def _open_subject(
     host: float | None = None,
 ) -> _Subject:
     """Check what is cheap to check before anything heavy is imported, then build the model."""
-    from memscale import zoo
     from memscale._hardware import Hardware
 
     zoo.check_name(name)
@@ -766,12 +768,19 @@ def _card(gpu: str | None, host_gb: float | None) -> Hardware | None:
     from memscale._hardware import Hardware
     from memscale.commands.what_fits import with_host
 
-    if host_gb is not None and (gpu is None or not 0 < host_gb <= _MAX_HOST_GB):
-        raise ConfigError(f"--host {host_gb:g} must be above 0 and at most {_MAX_HOST_GB:g} GB, and comes with --gpu")
+    if host_gb is not None:
+        _check_host(host_gb)
     if gpu is None:
+        if host_gb is not None:
+            raise ConfigError("--host is the memory of the machine that a named card is in, and comes with --gpu")
         return None
     hardware = Hardware.from_name(gpu)
     return hardware if host_gb is None else with_host(hardware, host_gb)
+
+
+def _check_host(host_gb: float) -> None:
+    if not 0 < host_gb <= _MAX_HOST_GB:
+        raise ConfigError(f"--host {host_gb:g} must be above 0 and at most {_MAX_HOST_GB:g} GB")
 
 
 def _check_optimizer(name: str) -> None:
@@ -827,7 +836,6 @@ def _status() -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Others' chatter is not ours to print: advice of `transformers`. What the model itself prints goes to stderr."""
-    from memscale import zoo
 
     with zoo.quiet(), zoo.speaking_on_stderr():
         yield

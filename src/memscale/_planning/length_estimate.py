@@ -60,14 +60,14 @@ class LengthEstimate:
 
 def estimate_lengths(job: Job, inputs: Inputs, lengths: Mapping[int, int]) -> LengthEstimate:
     """The table of a batch in these lengths, which are a histogram."""
-    checked_lengths(lengths)
+    lengths = {length: lengths[length] for length in checked_lengths(lengths)}
     if inputs.size(1) is None:
         raise MemScaleError("lengths need a batch whose integer tensors agree in their second dimension")
     tops = {length: min(bucket_top(length), max(lengths)) for length in lengths}
     total = sum(lengths.values())
     rows, largest = list[LengthRow](), None
     for top in sorted(set(tops.values()), reverse=True):
-        share = sum(count for length, count in lengths.items() if tops[length] == top) / total if total else 0.0
+        share = sum(count for length, count in lengths.items() if tops[length] == top) / total
         row = _row(Planner(job, inputs.resized(1, top)), job, top, share, largest)
         largest = largest or row.plan
         rows.append(row)

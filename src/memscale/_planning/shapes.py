@@ -78,7 +78,12 @@ def checked_lengths(lengths: Lengths) -> set[int]:
     counts = list(lengths.values()) if isinstance(lengths, Mapping) else []
     if wrong := [count for count in counts if not _is_count(count, 0)]:
         raise ValueError(f"lengths= counts how often each length comes, which cannot be {shown(wrong[0])}")
-    return found
+    if not isinstance(lengths, Mapping):
+        return found
+    coming = {length for length, count in lengths.items() if count}
+    if not coming:
+        raise ValueError("lengths= counts no length at all: each of them comes 0 times")
+    return coming
 
 
 def _is_count(value: object, least: int) -> bool:

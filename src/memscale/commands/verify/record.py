@@ -7,7 +7,7 @@ import pathlib
 from typing import Literal
 
 from memscale import _json
-from memscale._errors import MemScaleError, shortened
+from memscale._errors import MemScaleError
 
 FORMAT = 1
 """Of the file; a reader refuses another one."""
@@ -99,21 +99,13 @@ class Record:
         return list(dict.fromkeys(trial.title for trial in self.trials))
 
     def save(self, path: pathlib.Path) -> None:
-        """Write it as JSON, in a way that leaves no half of a file."""
-        beside = path.with_name(f"{path.name}.part")
-        beside.write_text(_json.dumps(self), encoding="utf-8")
-        beside.replace(path)
+        """Write it as JSON, as a whole."""
+        _json.save(self, path)
 
     @classmethod
     def load(cls, path: pathlib.Path) -> Record:
         """What `save` wrote; `MemScaleError` says why a file is none."""
-        try:
-            data = _json.loads(path.read_text(encoding="utf-8"))
-            record: Record = _json.decode(cls, data)
-        except OSError as error:
-            raise MemScaleError(f"{path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, AttributeError) as error:
-            raise MemScaleError(f"{path} is not what memscale verify writes: {shortened(str(error))}") from error
+        record = _json.load(cls, path, "what memscale verify writes")
         if record.format != FORMAT:
             raise MemScaleError(f"{path} has format {record.format}; this version reads {FORMAT}")
         return record

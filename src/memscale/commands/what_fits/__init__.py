@@ -138,20 +138,12 @@ class Log:
         return dataclasses.replace(self, answers=(*others, answer))
 
     def save(self, path: pathlib.Path) -> None:
-        beside = path.with_name(f"{path.name}.part")
-        beside.write_text(_json.dumps(self), encoding="utf-8")
-        beside.replace(path)
+        _json.save(self, path)
 
     @classmethod
     def load(cls, path: pathlib.Path) -> Log:
         """What `save` wrote; `MemScaleError` says why a file is none."""
-        try:
-            log: Log = _json.decode(cls, _json.loads(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise MemScaleError(f"{path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, AttributeError) as error:
-            raise MemScaleError(f"{path} is not a log of memscale table: {shortened(str(error))}") from error
-        return log
+        return _json.load(cls, path, "a log of memscale table")
 
 
 def wanted(cards: Iterable[int], families: Iterable[str], kinds: Iterable[Kind] = KINDS) -> list[Question]:
