@@ -67,8 +67,8 @@ class Estimate:
     baseline_fits: bool
     by_mode: dict[OptimizationMode, ModeEstimate]
     recommended_mode: OptimizationMode | None
-    """The fastest exact mode that fits, and the milder of two that are as fast; AGGRESSIVE only where no other fits; None when
-    none does."""
+    """The fastest exact mode that fits, and the milder of two that are as fast; AGGRESSIVE only where no other fits;
+    None when none does."""
     device_name: str
     optimizer_name: str
     inputs: tuple[str, ...]
