@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from memscale._errors import quoted
 from memscale._profile import GuestCost, OptimizerCost
 from memscale._profile.optimizer_twin.same_optimizer import host_counters, over_parameters, same_class
+from memscale._profile.optimizer_twin.step_costs import StepCosts
 from memscale._profile.optimizer_twin.stepping import Prepare, Stepping
 from memscale._profile.optimizer_twin.twin import OPTIMIZERS, Trials, Twin
 from memscale._torch.quiet_steps import quiet_steps
@@ -68,10 +69,13 @@ def optimizer_cost(
         return OptimizerCost("none", 0, 0, 0)
     try:
         with quiet_steps():
-            twin = Twin(model, optimizer, device_type, without, idle, prepare, guests, num_shards, trials)
-            cost = twin.cost(resident, offloaded, is_separable=is_separable)
-            cost = cost if in_buckets is None else twin.with_buckets(cost, in_buckets)
-            return cost if in_backward is None else dataclasses.replace(cost, in_backward=twin.in_backward(in_backward))
+            twin = Twin(model, optimizer, device_type, without, idle, prepare, num_shards, trials)
+            steps = StepCosts(twin, guests)
+            cost = steps.cost(resident, offloaded, is_separable=is_separable)
+            cost = cost if in_buckets is None else steps.with_buckets(cost, in_buckets)
+            if in_backward is None:
+                return cost
+            return dataclasses.replace(cost, in_backward=steps.in_backward(in_backward))
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         if isinstance(optimizer, str):
             raise
@@ -83,7 +87,7 @@ def optimizer_cost(
         logger.debug("%s failed on fake tensors", type(optimizer).__name__, exc_info=True)
         with quiet_steps():
             twin = Twin(model, "adamw", device_type, without, idle, num_shards=num_shards)
-            cost = twin.cost(None, None, is_separable=False)
+            cost = StepCosts(twin, guests=None).cost(None, None, is_separable=False)
         return dataclasses.replace(cost, name=f"{type(optimizer).__name__}, taken as AdamW")
 
 
@@ -102,7 +106,8 @@ def guest_cost(
         return None
     try:
         with quiet_steps():
-            return Twin(model, optimizer, device_type, streamed, idle, prepare, guests, trials=trials).guest_cost()
+            twin = Twin(model, optimizer, device_type, streamed, idle, prepare, trials=trials)
+            return StepCosts(twin, guests).guest_cost()
     except Exception as error:  # whatever a third party's optimizer does on fake tensors
         logger.debug("%s failed on fake tensors: %s", optimizer, quoted(error), exc_info=True)
         return None
@@ -116,7 +121,7 @@ def optimizer_over(
     It chooses its implementation as it would on the device.
     """
     twin = Twin(model, optimizer, device_type, (), ())
-    standing = {id(fake): stand_ins[number] for number, fake in twin._fakes.items() if number in stand_ins}
+    standing = {id(fake): stand_ins[number] for number, fake in twin.fakes.items() if number in stand_ins}
     groups = twin.optimizer.param_groups
     chosen = [{**group, "params": [standing[id(p)] for p in group["params"] if id(p) in standing]} for group in groups]
     return same_class(twin.optimizer, chosen)
