@@ -1,5 +1,5 @@
-"""A docstring begins with its subject: "The bytes of its parameters", and not "Of its parameters", which says nothing to
-a reader who has not just read the name that it stands below."""
+"""A docstring begins with its subject: "The bytes of its parameters", and not "Of its parameters", which says nothing
+to a reader who has not just read the name that it stands below."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Executor:
 
     @property
     def is_orphaned(self) -> bool:
-        """Its model is gone."""
+        """Whether its model is gone."""
         return self._model() is None
 
     def adopt(self) -> None:
