@@ -122,7 +122,8 @@ class BucketTrials:
 
     @functools.cached_property
     def guests(self) -> list[BucketCost]:
-        """Of parameters that are streamed and visit the device to be stepped. They come after those that are there."""
+        """The buckets of parameters that are streamed and visit the device to be stepped. They come after those that
+        are there."""
         how = self.how_guests
         if how is None:
             return []

@@ -61,7 +61,7 @@ class StepCosts:
         return cost if offloaded is None else self._with_offloaded(cost, offloaded)
 
     def _with_offloaded(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
-        """With what a step takes whose state waits elsewhere."""
+        """The cost with what a step takes whose state waits elsewhere."""
         buckets = self._buckets.try_all(how)
         pieces = [self._buckets.try_pieces(how, bucket) for bucket in self._buckets.filled(how)]
         every = list(itertools.chain(*pieces))
@@ -94,7 +94,7 @@ class StepCosts:
         return StateShare(resident_share, *self._buckets.in_turn(how, turns), staying)
 
     def with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
-        """With what a step in buckets takes whose state stays, where all at once needs a copy of everything."""
+        """The cost with that of a step in buckets whose state stays, where one at once needs a copy of everything."""
         if not self._twin.fakes or not any(group.get("foreach") for group in self._twin.optimizer.param_groups):
             return cost  # one parameter after the other takes no less in buckets
         buckets = self._buckets.try_all(how)
@@ -106,7 +106,7 @@ class StepCosts:
         )
 
     def in_backward(self, how: Stepping) -> BackwardStep:
-        """In buckets whose state stays."""
+        """The cost of stepping in backward, in buckets whose state stays."""
         buckets = self._buckets.try_all(how)
         most_bytes = max((bucket.step_bytes for bucket in buckets), default=0)
         return BackwardStep(most_bytes, launched(buckets)[0], len(buckets))
@@ -134,7 +134,7 @@ class StepCosts:
         return _StepCost(*self._buckets.in_turn(how, [*buckets, *self._buckets.guests]), *launched(buckets))
 
     def _looped(self) -> _StepCost:
-        """Of a step when something is streamed and the optimizer cannot be split. See NOTE [two devices]."""
+        """The cost of a step when something is streamed and the optimizer cannot be split. See NOTE [two devices]."""
         return self._whole(self._twin.again(looped=self._twin.split or self._twin.picked))
 
     def _whole(self, optimizer: Optimizer) -> _StepCost:
@@ -144,7 +144,7 @@ class StepCosts:
         return _StepCost(state_bytes, trial.step_bytes, trial.num_launches, trial.launched_bytes)
 
     def _with_guests(self, step: _StepCost) -> _StepCost:
-        """With what stays and comes of guests, after a step of all that is on the device."""
+        """The cost with what stays and comes of guests, after a step of all that is on the device."""
         how = self._buckets.how_guests
         if how is None or not self._buckets.guests:
             return step

@@ -49,7 +49,7 @@ class Trial:
 
 
 Trials = dict[Hashable, Trial]
-"""By what decides what the steps take: the kinds of the parameters, group by group."""
+"""Trials by what decides what their steps take: the kinds of the parameters, group by group."""
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -100,7 +100,8 @@ class Twin:
         self.split = [i for i in self.picked if any(self.is_trained(p) and id(p) in left_out for p in members[i])]
 
     def _pick_foreach(self) -> list[int]:
-        """As PyTorch does where the device has it, but never for fake tensors. Returns the groups that it is asked for.
+        """Choose the multi-tensor step as PyTorch does, but never for fake tensors. Returns the groups it is chosen
+        for.
 
         NOTE [two devices]: PyTorch does so only for a group whose parameters are all on such a device. When some are
         streamed, and thus on the host, those of each device are stepped for themselves, at once; an optimizer that

@@ -30,7 +30,7 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
     """
 
     _made: ClassVar[dict[tuple[Any, ...], _Made | tuple[_Made, ...] | None]] = {}
-    """By the operator and the shapes of its arguments; for all modes, since nothing of it belongs to one of them."""
+    """Results by operator and shapes of arguments; all modes share them, since nothing in them belongs to one mode."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
