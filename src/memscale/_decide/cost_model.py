@@ -19,6 +19,7 @@ from typing import Any
 
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.optimizer_model import OptimizerModel
+from memscale._decide.spaced import Sent, held_bytes, spaced_ms
 from memscale._decide.step_time import Moved, Pace, smaller
 from memscale._decide.timeline import Extras, Spent, Stretch
 from memscale._hardware import Hardware
@@ -41,8 +42,10 @@ from memscale.techniques.tiling import doublings
 class CostModel:
     """Evaluates choices on one profile and one hardware."""
 
-    def __init__(self, profile: Profile, hardware: Hardware, *, overlaps: bool = False) -> None:
+    def __init__(self, profile: Profile, hardware: Hardware, *, overlaps: bool = False, window_bytes: int = 0) -> None:
+        """`window_bytes` is what may be on its way out, where a plan is timed by that; see NOTE [far apart]."""
         self.profile = profile
+        self.window_bytes = window_bytes if overlaps and hardware.link_directions > 1 else 0
         self.hardware = hardware
         self.pace = Pace(hardware, overlaps=overlaps)
         self.optimizer = OptimizerModel(profile, self.pace)
@@ -64,6 +67,7 @@ class CostModel:
         self._without_gradients: dict[TraceKey, list[Stretch]] = {}
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
         self._first_ms: dict[Precision, tuple[float, float]] = {}
+        self._sent: dict[TraceKey, dict[str, Sent]] = {}
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
 
@@ -263,13 +267,42 @@ class CostModel:
         stretches = {how: self.rest(run) if how is None else self.treated(run, how) for how in {None, *owners}}
         extras = self._extras(choice)
         live = peak = self._static_bytes(run, extras)
-        total_ms = extras.ms
+        times_ms = [stretches[how][index].ms for index, how in enumerate(owners)]
+        total_ms = extras.ms + sum(times_ms)
+        known = self.sent_by_blocks(run) if self.window_bytes else {}
+        sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
+        if sent:
+            live = peak = live + held_bytes(self, run, list(sent))
+            total_ms = min(total_ms, extras.ms + spaced_ms(self, choice, sent, times_ms))
         for index, how in enumerate(owners):
             stretch = stretches[how][index]
             peak = max(peak, live + stretch.peak_bytes)
             live += stretch.net_bytes
-            total_ms += stretch.ms
         return run, extras, live, peak, total_ms
+
+    def sent_by_blocks(self, run: RunOptions) -> dict[str, Sent]:
+        """By block, in order: what it sends if its activations wait elsewhere; {} where that was not traced, and where
+        a step does not go through the blocks and back."""
+        key = run.block_key(OFFLOAD)
+        if key not in self._sent:
+            found: dict[str, Sent] = {}
+            order = self.nested_order() if key in self._stretches else None
+            runs = self._grouped(self._traces[key]) if order is not None else []
+            for fqn in order or ():
+                places = self._places[fqn]
+                forward, backward = (runs[place][1] for place in places) if len(places) == 2 else ([], [])
+                num_bytes = sum(segment.sent_bytes for segment in forward)
+                passes = (self._unwaiting_ms(some, halves=bool(run.precision)) for some in (forward, backward))
+                found |= {fqn: Sent(num_bytes, *passes)} if num_bytes else {}
+            self._sent[key] = found
+        return self._sent[key]
+
+    def _unwaiting_ms(self, segments: Sequence[Segment], *, halves: bool) -> float:
+        """Of segments whose transfers are all hidden; the host starts them."""
+        compute_ms = sum(self.pace.compute_ms(segment, halves=halves) for segment in segments)
+        num_copies = sum(segment.num_sends + segment.num_fetches for segment in segments)
+        launches = sum(segment.num_launches for segment in segments)
+        return float(self.pace.slowest_ms(compute_ms, launches, Moved(num_copies)))
 
     def evaluate_whole(self, choice: Choice) -> Outcome:
         """Every block treated alike, by a trace that cannot be mixed with others."""
