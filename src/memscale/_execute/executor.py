@@ -92,7 +92,7 @@ class Executor:
         self.outcomes: tuple[Any, ...] = ()
         """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
         self.held: list[torch.Tensor] = []
-        """On a stage: what exists before the step, beside the model and its inputs."""
+        """What exists before the step on a stage, beside the model and its inputs."""
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
         self.resume_first: Callable[[], Any] | None = None

@@ -259,7 +259,7 @@ class _Bucket:
         self._slots: tuple[_Slot, ...] | None = None
         self._num_bytes = 0
         self._memory: torch.Tensor | None = None
-        """On the device now: coming, stepped, or on its way out; between steps, where it waits there."""
+        """Whether it is on the device now: coming, stepped, or on its way out; between steps, where it waits there."""
 
     @property
     def kind(self) -> Hashable:

@@ -227,14 +227,14 @@ class _Description:
             self.add(*_attributes_of(value))
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
-        """Its form; of integers the values, too, which may decide where a step goes."""
+        """The form of a tensor; of integers the values, too, which may decide where a step goes."""
         self.add(_form_of_tensor(tensor), isinstance(tensor, nn.Parameter))
         has_values = not private.is_fake(tensor) and tensor.device.type != "meta" and tensor.layout is torch.strided
         if has_values and not tensor.is_floating_point() and not tensor.is_complex() and not tensor.is_quantized:
             self.hash.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def _add_module(self, module: nn.Module) -> None:
-        """All that is in it, but what MemScale has put there."""
+        """All that is in a module, but what MemScale has put there."""
         for name, value in sorted(vars(module).items()):
             if name not in OWN_ATTRIBUTES or name == "forward":
                 self._write(name)

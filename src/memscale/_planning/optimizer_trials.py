@@ -22,7 +22,15 @@ from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOp
 from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
 from memscale._profile import GuestCost, OptimizerCost
-from memscale._profile.optimizer_twin import Prepare, Trials, guest_cost, optimizer_cost, optimizer_over
+from memscale._profile.optimizer_twin import (
+    Prepare,
+    SteppedModel,
+    Trials,
+    Ways,
+    guest_cost,
+    optimizer_cost,
+    optimizer_over,
+)
 from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
@@ -123,32 +131,34 @@ class OptimizerCosts:
         """What it takes to step the parameters with these ids on the device; None where that cannot be."""
         if not streamed or not self._has_next_tier or not _is_separable(self._optimizer):
             return None
-        prepare = self._preparation(self._optimizer)
-        how = self._of_guests(eight_bit=False)
-        trials = self._trials[False]
-        return guest_cost(self._model, self._optimizer, self._device_type, how, streamed, self._idle, prepare, trials)
+        return guest_cost(self._stepped(self._optimizer, streamed), self._of_guests(eight_bit=False))
+
+    def _stepped(self, optimizer: str | Optimizer, without: frozenset[int]) -> SteppedModel:
+        return SteppedModel(
+            self._model,
+            optimizer,
+            self._device_type,
+            left_out=without,
+            idle=self._idle,
+            prepare=self._preparation(optimizer),
+            num_shards=self.ranks.num_shards,
+            trials=self._trials[optimizer is not self._optimizer],
+        )
 
     def _find(self, eight_bit: bool, without: frozenset[int], *, guests: bool) -> OptimizerCost:
         optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
         packs = eight_bit and optimizer is self._optimizer
         is_separable = _is_separable(optimizer)
         can_move = self._has_next_tier and is_separable
-        return optimizer_cost(
-            self._model,
-            optimizer,
-            self._device_type,
+        ways = Ways(
             resident=self._stepping(moves=False) if packs else None,
             offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
             is_separable=is_separable,
             guests=self._of_guests(eight_bit=packs) if guests and can_move else None,
             in_buckets=self._in_step_buckets() if is_separable and not packs else None,
             in_backward=self._in_backward() if is_separable and not packs and self._steps_in_backward else None,
-            without=without,
-            idle=self._idle,
-            prepare=self._preparation(optimizer),
-            num_shards=self.ranks.num_shards,
-            trials=self._trials[optimizer is not self._optimizer],
         )
+        return optimizer_cost(self._stepped(optimizer, without), ways)
 
     def rules(self, step: PlannedStep, *, window_bytes: int) -> BucketRules | None:
         """How the optimizer itself steps where a plan asks for this; None: as a whole.

@@ -43,7 +43,7 @@ class Cut:
     start: int
     end: int
     num_kept: int = KEPT
-    """At either end."""
+    """How many blocks are kept at either end."""
 
     @property
     def left_out(self) -> range:
@@ -63,7 +63,7 @@ class Cut:
 
     @property
     def stands_in(self) -> str:
-        """Its name."""
+        """The name of the block that stands in for those that are left out."""
         return self.name(self.stand_in)
 
 

@@ -52,7 +52,7 @@ MAX_INTEGERS = 2**20
 MAX_FLOATS = 2**12
 """Floats too, if they are constants or buffers; what is computed from known numbers may be as large as integers."""
 HIGHEST_DRAW, MIDDLE_DRAW, LOWEST_DRAW = 1.0 - 2.0**-10, 0.5, 2.0**-10
-"""Inside of the interval in every dtype: a probability of 0 or 1 stays certain."""
+"""A number inside of the interval in every dtype: a probability of 0 or 1 stays certain."""
 SEED = 0
 """Draws that decide nothing are the same in every rehearsal."""
 

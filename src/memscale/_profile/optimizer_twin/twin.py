@@ -56,24 +56,36 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SteppedModel:
+    """A model, the optimizer that steps it, and the device that this happens on."""
+
+    model: nn.Module
+    optimizer: str | Optimizer
+    """The optimizer, or one of the names in `OPTIMIZERS`."""
+    device_type: str
+    left_out: Collection[int] = ()
+    """The ids of parameters that are streamed."""
+    idle: Collection[int] = ()
+    """The ids of parameters that get no gradient."""
+    prepare: Prepare | None = None
+    """Called before any step."""
+    num_shards: int = 1
+    """The optimizer steps one of so many shares of each parameter."""
+    trials: Trials = dataclasses.field(default_factory=dict)
+    """Steps of the same optimizer on this device that are known; more are added."""
+
+
 class Twin:
     """The same optimizer over fake parameters, choosing its implementation as the real device would."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: str | Optimizer,
-        device_type: str,
-        left_out: Collection[int],
-        idle: Collection[int],
-        prepare: Prepare | None = None,
-        num_shards: int = 1,
-        trials: Trials | None = None,
-    ) -> None:
-        self.left_out = left_out
-        self._num_shards = num_shards
-        self._idle = idle
-        self._prepare = prepare
+    def __init__(self, stepped: SteppedModel) -> None:
+        model, optimizer, device_type = stepped.model, stepped.optimizer, stepped.device_type
+        left_out = self.left_out = stepped.left_out
+        self._num_shards = stepped.num_shards
+        self._idle = stepped.idle
+        self._prepare = stepped.prepare
+        self._trials = stepped.trials
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
         self.device_type = device_type
         self.mode = private.fake_tensor_mode()
@@ -93,7 +105,6 @@ class Twin:
             members = [group["params"] for group in optimizer.param_groups]
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = same_class(optimizer, groups)
-        self._trials = {} if trials is None else trials
         self.members = members
         self.resident = [p for p in each_once(members) if id(p) not in left_out]
         self.picked = self._pick_foreach()

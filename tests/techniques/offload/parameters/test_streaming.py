@@ -24,6 +24,7 @@ from tests.lanes import in_turns
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
+    MODES,
     WIDTH,
     Block,
     Gpt,
@@ -41,8 +42,6 @@ from tests.techniques.offload.runs import (
     weights,
     without_caches,
 )
-
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
 @pytest.fixture(autouse=True)
