@@ -176,6 +176,30 @@ def test_figures_are_logged(tmp_path: pathlib.Path) -> None:
     assert spy.logged["memscale_samples_per_second"] > 0
 
 
+class Wide(OfPart):
+    """Has more weights than activations, and no state of an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def test_gradients_that_live_through_forward_are_in_the_figures(tmp_path: pathlib.Path) -> None:
+    """Lightning clears them between forward and backward, from the second step on."""
+    config = memscale.Config(memory_budget_gb=1, enable_logging=False)
+    first, later, spy = MemScaleCallback(config), MemScaleCallback(config), Spy()
+    fit(Wide, tmp_path, first, max_steps=1)
+    fit(Wide, tmp_path, later, spy)
+    assert first.plan is not None
+    assert later.plan is not None
+    assert not later.plan.actions
+    assert later.plan.predicted_peak_bytes > 1.01 * first.plan.predicted_peak_bytes
+    assert spy.logged["memscale_peak_gb"] == pytest.approx(later.plan.predicted_peak_bytes / 1e9, rel=0.001)
+
+
 def test_checkpoints_are_those_of_a_plain_run(tmp_path: pathlib.Path) -> None:
     files = []
     for name, callbacks in (("plain", []), ("ours", [MemScaleCallback(FORCED)])):

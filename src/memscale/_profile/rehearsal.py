@@ -151,6 +151,7 @@ class Rehearsal:
         output = self.model(*self.inputs.args, **self.inputs.kwargs)
         kept, loss = self.kept_of(output), loss_of(output)
         del output
+        self.clear_late()
         recorder.move_to("backward", "", -1)
         with left_autocast(self.device_type):
             loss.backward()
@@ -201,6 +202,16 @@ class Rehearsal:
             if parameter.requires_grad and name not in self.untrained:
                 parameter.grad = torch.zeros_like(parameter)
                 recorder.see(parameter.grad, "gradients")
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Steps leave their gradients to the next forward, after which they go."""
+        return self.holds_gradients and self.loop.clears_late
+
+    def clear_late(self) -> None:
+        """Take the gradients of earlier batches away after forward, where the loop does."""
+        if self.leaves_gradients:
+            self._clear_gradients()
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
