@@ -216,7 +216,7 @@ class _AtOnce:
     def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
         """All that is on the device.
 
-        See NOTE [two devices] in _profile/optimizer_twin.py: as soon as something is streamed, there are more launches.
+        See NOTE [two devices] in _profile/optimizer_twin: as soon as something is streamed, there are more launches.
         """
         cost, rest, share = model.cost(run), model.profile.rest_optimizer, model.share_left(run, streamed_bytes)
         num_launches, compute_ms = share * cost.num_launches, model.compute_ms(cost, share)

@@ -1,6 +1,6 @@
 """What the optimizer costs under a plan: as it is, its state on another tier or in 8 bits, over what is not streamed.
 
-The optimizer itself is tried on fake parameters (`_profile/optimizer_twin.py`); how its state waits is said here, by
+The optimizer itself is tried on fake parameters (`_profile/optimizer_twin/`); how its state waits is said here, by
 the rules of the techniques that do it.
 """
 
