@@ -307,7 +307,8 @@ class CostModel:
     def bytes_in_step(self, choice: Choice) -> int:
         """What is live at the peak of the optimizer's step; before it backward has freed all activations."""
         run, extras, live, _, _ = self._walked(choice)
-        return live + round(self.optimizer.step_bytes(run, extras.streamed_bytes))
+        step_bytes: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
+        return live + step_bytes
 
     def evaluate_whole(self, choice: Choice) -> Outcome:
         """Every block treated alike, by a trace that cannot be mixed with others."""
