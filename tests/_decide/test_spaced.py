@@ -11,7 +11,7 @@ from memscale._decide import decide_on, find_candidates
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
-from memscale._decide.spaced import spaced_choices, thinned
+from memscale._decide.spaced import MAX_BASES, spaced_choices, thinned
 from memscale._decide.travel import travels, wider
 from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, OptimizerCost
 from tests.profiles import MB, Block, full_profile, hardware_of, profile_of
@@ -84,7 +84,7 @@ def test_streamed_and_offloaded_blocks_are_left_as_they_are() -> None:
 def test_bases_are_thinned_to_both_ends() -> None:
     choices = [Choice(run=RunOptions(head_rows=rows)) for rows in range(1, 101)]
     kept = thinned(choices)
-    assert len(kept) == 24
+    assert len(kept) == MAX_BASES
     assert (kept[0], kept[-1]) == (choices[0], choices[-1])
     assert thinned(choices[:3]) == choices[:3]
 
@@ -130,3 +130,11 @@ def test_candidates_do_not_depend_on_the_budget() -> None:
         for eligible in (resolve(Config(memory_budget_gb=gb), model.hardware) for gb in (0.1, 1.0))
     )
     assert small == large
+
+
+def test_few_choices_are_tried_on_long_models() -> None:
+    """A search of a hundred blocks takes less than a second, and each choice takes about half a millisecond."""
+    bases = thinned([Choice(run=RunOptions(head_rows=rows)) for rows in range(100)])
+    found = list(spaced_choices(model_of(100), [Choice()]))
+    assert len(bases) * len(found) < 500
+    assert max(len(choice.blocks) for choice in found) == 34, "every third"

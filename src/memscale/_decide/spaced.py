@@ -23,9 +23,9 @@ from memscale._profile import OFFLOAD
 if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
 
-MAX_BASES = 24
+MAX_BASES = 16
 """Of the plans that the search has found, how many are tried with blocks replaced."""
-_MAX_NUMBERS = 8
+_MAX_NUMBERS = 6
 """How many numbers of blocks are tried with each."""
 
 
