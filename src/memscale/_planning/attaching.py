@@ -67,7 +67,7 @@ class Circumstances:
     replica: DistributedDataParallel | None = None
     """The DDP around the model, if it has one already."""
     derives_inputs: bool = True
-    """Without a sample, inputs are derived from the model's config where that is possible."""
+    """Inputs are derived from the model's config where there is no sample and that is possible."""
 
 
 def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:

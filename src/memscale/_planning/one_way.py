@@ -412,7 +412,8 @@ class OneWay:
         """That of the profile as it is now, built once."""
         model = self._known_cost_model
         if model is None or model.profile is not self.profile:
-            model = CostModel(self.profile, self.hardware, overlaps=self.travel.overlaps)
+            window_bytes = min(self.travel.transfers.window_bytes, self.travel.transfers.prefetch_bytes)
+            model = CostModel(self.profile, self.hardware, overlaps=self.travel.overlaps, window_bytes=window_bytes)
             self._known_cost_model = model
         return model
 

@@ -51,7 +51,7 @@ CLASSIFIER_WIDTH = 1000
 
 
 OTHER_SEEDS = tuple(range(SEED + 1, SEED + 5))
-"""With which a step is tried that draws numbers beside those that can be chosen."""
+"""Seeds with which a step is tried that draws numbers beside those that can be chosen."""
 
 
 class Detachable(Protocol):
@@ -246,7 +246,8 @@ class FakeRehearsal(Rehearsal):
         return tuple(sorted(self.values.asked))
 
     def run(self, attach: Attach | None = None, *, num_steps: int = 1) -> StepTrace:
-        """With the draws, of those that decide something, of which the first step showed the highest peak.
+        """Run a step with those draws, among the ones that decide something, that showed the highest peak in the first
+        step.
 
         `NotImplementedError` where random numbers decide something and none of those tried is the worst.
         """
@@ -339,8 +340,8 @@ class _Sizes:
 
 @contextlib.contextmanager
 def left_autocast(device_type: str) -> Iterator[None]:
-    """As after the user's `with torch.autocast(...)`: backward comes behind it, and weights that it had cast for the
-    forward are let go. A rehearsal may be inside of it from beginning to end."""
+    """The state after the user's `with torch.autocast(...)`: backward comes behind it, and weights that it had cast for
+    the forward are let go. A rehearsal may be inside of it from beginning to end."""
     active = [kind for kind in {"cpu", device_type} if torch.is_autocast_enabled(kind)]
     for kind in active:
         torch.set_autocast_enabled(kind, False)
