@@ -64,6 +64,14 @@ def test_another_dtype_device_or_layout_is_not_taken_for_what_is_remembered() ->
                     assert result.stride() == tensor.stride()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse])
+def test_sparse_results_are_not_remembered(make: Callable[..., Any]) -> None:
+    with private.fake_tensor_mode():
+        for _ in range(2):
+            assert make(torch.empty(4, 6)).layout is not torch.strided
+
+
 def test_a_default_dtype_counts_for_what_is_remembered() -> None:
     with private.fake_tensor_mode():
         numbers = torch.ones(3, dtype=torch.long)

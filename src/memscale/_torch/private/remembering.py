@@ -138,15 +138,15 @@ def _describe(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         made = tuple(_describe(args, kwargs, one) for one in result)
         return made if all(isinstance(one, _Made) for one in made) else NotImplemented
     fake = fake_tensor.FakeTensor
-    if type(result) is not fake:
-        return NotImplemented
+    if type(result) is not fake or result.layout is not torch.strided:
+        return NotImplemented  # what is sparse has no strides
     size, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
     facts = (size, stride, int(offset), result.dtype, result.fake_device)
     same = [index for index, arg in enumerate(args) if arg is result]
     if same:
         return _Made(*facts, same_as=same[0])
     is_plain = result.constant is None and not (result.requires_grad or result.is_conj() or result.is_neg())
-    if not is_plain or result.layout is not torch.strided:
+    if not is_plain:
         return NotImplemented
     key = storage_key(result.untyped_storage())
     shown = [i for i, arg in enumerate(args) if type(arg) is fake and storage_key(arg.untyped_storage()) == key]
