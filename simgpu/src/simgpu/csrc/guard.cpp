@@ -3,6 +3,7 @@
 #include <c10/core/DeviceCapability.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "faults.h"
 #include "generator.h"
 #include "memory.h"
 
@@ -97,10 +98,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   // -- events
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new EventHandle();
     auto fresh = std::make_shared<EventRecord>();
-    static_cast<EventHandle*>(*event)->record = fresh;
     Lock lock;
+    TORCH_CHECK(!faults().strikes(Fault::event), "simgpu error: an event could not be recorded (injected fault)");
+    if (!*event) *event = new EventHandle();
+    static_cast<EventHandle*>(*event)->record = fresh;
     runtime().explore();
     runtime().record_event(lane_of_stream(stream), std::move(fresh));
   }
