@@ -36,7 +36,7 @@ class Demand:
     attention: str | None
     """The implementation of attention that a `transformers` model uses."""
     autocast: torch.dtype | None = None
-    """Of the user's `torch.autocast` around the forward; None: there is none."""
+    """The type in which the user's own `torch.autocast` computes; None: there is none around the forward."""
     ranks: Ranks = ALONE
     reaches: tuple[tuple[str, Reach], ...] = ()
     """How far the values of inputs that decide something reach, by their place."""
