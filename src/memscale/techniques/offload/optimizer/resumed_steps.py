@@ -38,6 +38,7 @@ from memscale._torch import private
 from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale._units import show_bytes
+from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
 from memscale.techniques.offload.optimizer.separable import (
     StepCall,
     idle_shadow,
@@ -224,7 +225,7 @@ class _PlainSteps(StepWatcher):
 
     def concerns(self, optimizer: Optimizer) -> bool:
         model = self._model()
-        if model is None or is_shadow(optimizer) or is_taken_over(optimizer) or not is_known_separable(optimizer):
+        if model is None or not _is_plain_step(optimizer):
             return False
         return owns_any(optimizer, model.parameters())
 
@@ -239,10 +240,18 @@ class _PlainSteps(StepWatcher):
         self._hooks.clear()
 
 
+def _is_plain_step(optimizer: Optimizer) -> bool:
+    """Whether nobody else runs the steps of this optimizer. Those of streamed parameters run in parts (in_parts.py)."""
+    if is_shadow(optimizer) or is_taken_over(optimizer) or not is_known_separable(optimizer):
+        return False
+    streamed = devices_of_streamed()
+    return not any(id(parameter) in streamed for parameter in parameters_of(optimizer))
+
+
 def _take_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the step here, and let an idle one follow."""
     is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    if is_taken_over(optimizer) or is_shadow(args[0]) or is_differentiable or torch.compiler.is_compiling():
+    if not _is_plain_step(optimizer) or is_shadow(args[0]) or is_differentiable or torch.compiler.is_compiling():
         return None
     call = StepCall(args[1:], kwargs)
     call.evaluate_closure()
