@@ -211,7 +211,9 @@ class Replanner(OwnHook):
                 raise
             found = largest_that_fits(samples, lambda sample: self._fits(model, sample))
             fitting = "none fits" if found is None else f"the largest that fits is {shape_text(found)}"
-            raise DoesNotFitError(f"With {shape_text(samples[0])}: {error} Of the batches given, {fitting}.") from error
+            misfit = DoesNotFitError(f"With {shape_text(samples[0])}: {error} Of the batches given, {fitting}.")
+            misfit.batch_size = error.batch_size
+            raise misfit from error
         if self._observed is not None:
             return  # what fake tensors cannot show is seen as the batches come
         for sample in samples[1:]:
