@@ -33,7 +33,7 @@ class Readings:
         # Modules are compared by id, because a user's module may define its own equality.
         self._running: dict[int, int] = {}
         self._seen: dict[int, set[frozenset[int]]] = {}
-        """By the id of a parameter: the modules that ran when an operator read it."""
+        """The modules that ran when an operator read a parameter, by the parameter's id."""
 
     def watch(self, undo: contextlib.ExitStack) -> None:
         """Take down what is read, until undone. Who calls `module.forward` does not let the module run."""
@@ -53,7 +53,7 @@ class Readings:
         return func(*args, **kwargs)
 
     def outside(self, module_fqns: Iterable[str]) -> frozenset[str]:
-        """Of these modules, those with a parameter that was read while none of its owners among them ran."""
+        """Return those of these modules of which a parameter was read while none of its owners among them ran."""
         owners: dict[int, dict[int, str]] = {}
         for module_fqn in module_fqns:
             module = self._model.get_submodule(module_fqn)
