@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import memscale
 from memscale import Config, Hardware, MemScaleError, OptimizationMode
+from memscale._planning.estimate import recommended_of
 from tests._torch.test_overrides import snapshot
 from tests.models import case, small
 
@@ -27,12 +29,32 @@ def test_the_parts_add_up() -> None:
     assert estimate.breakdown["optimizer"] == 2 * parameters + 4 * len(list(small().parameters()))
 
 
-def test_every_mode_is_there_and_the_mildest_that_fits_is_recommended() -> None:
+def test_every_mode_is_there_and_the_mildest_of_equally_fast_ones_is_recommended() -> None:
     estimate = memscale.estimate(small(), SAMPLE)
     assert set(estimate.by_mode) == set(OptimizationMode)
     assert estimate.baseline_fits
     assert estimate.recommended_mode is OptimizationMode.CONSERVATIVE
     assert estimate.by_mode[OptimizationMode.CONSERVATIVE].predicted_peak_bytes == estimate.baseline_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "expected"),
+    [
+        ((1.17, 1.05, 1.04), "balanced"),  # exact, and clearly faster than the milder one
+        ((1.055, 1.05, 1.00), "conservative"),  # as fast, and milder; the fastest may round
+        ((None, 1.30, 1.10), "balanced"),
+        ((None, None, 1.10), "aggressive"),
+        ((None, None, None), None),
+    ],
+)
+def test_the_fastest_exact_mode_is_recommended(slowdowns: tuple[float | None, ...], expected: str | None) -> None:
+    """None: the mode does not fit."""
+    entry = memscale.estimate(small(), SAMPLE).by_mode[OptimizationMode.BALANCED]
+    by_mode = {
+        mode: dataclasses.replace(entry, predicted_slowdown=slowdown or 9.0, fits=slowdown is not None)
+        for mode, slowdown in zip(OptimizationMode, slowdowns, strict=True)
+    }
+    assert recommended_of(by_mode) == (None if expected is None else OptimizationMode(expected))
 
 
 def test_nothing_fits_a_tiny_budget() -> None:

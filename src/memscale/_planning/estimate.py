@@ -23,6 +23,10 @@ from memscale._planning.together import withheld_from
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.optimizer_twin import OPTIMIZERS
+from memscale.techniques import TECHNIQUES
+
+_AS_FAST = 1.01
+"""Predicted times that differ by less are called equal: the time model knows no better."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class ModeEstimate:
     disk_bytes: int
     """What waits on disk."""
     plan: Plan
-    """With all of its numbers, the allocated, reserved and total bytes among them."""
+    """The plan with all of its numbers, the allocated, reserved and total bytes among them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ class Estimate:
     baseline_fits: bool
     by_mode: dict[OptimizationMode, ModeEstimate]
     recommended_mode: OptimizationMode | None
-    """The mildest mode that fits; None when none does."""
+    """The fastest exact mode that fits, and the milder of two that are as fast; AGGRESSIVE only where no other fits;
+    None when none does."""
     device_name: str
     optimizer_name: str
     inputs: tuple[str, ...]
@@ -127,7 +132,7 @@ def estimate_job(job: Job, inputs: Inputs) -> Estimate:
     baseline = planner.cost_model().peak_of(profile.plain, Choice())
     held = planner.held((), config)
     budget = budget_bytes(hardware, config)
-    recommended = next((mode for mode, result in by_mode.items() if result.fits), None)
+    recommended = recommended_of(by_mode)
     widest = next(reversed(by_mode))
     advice = None
     if recommended is None:
@@ -147,6 +152,19 @@ def estimate_job(job: Job, inputs: Inputs) -> Estimate:
         baseline_total_bytes=None if held is None else held.total_bytes,
         advice="" if advice is None else advice.remedy,
     )
+
+
+def recommended_of(by_mode: dict[OptimizationMode, ModeEstimate]) -> OptimizationMode | None:
+    """Of the modes that fit and whose techniques are all exact, the mildest that is as fast as the fastest of them.
+
+    A mode with inexact techniques is recommended only where no other fits. Modes are ordered from mild to wide.
+    """
+    fitting = [mode for mode, entry in by_mode.items() if entry.fits]
+    exact = [mode for mode in fitting if all(t.is_exact for t in TECHNIQUES if mode in t.modes)]
+    if not exact:
+        return next(iter(fitting), None)
+    fastest = min(by_mode[mode].predicted_slowdown for mode in exact)
+    return next(mode for mode in exact if by_mode[mode].predicted_slowdown <= fastest * _AS_FAST)
 
 
 def _estimate_mode(planner: Planner, config: Config) -> ModeEstimate:

@@ -1,0 +1,50 @@
+"""Checkpoints that a model has of its own, through `torch.utils.checkpoint`.
+
+Relies on: the generator behind a non-reentrant checkpoint, and the autograd function behind a reentrant one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def _only_called() -> Iterator[None]:
+    """What a checkpoint steps through before and after it calls its function, which does nothing. An error of the
+    function, also the one that ends an outer recompute early, is thrown into it and comes out again."""
+    yield
+
+
+def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str], None]) -> Callable[[], None]:
+    """While `is_inside()`, `torch.utils.checkpoint` computes its function as if it were not there.
+
+    What would not be the same is given to `refuse`, by its name. Returns what undoes that.
+    """
+    from torch.utils import checkpoint
+
+    module: Any = checkpoint
+    before = module._checkpoint_without_reentrant_generator
+
+    def start(fn: Any, preserve: bool = True, context_fn: Any = module.noop_context_fn, *args: Any, **kw: Any) -> Any:
+        if not is_inside():
+            return before(fn, preserve, context_fn, *args, **kw)
+        if context_fn is not module.noop_context_fn:
+            refuse("context_fn")
+        return _only_called()
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        if is_inside():
+            refuse("use_reentrant=True")
+        return super(kind, kind).apply(*args, **kwargs)
+
+    kind = module.CheckpointFunction
+    module._checkpoint_without_reentrant_generator = start
+    kind.apply = apply
+
+    def restore() -> None:
+        if module._checkpoint_without_reentrant_generator is start:
+            module._checkpoint_without_reentrant_generator = before
+        if vars(kind).get("apply") is apply:
+            del kind.apply
+
+    return restore

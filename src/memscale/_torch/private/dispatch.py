@@ -1,0 +1,99 @@
+"""How PyTorch finds the kernel of an operator, and which modes and transforms stand before it.
+
+Relies on: the stack of dispatch modes of a thread, the dispatcher's keys and kernels, the registry of FLOP counts, and
+the states of TorchScript's tracing, `torch.func` and forward-mode differentiation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+
+def real_tensors() -> Any:
+    """Inside, operators run without any mode: fake tensors are not made."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def can_take_outermost_mode() -> bool:
+    """Whether nobody traces this thread (fake tensors, functionalization, proxies): those modes have fixed places."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return all(getattr(mode, "_mode_key", None) is None for mode in _get_current_dispatch_mode_stack())
+
+
+def insert_outermost_mode(mode: Any) -> None:
+    """Put a dispatch mode below all that are active in this thread, where it may stay beyond the scope of the caller.
+
+    Modes that others have entered stay above it and are left in their own order; a `with` block could not do that.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+    others = _get_current_dispatch_mode_stack()
+    for _ in others:
+        _pop_mode()
+    for each in (mode, *others):
+        _push_mode(each)
+
+
+def remove_mode(mode: Any) -> bool:
+    """Take a mode off this thread's stack, wherever it is there; False where it is not."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+    stack = _get_current_dispatch_mode_stack()
+    if not any(each is mode for each in stack):
+        return False
+    above: list[Any] = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for each in reversed(above):
+        _push_mode(each)
+    return True
+
+
+def flop_formula(func: Any) -> Callable[..., int] | None:
+    """PyTorch's own FLOP count of an operator; None for those that it takes as free."""
+    formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    return formula
+
+
+def is_composite(func: Any) -> bool:
+    """Whether the operator is written in terms of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def without_torch_function() -> Any:
+    """Tensor subclasses are called as plain tensors are, without their `__torch_function__`."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_tracing() -> bool:
+    """Whether TorchScript is recording."""
+    return bool(torch._C._get_tracing_state())
+
+
+def inside_functional_transform() -> bool:
+    """Whether `torch.func.grad`, `vmap` or the like is at work: they do not bear saved-tensor hooks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def run_opened(func: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator's kernel for this device at once: active modes see the operators that it is written in."""
+    key = getattr(torch._C.DispatchKey, device_type.upper())
+    return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def has_own_kernel(operator: str, device_type: str) -> bool:
+    """Whether an operator has a kernel written for this device, not only one made of other operators."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)

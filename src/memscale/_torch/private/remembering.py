@@ -1,0 +1,160 @@
+"""A mode for fake tensors that remembers what operators make of shapes.
+
+Relies on: `FakeTensorMode.dispatch`, the constructor of `FakeTensor`, the tags and schemas of operators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch._subclasses import fake_tensor
+
+from memscale._torch.private.storages import storage_key
+
+
+def fake_tensor_mode() -> Any:
+    """Tensors without memory: shapes, dtypes, devices and strides propagate, values do not exist."""
+    return _RememberingMode(allow_non_fake_inputs=True)
+
+
+_MAX_MADE = 100_000
+
+
+class _RememberingMode(fake_tensor.FakeTensorMode):
+    """Remembers what operators make of shapes.
+
+    PyTorch's mode does so, too, but looking up takes it longer than all else that a rehearsal does with an operator.
+    """
+
+    _made: ClassVar[dict[tuple[Any, ...], _Made | tuple[_Made, ...] | None]] = {}
+    """Results by operator and shapes of arguments; all modes share them, since nothing in them belongs to one mode."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # a question for a shape would go through everybody's modes
+            key = _key_of(self, func, args, kwargs) if _depends_on_shapes(func) else None
+            if key is not None and key in self._made:
+                return self._make_again(self._made[key], args)
+            result = super().dispatch(func, types, args, kwargs)
+            made = NotImplemented if key is None else _describe(args, kwargs, result)
+            if made is not NotImplemented and key is not None:
+                if len(self._made) >= _MAX_MADE:
+                    self._made.clear()
+                self._made[key] = made
+            return result
+
+    def _make_again(self, made: _Made | tuple[_Made, ...] | None, args: Any) -> Any:
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            if made is None or isinstance(made, _Made):
+                return None if made is None else made.again(self, args)
+            return tuple(one.again(self, args) for one in made)
+        finally:
+            del guard
+
+
+_VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+
+
+@functools.cache
+def _depends_on_shapes(func: Any) -> bool:
+    """Whether what an operator does on fake tensors is said by the shapes of its arguments."""
+    if getattr(func, "namespace", "") != "aten" or not hasattr(func, "_schema"):
+        return False
+    name, arguments = func._schema.name, func._schema.arguments
+    is_out = any(argument.is_out for argument in arguments)
+    is_placing = any(word in name for word in ("resize", "set_", "lift", "_to_copy", "is_pinned", "pin_memory"))
+    return not (is_out or is_placing or any(tag in func.tags for tag in _VALUES_DECIDE))
+
+
+_PLAIN_TYPES = frozenset(
+    (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+
+
+def _key_of(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What decides the result; None where that is more than shapes and plain values."""
+    parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    if not _add_to_key(parts, mode, args):
+        return None
+    for name, value in kwargs.items():
+        parts.append(name)
+        if not _add_to_key(parts, mode, (value,)):
+            return None
+    return tuple(parts)
+
+
+def _add_to_key(parts: list[Any], mode: Any, values: Any) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is fake_tensor.FakeTensor:
+            if value.fake_mode is not mode or value.constant is not None or value.layout is not torch.strided:
+                return False
+            parts.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
+            parts.append((value.is_conj(), value.is_neg(), value.is_inference()))
+        elif kind in _PLAIN_TYPES:
+            parts.append(kind)
+            parts.append(value)
+        elif kind is list or kind is tuple:
+            parts.append((kind, len(value)))
+            if not _add_to_key(parts, mode, value):
+                return False
+        else:
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """One tensor that an operator gives."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    same_as: int | None = None
+    """The argument that it is."""
+    view_of: int | None = None
+    """The argument whose memory it shows."""
+
+    def again(self, mode: Any, args: Any) -> Any:
+        if self.same_as is not None:
+            return args[self.same_as]
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        if self.view_of is not None:
+            made.set_(args[self.view_of].untyped_storage(), self.offset, self.shape, self.stride)
+        return fake_tensor.FakeTensor(mode, made, self.device)
+
+
+def _describe(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+    """What is to be remembered of a result; NotImplemented where it cannot be made again from that."""
+    if result is None:
+        return None
+    if type(result) is tuple:
+        made = tuple(_describe(args, kwargs, one) for one in result)
+        return made if all(isinstance(one, _Made) for one in made) else NotImplemented
+    fake = fake_tensor.FakeTensor
+    if type(result) is not fake:
+        return NotImplemented
+    size, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
+    facts = (size, stride, int(offset), result.dtype, result.fake_device)
+    same = [index for index, arg in enumerate(args) if arg is result]
+    if same:
+        return _Made(*facts, same_as=same[0])
+    is_plain = result.constant is None and not (result.requires_grad or result.is_conj() or result.is_neg())
+    if not is_plain or result.layout is not torch.strided:
+        return NotImplemented
+    key = storage_key(result.untyped_storage())
+    shown = [i for i, arg in enumerate(args) if type(arg) is fake and storage_key(arg.untyped_storage()) == key]
+    if len(shown) == 1:
+        return _Made(*facts, view_of=shown[0])
+    inside = [one for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) for one in arg]
+    if any(type(one) is fake and storage_key(one.untyped_storage()) == key for one in (*inside, *kwargs.values())):
+        return NotImplemented
+    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    is_fresh = not shown and offset == 0 and result.untyped_storage().nbytes() == extent * result.itemsize
+    return _Made(*facts) if is_fresh else NotImplemented

@@ -1,0 +1,34 @@
+"""Version counters: what autograd knows of changes in place.
+
+Relies on: the dispatch key that lets `detach` keep the counter, and the function that sets one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph but with its version counter, which `detach` replaces inside a dispatch mode."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares its version counter and no memory, also when made inside a dispatch mode."""
+    witness = detach_with_version(tensor)
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
+def share_version_counter(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a change in place of one shows at the other. Views and detached tensors do; chunks made by
+    `unsafe_chunk` and `.data` do not, though they share memory."""
+    version = second._version
+    if first._version != version:
+        return False
+    torch._C._autograd._unsafe_set_version_counter((second,), (version + 1,))
+    try:
+        return first._version != version
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((second,), (version,))

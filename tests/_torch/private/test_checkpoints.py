@@ -1,0 +1,31 @@
+"""Says when a PyTorch release changes what `_torch/private/checkpoints.py` relies on."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import checkpoint as checkpoint_internals
+from torch.utils.checkpoint import checkpoint
+
+from memscale._torch import private
+
+
+def test_checkpoints_can_be_seen_through():
+    inside, refused = [False], []
+    restore = private.see_through_checkpoints(lambda: inside[0], refused.append)
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(inside[0])
+        return x.sin()
+
+    try:
+        for inside[0] in (False, True):
+            x = torch.ones(2, requires_grad=True)
+            checkpoint(function, x, use_reentrant=False).sum().backward()
+            assert torch.equal(x.grad, torch.ones(2).cos())
+        assert calls == [False, False, True]  # outside it is computed again
+        checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=True)
+        assert refused == ["use_reentrant=True"]
+    finally:
+        restore()
+    assert "apply" not in vars(checkpoint_internals.CheckpointFunction)

@@ -1,0 +1,43 @@
+"""Says when a PyTorch release changes what `_torch/private/compiling.py` relies on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale._torch import private
+
+
+def test_what_is_compiled_is_recognised() -> None:
+    def module() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    replaced, in_place = module(), module()
+    replaced.forward = torch.compile(replaced.forward, backend="eager")  # type: ignore[method-assign]
+    in_place.compile(backend="eager")
+    around = torch.compile(module(), backend="eager")
+    assert not private.is_compiled(module())
+    assert [private.is_compiled(one) for one in (replaced, in_place, around)] == [True] * 3
+    assert [private.is_compiled_in_place(one) for one in (replaced, in_place, around)] == [False, True, False]
+    assert [private.is_compiled_module(one) for one in (replaced, in_place, around)] == [False, False, True]
+    private.uncompile_forward(replaced)
+    assert not private.is_compiled(replaced)
+    assert replaced(torch.zeros(1, 2)).shape == (1, 2)
+
+
+def test_compiled_code_runs_as_written_where_nobody_compiles() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    with private.never_while_compiled():
+        function(torch.ones(1))
+    assert not graphs
+    function(torch.ones(1))
+    assert len(graphs) == 1
+    torch.compiler.reset()

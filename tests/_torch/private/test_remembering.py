@@ -1,0 +1,75 @@
+"""Says when a PyTorch release changes what `_torch/private/remembering.py` relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memscale._torch import private
+
+
+def _shown(result: Any, given: tuple[torch.Tensor, ...]) -> Any:
+    """What a rehearsal sees of a result: shapes, and whose memory it lies in."""
+    if isinstance(result, tuple | list):
+        return [_shown(one, given) for one in result]
+    keys = [private.storage_key(tensor.untyped_storage()) for tensor in given]
+    key, storage = private.storage_key(result.untyped_storage()), result.untyped_storage()
+    place = keys.index(key) if key in keys else storage.nbytes()
+    same = [index for index, tensor in enumerate(given) if tensor is result]
+    return tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, str(result.device), place, same
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x, y: x + y,
+        lambda x, y: x.t() @ y,
+        lambda x, y: x.add_(y),
+        lambda x, y: x[1:, ::2],
+        lambda x, y: x.expand(3, *x.shape),
+        lambda x, y: x.split(2),
+        lambda x, y: x.contiguous(),
+        lambda x, y: x.t().contiguous(),
+        lambda x, y: torch.native_dropout(x, 0.5, True),
+        lambda x, y: torch.native_layer_norm(x, [6], None, None, 1e-5),
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: x.to(torch.float16),
+        lambda x, y: x.max(dim=0),
+        lambda x, y: torch.zeros_like(x.t()),
+        lambda x, y: x.new_empty(0),
+        lambda x, y: torch.conj(x.to(torch.complex64)),
+    ],
+)
+def test_what_is_remembered_of_operators_is_what_pytorch_says(operator: Callable[..., Any]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    shown = []
+    for mode, device in ((FakeTensorMode(), "cpu"), *[(private.fake_tensor_mode(), "cpu")] * 2):
+        with mode:
+            given = (torch.empty(4, 6, device=device), torch.empty(4, 6, device=device))
+            shown += [_shown(operator(*given), given) for _ in range(2)]
+    assert all(one == shown[0] for one in shown)
+
+
+def test_another_dtype_device_or_layout_is_not_taken_for_what_is_remembered() -> None:
+    with private.fake_tensor_mode():
+        for dtype in (torch.float32, torch.float64):
+            for device in ("cpu", "meta"):
+                for tensor in (torch.empty(4, 6), torch.empty(6, 4).t()):
+                    result = tensor.to(device, dtype) * 2
+                    assert (result.dtype, result.device.type) == (dtype, device)
+                    assert result.stride() == tensor.stride()
+
+
+def test_a_default_dtype_counts_for_what_is_remembered() -> None:
+    with private.fake_tensor_mode():
+        numbers = torch.ones(3, dtype=torch.long)
+        assert (numbers / 2).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (numbers / 2).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
