@@ -26,7 +26,7 @@ from memscale._plan import (
     StreamParameters,
 )
 from memscale._profile.layers import find_blocks
-from memscale._profile.read_elsewhere import ReadingWatch
+from memscale._profile.read_elsewhere import Readings
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
 
@@ -95,10 +95,9 @@ WAYS = {
 def treat(way: Way, subject: Subject, directory: str) -> None:
     """Put the subject's model under MemScale. What is planned is planned at the first batch, as for most users."""
     if way.actions is not None:
-        stay = _read_elsewhere(subject)
-        actions = [
-            a for a in way.actions(subject.model) if not (isinstance(a, StreamParameters) and a.module_fqn in stay)
-        ]
+        actions = way.actions(subject.model)
+        stay = _read_elsewhere(subject, [a.module_fqn for a in actions if isinstance(a, StreamParameters)])
+        actions = [a for a in actions if not (isinstance(a, StreamParameters) and a.module_fqn in stay)]
         memscale.execute(subject.model, written_plan(way, actions), way.config(directory))
         return
     changes = {}
@@ -108,13 +107,14 @@ def treat(way: Way, subject: Subject, directory: str) -> None:
     memscale.wrap(subject.model, way.config(directory, **changes))
 
 
-def _read_elsewhere(subject: Subject) -> frozenset[str]:
-    """Modules whose weights others read, which no plan streams. Asked of a copy, in a forward."""
+def _read_elsewhere(subject: Subject, module_fqns: list[str]) -> frozenset[str]:
+    """Of these modules, those whose weights others read, which no plan streams. Asked of a copy, in a forward."""
     copied = subject.on("cpu")
+    readings = Readings(copied.model)
     with contextlib.ExitStack() as undo:
-        readings = ReadingWatch(copied.model, undo)
+        readings.watch(undo)
         copied.call(copied.model, copied.inputs)
-        return readings.found()
+    return readings.outside(module_fqns)
 
 
 def written_plan(way: Way, actions: list[Action]) -> Plan:
