@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -107,11 +107,11 @@ def treat(way: Way, subject: Subject, directory: str) -> None:
     memscale.wrap(subject.model, way.config(directory, **changes))
 
 
-def _read_elsewhere(subject: Subject, module_fqns: Sequence[str]) -> frozenset[str]:
+def _read_elsewhere(subject: Subject, module_fqns: list[str]) -> frozenset[str]:
     """Of these modules, those whose weights others read, which no plan streams. Asked of a copy, in a forward."""
     copied = subject.on("cpu")
+    readings = Readings(copied.model)
     with contextlib.ExitStack() as undo:
-        readings = Readings(copied.model)
         readings.watch(undo)
         copied.call(copied.model, copied.inputs)
     return readings.outside(module_fqns)
