@@ -348,9 +348,9 @@ class _Bucket:
     def _brought(self, slot: _Slot) -> torch.Tensor:
         assert self._memory is not None
         if not slot.is_packed:
-            line = self._memory.narrow(0, slot.offset, slot.waiting_bytes)
-            line = line[: slot.num_elements * slot.dtype.itemsize].view(slot.dtype)
-            return line.as_strided(slot.shape, slot.stride)
+            # Views of views of the memory would show the same, and take a millisecond each: offsets are all different.
+            storage, offset = self._memory.untyped_storage(), slot.offset // slot.dtype.itemsize
+            return private.tensor_over(storage, slot.dtype, self._memory.device, offset, slot.shape, slot.stride)
         tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self.device)
         for elements in _chunks(slot.num_elements):
             torch.empty(elements, dtype=torch.float32, device=self.device)

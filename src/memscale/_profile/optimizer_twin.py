@@ -20,6 +20,7 @@ from memscale._profile import BackwardStep, GuestCost, OptimizerCost, StateShare
 from memscale._profile.operator_costs import Books, Work
 from memscale._profile.rehearsal import device_exists
 from memscale._profile.sharding import share_rows
+from memscale._profile.values import Recollection
 from memscale._torch import private
 from memscale._torch.any_value import AnyValue
 from memscale._torch.live_bytes import rounding_of
@@ -371,7 +372,7 @@ class _Twin:
                 if self._num_shards > 1 and shape:
                     shape = torch.Size((share_rows(parameter, self._num_shards), *shape[1:]))
                 empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
-            fakes[id(parameter)] = nn.Parameter(empty)
+                fakes[id(parameter)] = nn.Parameter(empty)
         return fakes[id(parameter)]
 
     def cost(
@@ -491,6 +492,8 @@ class _Twin:
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
             books.reset_peak()
+            if private.active_modes() == [self.mode]:
+                books.recall = Recollection(self.mode)
             with books, AnyValue():
                 if self._prepare is not None:
                     self._prepare(optimizer, trained)

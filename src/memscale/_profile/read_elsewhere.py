@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from memscale._profile.operator_costs import tensors_of
 from memscale._torch.each_operator import EachOperator
 from memscale._torch.overrides import OwnHook
 
@@ -36,14 +35,24 @@ class ReadingWatch:
         for module in {id(module): module for module in (model, *leaves)}.values():
             undo.callback(module.register_forward_pre_hook(_Step(self._running, 1)).remove)
             undo.callback(module.register_forward_hook(_Step(self._running, -1), always_call=True).remove)
-        undo.enter_context(EachOperator(self._see))
+        self._mode = EachOperator(self._see)
+        undo.callback(model.register_forward_pre_hook(self._begin).remove)
+        undo.callback(model.register_forward_hook(self._end, always_call=True).remove)
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        """The mode is above those that were active before, and gone when backward runs: modes take time."""
+        if self._running[id(model)] == 1:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._running[id(model)]:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._running.get(id(self._model)):
-            for key in (id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
-                owners = self._owners.get(key)
-                if owners is not None and not any(self._running.get(owner) for owner in owners):
-                    self._read.add(key)
+        for key in map(id, tensors_of((*args, *kwargs.values()))):
+            owners = self._owners.get(key)
+            if owners is not None and not any(self._running.get(owner) for owner in owners):
+                self._read.add(key)
         return func(*args, **kwargs)
 
     def found(self) -> frozenset[str]:

@@ -24,13 +24,14 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.read_elsewhere import ReadingWatch
-from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
+from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
 from memscale._profile.values import (
     LOWEST_DRAW,
     MIDDLE_DRAW,
     SEED,
+    Recollection,
     Values,
     assume_value,
     keep_value,
@@ -39,7 +40,7 @@ from memscale._profile.values import (
 )
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
-from memscale._torch.live_bytes import LiveBytes, rounding_of
+from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of
 from memscale._torch.overrides import plain_attributes
 from memscale._torch.state_beside import Beside
 from memscale._units import round_up
@@ -98,6 +99,13 @@ class Rehearsal:
         self.sharding: Sharding | None = None
         """How ranks that train together share the model out; None: each has all of it."""
 
+    def _recorder(self, traffic: Traffic) -> SegmentRecorder:
+        return SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake, traffic=traffic)
+
+    def recall(self) -> Recall | None:
+        """What spares operators their way, for a recorder that is entered now; None: nothing does."""
+        return None
+
     def books(self) -> LiveBytes:
         """Empty books for this stage's tensors."""
         return LiveBytes(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
@@ -125,7 +133,7 @@ class Rehearsal:
         return max(traces, key=lambda trace: trace.peak_bytes)
 
     def _record(self, traffic: Traffic, held: list[torch.Tensor]) -> StepTrace:
-        recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake, traffic=traffic)
+        recorder = self._recorder(traffic)
         with contextlib.ExitStack() as undo:
             undo.callback(self._clear_gradients)
             undo.callback(recorder.remove_tensor_hooks)
@@ -136,6 +144,7 @@ class Rehearsal:
             recorder.see_all(self.inputs.tensors(), "other")
             recorder.see_all(held, "optimizer state")
             recorder.open()
+            recorder.recall = self.recall()
             with recorder:
                 kept = self.pass_through(recorder)
             trace = recorder.close()
@@ -192,6 +201,7 @@ class Rehearsal:
             books = self.books()
             books.see_all(self._there_anyway())
             before_bytes = books.total_bytes
+            books.recall = self.recall()
             with torch.no_grad(), books:
                 self.model(*self.inputs.args, **kwargs)
         return books.peak_bytes - before_bytes
@@ -294,6 +304,14 @@ class FakeRehearsal(Rehearsal):
             if _sizes_of(other) != _sizes_of(trace):
                 raise NotImplementedError("random numbers of Python's or NumPy's generator decide how large a step is")
         self.values.seed, self.num_calls = SEED, num_calls
+
+    def _recorder(self, traffic: Traffic) -> SegmentRecorder:
+        return FakeRecorder(self.device_type, self.rounding_bytes, traffic=traffic)
+
+    def recall(self) -> Recall | None:
+        """Where the stage's own modes are all that is active: others see operators, too."""
+        is_bare = private.active_modes() == [self.mode, self.values]
+        return Recollection(self.mode, self.values) if is_bare else None
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """A step cut into segments: what each layer's forward and backward hold, allocate, compute and move.
 
-    recorder = SegmentRecorder(device_type, rounding_bytes, counts_fakes=True)
+    recorder = SegmentRecorder(device_type, rounding_bytes, counts_fakes=False)     # or `FakeRecorder`
     recorder.watch(module_fqn, module, undo)        # hooks that tell where the step is
     recorder.open()
     with recorder:                                  # sees every operator
@@ -81,7 +81,7 @@ class SegmentRecorder(LiveBytes):
         result = super().run(func, args, kwargs)
         if func in WIDE_LOSSES and widen(result, args):
             self.see(result)
-        self._work.add(func, args, kwargs, result, self.device_type)
+        self._work.add(func, args, kwargs, result, self.device_type, self.known)
         return result
 
     def open(self) -> None:
@@ -216,6 +216,14 @@ class SegmentRecorder(LiveBytes):
         """An input's gradient is complete. Inputs shared with other layers complete later: then it is not our turn."""
         if self._place == ("backward", module_fqn, call):
             self.move_to("backward", "", 0)
+
+
+@private.without_compiler
+class FakeRecorder(SegmentRecorder):
+    """Live bytes and costs of a step on fake tensors."""
+
+    def __init__(self, device_type: str, rounding_bytes: int, *, traffic: Traffic = no_traffic) -> None:
+        super().__init__(device_type, rounding_bytes, counts_fakes=True, traffic=traffic)
 
 
 class _Hook(OwnHook):

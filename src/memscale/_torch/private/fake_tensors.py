@@ -45,10 +45,15 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, fake_tensor.FakeTensor)
 
 
-def device_type_of(tensor: torch.Tensor) -> str:
-    """The type of its device; asking a fake tensor in the usual way would run an operator."""
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Its device; asking a fake tensor in the usual way would run an operator."""
     device: torch.device = tensor.fake_device if is_fake(tensor) else tensor.device  # type: ignore[attr-defined]
-    return device.type
+    return device
+
+
+def device_type_of(tensor: torch.Tensor) -> str:
+    """The type of its device."""
+    return device_of(tensor).type
 
 
 def is_device_question(func: Any) -> bool:
