@@ -77,12 +77,12 @@ class SteppedOptimizer:
 
     def step(self) -> None:
         """Step once, with the gradients that there are."""
-        with AnyValue():
-            if self._whole is not None:
+        if self._whole is not None:
+            with AnyValue():
                 self._whole.step()
-                self._forget_counters(self._whole)
-            else:
-                self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
+            self._forget_counters(self._whole)
+        else:
+            self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
 
     def _in_order(self, buckets: Sequence[_Bucket]) -> list[_Bucket]:
         if self._rules is None:
@@ -134,7 +134,8 @@ class SteppedOptimizer:
             known.again(bucket.optimizer, self._log)
         else:
             start = self._log.num_events
-            bucket.optimizer.step()
+            with AnyValue():
+                bucket.optimizer.step()
             self._forget_counters(bucket.optimizer)
             if kind not in self._known:
                 self._known[kind] = _KnownStep.of(bucket.optimizer, self._log, self._log.since(start))

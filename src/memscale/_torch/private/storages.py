@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from memscale._torch.private.fake_tensors import device_of, fake_mode_of, is_fake
+from memscale._torch.private.fake_tensors import active_fake_mode, fake_mode_of, is_fake
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -55,12 +55,13 @@ def tensor_over(
     stride: tuple[int, ...],
 ) -> torch.Tensor:
     """A tensor over this storage that is no view of another tensor."""
+    active = active_fake_mode()
+    if isinstance(active, OverStorages) and (device.type == "cpu" or device.index is not None):
+        return active.over(storage, dtype, device, offset, shape, stride)
     tensor = torch.empty(0, dtype=dtype, device=device)
     if not is_fake(tensor):
         return tensor.set_(storage, offset, shape, stride)
     mode = fake_mode_of(tensor)
-    if isinstance(mode, OverStorages):
-        return mode.over(storage, dtype, device_of(tensor), offset, shape, stride)
     cached, mode.cache_enabled = mode.cache_enabled, False  # its cache would keep the storage
     try:
         return tensor.set_(storage, offset, shape, stride)
