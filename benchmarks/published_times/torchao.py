@@ -80,7 +80,10 @@ def open_planner() -> Planner:
     images = torch.empty(BATCH, 3, PIXELS, PIXELS, dtype=torch.bfloat16, device="meta")
     labels = torch.empty(BATCH, dtype=torch.int64, device="meta")
     hardware = dataclasses.replace(
-        Hardware.from_name(CARD), host_total_bytes=HOST_BYTES, host_available_bytes=HOST_BYTES
+        Hardware.from_name(CARD),
+        host_total_bytes=HOST_BYTES,
+        host_available_bytes=HOST_BYTES,
+        has_caching_allocator=False,  # the table has allocated bytes, so ours are bounded by them, too
     )
     config = Config(async_offload=True, enable_logging=False)
     return Planner(Job(model, config, hardware, "adamw"), Inputs((images, labels), {}))

@@ -184,7 +184,7 @@ class Config:
     """Overlap transfers with compute. None: wherever the device has streams, unless blocking serves the budget better;
     the plan says which."""
     async_config: AsyncOffloadConfig | None = None
-    """How; None: the defaults."""
+    """How transfers overlap with compute; None: the plan chooses."""
     auto_policy: bool | Literal["rule"] = False
     """Let a policy choose the mode and the techniques that are not set here: True, or "rule" for the rule table."""
     _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)

@@ -220,7 +220,7 @@ class FrontPoint:
     """A plan that no other beats in both peak and time: one point of the Pareto front."""
 
     peak_bytes: int
-    """By the peak model."""
+    """The peak by the peak model."""
     slowdown: float
     what: str
     """What it does, in a few words."""

@@ -8,7 +8,17 @@ import pytest
 
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
-from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, SELECTIVE, OptimizerCost, Segment, StepTrace, TraceKey
+from memscale._profile import (
+    CHECKPOINT,
+    KEEP,
+    OFFLOAD,
+    SELECTIVE,
+    STREAM,
+    OptimizerCost,
+    Segment,
+    StepTrace,
+    TraceKey,
+)
 from tests.profiles import MB, Block, hardware_of, profile_of, trace_of
 
 pytestmark = pytest.mark.unit
@@ -94,3 +104,29 @@ def test_what_is_still_there_in_backward_leaves_all_the_time(fetched: int, expec
     profile = dataclasses.replace(profile, variants={TraceKey(OFFLOAD): StepTrace(tuple(segments))})
     model = CostModel(profile, hardware_of(), overlaps=True)
     assert model.evaluate(Choice((("b", OFFLOAD),))).step_ms == pytest.approx(expected)
+
+
+TWO = {fqn: dataclasses.replace(ONE["b"], parameters=size) for fqn, size in {"first": 5, "second": 15}.items()}
+
+
+@pytest.mark.parametrize(
+    ("streamed", "waited"),
+    [
+        (("first", "second"), 50),  # the way of the first one's weights is shorter than its forward
+        (("first",), 37.5),  # half an average block: of 50 and of 100 ms
+        (("second",), 75),
+    ],
+)
+def test_the_first_weights_are_waited_for_wherever_they_are(streamed: tuple[str, ...], waited: float) -> None:
+    """A block's forward takes 100 ms, and again in backward; what it fetches and sends is hidden, but for the first.
+
+    See NOTE [the first weights]."""
+    profile = profile_of(TWO, variants=(CHECKPOINT, STREAM), optimizer=OptimizerCost("none", 0, 0, 0))
+    model = CostModel(profile, hardware_of(link_directions=2, host_bytes_per_s=None), overlaps=True)
+    hidden = Choice(tuple((fqn, CHECKPOINT) for fqn in streamed))
+    choice = Choice(tuple((fqn, STREAM) for fqn in streamed))
+    kept_ms = 0 if "second" not in streamed else 50  # forward waits for 15 MB longer than it computes
+    extra_ms = model.evaluate(choice).step_ms - model.evaluate(hidden).step_ms
+    assert extra_ms == pytest.approx(waited + kept_ms)
+    blocking = CostModel(profile, hardware_of())
+    assert blocking.first_fetch_ms(choice.run, 20 * MB) == 0

@@ -21,9 +21,10 @@ ONE = {"b": Block(keeps=100, keeps_selective=40, keeps_checkpointed=10, temporar
     [
         # 50 MB each way from memory that is not pinned
         (False, (30, 10, 10), 70 + 6 + 2 * 1000),
-        # All that arrives, with steps and what leaves beside it; the first and the last have no company.
-        (True, (30, 10, 10), 500 + 2 * 300),
-        (True, (10, 20, 20), 500 + 2 * 200),
+        # All that arrives, with steps and what leaves beside it; behind it the largest bucket is stepped and leaves.
+        (True, (30, 10, 10), 500 + 70 * 30 / 50 + 300),
+        (True, (10, 20, 20), 500 + 70 * 20 / 50 + 200),
+        (True, (50,), 500 + 70 + 500),
     ],
 )
 def test_a_step_whose_state_waits_elsewhere(overlaps: bool, sizes: tuple[int, ...], expected: float) -> None:

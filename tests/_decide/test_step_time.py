@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memscale._decide.step_time import Moved, Pace
+from memscale._decide.step_time import Moved, Pace, StepWork, Turn
 from memscale._profile import Segment
 from tests.profiles import MB, hardware_of
 
@@ -59,12 +59,14 @@ def test_a_clock_with_one_host_thread_waits_for_gradients_to_land() -> None:
 # ---- transfers beside other blocks: see NOTE [side by side]
 
 
-def spread_of(forward: list[dict[str, int]], backward: list[dict[str, int]]) -> list[tuple[float, ...]]:
+def spread_of(
+    forward: list[dict[str, int]], backward: list[dict[str, int]], streamed: str = "abc"
+) -> list[tuple[float, ...]]:
     """Of blocks of 10, 20 and 10 MB: what comes and goes in the forward and the backward of each, in MB."""
     names = ["a", "b", "c"]
     segments = [moving(**{name: size * MB for name, size in traffic.items()}) for traffic in (*forward, *backward)]
     runs = [(name, [segment]) for name, segment in zip([*names, *reversed(names)], segments, strict=True)]
-    sizes = dict(zip(names, (10 * MB, 20 * MB, 10 * MB), strict=True))
+    sizes = {name: size * MB for name, size in zip(names, (10, 20, 10), strict=True) if name in streamed}
     spread = pace_of(overlaps=True).spread(runs, sizes)
     return [
         tuple(
@@ -94,6 +96,31 @@ def test_inputs_that_come_back_are_told_from_weights() -> None:
     )
     assert found[:3] == [(10, 5, 10), (20, 5, 0), (10, 5, 0)]
     assert found[3:] == [(12.5, 0, 0), (20, 0, 0), (12.5, 0, 0)]
+
+
+def test_weights_count_with_the_blocks_that_are_streamed() -> None:
+    """Of three blocks the last two: the middle one comes first, and again for backward; the last one has stayed."""
+    found = spread_of([{}, {"fetched_bytes": 30}, {}], [{}, {"fetched_bytes": 20}, {}], "bc")
+    assert found[:3] == [(0, 0, 0), (20, 0, 20), (10, 0, 0)]
+    assert [round(coming * 30) for coming, _, _ in found[3:]] == [200, 400, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "staying_ms", "turn", "expected"),
+    [
+        ({}, 0, Turn(10 * MB, 30, 5 * MB), 400 + 30 + 50),  # what arrives sets the pace
+        ({}, 900, Turn(10 * MB, 30, 5 * MB), 100 + 900 + 50),  # what is computed does, from the start
+        ({"link_directions": 1}, 0, Turn(10 * MB, 30, 5 * MB), 600 + 30),  # one way for both
+        ({}, 300, Turn(40 * MB, 100, 20 * MB), 400 + 100 + 200),  # one turn: what stays is computed while it arrives
+    ],
+)
+def test_turns_wait_for_the_first_and_the_last(
+    changes: dict[str, object], staying_ms: float, turn: Turn, expected: float
+) -> None:
+    """40 MB arrive, take 100 ms, and half of them leave, beside what stays."""
+    moved = Moved(in_bytes=40 * MB, out_bytes=20 * MB)
+    works = [StepWork(100, 0, moved=moved, turn=turn, travelling_ms=100), StepWork(staying_ms, 0)]
+    assert pace_of(overlaps=True, **changes).turns_ms(works) == pytest.approx(expected)
 
 
 def test_what_nothing_hides_comes_on_top() -> None:

@@ -20,10 +20,11 @@ from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
 from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, undominated
 from memscale._decide.search import Candidate, search
+from memscale._decide.spaced import spaced_choices, thinned
 from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
 from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
-from memscale._profile import Profile, Treatment
+from memscale._profile import OFFLOAD, Profile, Treatment
 from memscale.techniques.technique import Technique
 
 FORCED = "force_optimize: the lowest peak that the mode allows"
@@ -285,7 +286,7 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     for is_exact in (True, False):
         alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
         found += _with_shares(model, alike, counts_waiting=counts_waiting)
-    return found or [Candidate(Choice(), baseline)]
+    return found + _spaced(model, eligible, found) or [Candidate(Choice(), baseline)]
 
 
 def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
@@ -339,6 +340,21 @@ def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bo
         return shared
     kept = {id(candidate) for candidate in undominated([*found, *shared])}
     return [candidate for candidate in shared if id(candidate) in kept]
+
+
+def _spaced(model: CostModel, eligible: Eligible, found: list[Candidate]) -> list[Candidate]:
+    """Exact plans with activations that wait elsewhere, block by block far apart; those that nothing beats.
+
+    See NOTE [far apart] in spaced.py.
+    """
+    if not model.window_bytes or not eligible.allows(OFFLOAD):
+        return []
+    exact = [candidate for candidate in found if candidate.choice.run.is_exact]
+    bases = sorted(undominated(exact), key=by_peak)
+    choices = dict.fromkeys(spaced_choices(model, thinned([candidate.choice for candidate in bases])))
+    spaced = [Candidate(choice, model.evaluate(choice)) for choice in choices]
+    kept = {id(candidate) for candidate in undominated([*exact, *spaced])}
+    return [candidate for candidate in spaced if id(candidate) in kept]
 
 
 def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:

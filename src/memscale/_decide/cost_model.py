@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.optimizer_model import OptimizerModel
-from memscale._decide.step_time import Moved, Pace
+from memscale._decide.spaced import Sent, held_bytes, spaced_ms
+from memscale._decide.step_time import Moved, Pace, smaller
 from memscale._decide.timeline import Extras, Spent, Stretch
 from memscale._hardware import Hardware
 from memscale._profile import (
@@ -41,8 +42,10 @@ from memscale.techniques.tiling import doublings
 class CostModel:
     """Evaluates choices on one profile and one hardware."""
 
-    def __init__(self, profile: Profile, hardware: Hardware, *, overlaps: bool = False) -> None:
+    def __init__(self, profile: Profile, hardware: Hardware, *, overlaps: bool = False, window_bytes: int = 0) -> None:
+        """`window_bytes` is what may be on its way out, where a plan is timed by that; see NOTE [far apart]."""
         self.profile = profile
+        self.window_bytes = window_bytes if overlaps and hardware.link_directions > 1 else 0
         self.hardware = hardware
         self.pace = Pace(hardware, overlaps=overlaps)
         self.optimizer = OptimizerModel(profile, self.pace)
@@ -63,6 +66,8 @@ class CostModel:
         self._sizes = _sizes_of(self._stretches)
         self._without_gradients: dict[TraceKey, list[Stretch]] = {}
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
+        self._first_ms: dict[Precision, tuple[float, float]] = {}
+        self._sent: dict[TraceKey, dict[str, Sent]] = {}
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
 
@@ -71,10 +76,16 @@ class CostModel:
         runs = self.runs_of(trace)
         return [owner for owner, _, _ in runs], [self._merge(tuple(run), halves, more) for _, run, more in runs]
 
-    def runs_of(self, trace: StepTrace) -> list[tuple[str, list[Segment], Moved]]:
-        """By run: its block, or "" for what lies between, its segments, and what crosses the link in it besides."""
+    def runs_of(
+        self, trace: StepTrace, streamed: Collection[str] | None = None
+    ) -> list[tuple[str, list[Segment], Moved]]:
+        """By run: its block, or "" for what lies between, its segments, and what crosses the link in it besides.
+
+        `streamed` are the blocks whose weights travel; None: every block's, if any does.
+        """
         runs, nothing = self._grouped(trace), Moved()
-        spread = self.pace.spread(runs, {fqn: layer.param_bytes for fqn, layer in self.blocks.items()})
+        sizes = {fqn: layer.param_bytes for fqn, layer in self.blocks.items() if streamed is None or fqn in streamed}
+        spread = self.pace.spread(runs, sizes)
         return [(owner, run, spread.get(index, nothing)) for index, (owner, run) in enumerate(runs)]
 
     def streamed_bytes(self, choice: Choice) -> int:
@@ -110,7 +121,9 @@ class CostModel:
         return segment.module_fqn if segment.module_fqn in self.blocks else ""
 
     def _merge(self, segments: tuple[Segment, ...], halves: bool, more: Moved) -> Stretch:
+        """Weights that nothing hides are counted once for a choice, with whichever block it streams first."""
         trace = StepTrace(segments)
+        more = dataclasses.replace(more, in_bytes=more.in_bytes + more.first_bytes, first_bytes=0)
         ms = self.pace.run_ms(segments, halves=halves, more=more)
         return Stretch(trace.peak_bytes, trace.end_bytes, ms)
 
@@ -239,6 +252,7 @@ class CostModel:
     def evaluate_runs(self, choice: Choice, runs: Sequence[RunOptions]) -> list[Outcome]:
         """A choice's blocks with each of these runs, which differ from its own by what the optimizer does alone."""
         run, extras, live, peak, total_ms = self._walked(choice)
+        total_ms += float(self.first_fetch_ms(run, self.rest_extras(run).static_bytes - extras.static_bytes))
         outcomes = []
         for other in runs:
             more = self._static_bytes(other, extras) - self._static_bytes(run, extras)
@@ -253,13 +267,42 @@ class CostModel:
         stretches = {how: self.rest(run) if how is None else self.treated(run, how) for how in {None, *owners}}
         extras = self._extras(choice)
         live = peak = self._static_bytes(run, extras)
-        total_ms = extras.ms
+        times_ms = [stretches[how][index].ms for index, how in enumerate(owners)]
+        total_ms = extras.ms + sum(times_ms)
+        known = self.sent_by_blocks(run) if self.window_bytes else {}
+        sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
+        if sent:
+            live = peak = live + held_bytes(self, run, list(sent))
+            total_ms = min(total_ms, extras.ms + spaced_ms(self, choice, sent, times_ms))
         for index, how in enumerate(owners):
             stretch = stretches[how][index]
             peak = max(peak, live + stretch.peak_bytes)
             live += stretch.net_bytes
-            total_ms += stretch.ms
         return run, extras, live, peak, total_ms
+
+    def sent_by_blocks(self, run: RunOptions) -> dict[str, Sent]:
+        """By block, in order: what it sends if its activations wait elsewhere; {} where that was not traced, and where
+        a step does not go through the blocks and back."""
+        key = run.block_key(OFFLOAD)
+        if key not in self._sent:
+            found: dict[str, Sent] = {}
+            order = self.nested_order() if key in self._stretches else None
+            runs = self._grouped(self._traces[key]) if order is not None else []
+            for fqn in order or ():
+                places = self._places[fqn]
+                forward, backward = (runs[place][1] for place in places) if len(places) == 2 else ([], [])
+                num_bytes = sum(segment.sent_bytes for segment in forward)
+                passes = (self._unwaiting_ms(some, halves=bool(run.precision)) for some in (forward, backward))
+                found |= {fqn: Sent(num_bytes, *passes)} if num_bytes else {}
+            self._sent[key] = found
+        return self._sent[key]
+
+    def _unwaiting_ms(self, segments: Sequence[Segment], *, halves: bool) -> float:
+        """Of segments whose transfers are all hidden; the host starts them."""
+        compute_ms = sum(self.pace.compute_ms(segment, halves=halves) for segment in segments)
+        num_copies = sum(segment.num_sends + segment.num_fetches for segment in segments)
+        launches = sum(segment.num_launches for segment in segments)
+        return float(self.pace.slowest_ms(compute_ms, launches, Moved(num_copies)))
 
     def evaluate_whole(self, choice: Choice) -> Outcome:
         """Every block treated alike, by a trace that cannot be mixed with others."""
@@ -357,6 +400,31 @@ class CostModel:
             if option is not None and option.slowed_ms is not None:
                 compute_ms = option.slowed_ms(self, getattr(run, option.field), compute_ms)
         return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
+
+    def first_fetch_ms(self, run: RunOptions, param_bytes: Any) -> Any:
+        """What waits for the first weights, where weights of so many bytes are streamed. A number, or an array of them.
+
+        NOTE [the first weights]: weights are fetched while the streamed block before computes, so a block takes the
+        longer of the two; those of the first block that is streamed, wherever it stands, are waited for before it
+        computes. So the shorter of its two comes on top, once. Where all blocks are streamed the first is known;
+        where some are, it is taken to be an average one.
+        """
+        first_ms, average_ms = self._first_fetches(run.precision)
+        whole = max(1, sum(layer.param_bytes for layer in self.blocks.values()))
+        some_ms = average_ms * smaller(1.0, param_bytes * len(self.blocks) / whole)
+        return some_ms + (first_ms - some_ms) * (param_bytes >= whole)
+
+    def _first_fetches(self, precision: Precision) -> tuple[float, float]:
+        """The shorter of a block's forward and of the way of its weights: of the first block, and of an average one."""
+        if precision not in self._first_ms:
+            runs = self._grouped(self._traces[TraceKey(precision=precision)])
+            halves, found = bool(precision), []
+            for fqn, layer in self.blocks.items() if self.pace.overlaps else ():
+                if fqn in self._places:
+                    forward_ms = self.pace.busy_ms(runs[self._places[fqn][0]][1], halves=halves)
+                    found.append(min(forward_ms, float(self.pace.link_ms(layer.param_bytes))))
+            self._first_ms[precision] = (found[0], sum(found) / len(found)) if found else (0.0, 0.0)
+        return self._first_ms[precision]
 
     @functools.cached_property
     def least_compute_ms(self) -> float:

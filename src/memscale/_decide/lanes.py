@@ -20,7 +20,8 @@ def lanes_of(model: CostModel, trace: StepTrace, choice: Choice) -> StepTimes:
     """The step of this trace, which the choice gave, and the optimizer's step behind it."""
     spans: list[Span] = []
     now_ms, halves = 0.0, bool(choice.run.precision)
-    for owner, segments, more in model.runs_of(trace):
+    streamed = [fqn for fqn, treatment in choice.blocks if treatment.streams]
+    for owner, segments, more in model.runs_of(trace, streamed):
         run_ms = model.pace.run_ms(segments, halves=halves, more=more)
         spans += _spans_of(model, owner, segments, more, now_ms, halves)
         now_ms += run_ms

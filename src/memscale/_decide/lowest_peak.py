@@ -72,7 +72,8 @@ class Whole:
         ):
             peak, live = np.maximum(peak, live + high), live + net
         around_ms = self.start.ms + self.middle.ms + self.end.ms + self.rest.ms
-        ms = model.step_ms(self.run, front.ms + around_ms, streamed)
+        first_ms = model.first_fetch_ms(self.run, -columns[:, STATIC])
+        ms = model.step_ms(self.run, front.ms + around_ms + first_ms, streamed)
         return np.stack([peak, ms, *self.waiting(front)], axis=1)
 
     def _spans(self, columns: Array) -> tuple[Array, Array]:

@@ -6,12 +6,11 @@ the host. They are stepped there, or visit the device for it (`RunOptions.steps_
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memscale._decide.choice import RunOptions
-from memscale._decide.step_time import Moved, Pace, StepWork, larger, optimizer_calls_ms
+from memscale._decide.step_time import Moved, Pace, StepWork, Turn, larger, optimizer_calls_ms, smaller
 from memscale._profile import BackwardStep, GuestCost, OptimizerCost, Profile
 from memscale.techniques.technique import StepManner
 
@@ -125,36 +124,26 @@ class OptimizerModel:
         return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
 
     def works_ms(self, works: Sequence[StepWork]) -> Any:
-        """Buckets of all kinds in turn: while one is stepped, the next arrives and the last leaves. The first and the
-        last of those that travel have no company.
+        """Buckets of all kinds in turn: while one is stepped, the next arrives and the last leaves.
 
-        See NOTE [the order of a step] in techniques/offload/optimizer/buckets.py.
+        See NOTE [the order of a step] in techniques/offload/optimizer/buckets.py, and NOTE [turns] in step_time.py.
         """
-        if not works:
-            return 0.0
-        pace = self.pace
-        moved = Moved(
-            sum(work.moved.num_copies for work in works),
-            sum(work.moved.out_bytes for work in works),
-            sum(work.moved.in_bytes for work in works),
-        )
-        compute_ms, launches = sum(work.compute_ms for work in works), sum(work.num_launches for work in works)
-        total_ms = pace.slowest_ms(compute_ms, launches, moved, sum(work.host_ms for work in works))
-        if pace.overlaps:
-            total_ms = total_ms + pace.link_ms(functools.reduce(larger, (work.alone_bytes for work in works)))
-        return total_ms
+        return self.pace.turns_ms(works) if works else 0.0
 
     def _guest_works(self, run: RunOptions, streamed_bytes: Any) -> Iterator[StepWork]:
         """Of what visits the device to be stepped."""
         shares = {id(self.profile.guests): streamed_bytes / max(1, self._block_bytes)}
         for guests, is_streamed in self._guests(run, streamed_bytes):
             share = shares.get(id(guests), is_streamed)
+            of_turn = smaller(share, guests.largest_bytes / max(1, guests.in_bytes))
+            compute_ms = self.pace.memory_ms(guests.launched_bytes)
             yield StepWork(
-                compute_ms=share * self.pace.memory_ms(guests.launched_bytes),
+                compute_ms=share * compute_ms,
                 num_launches=share * guests.num_launches,
                 host_ms=share * self.pace.buckets_ms(guests.num_buckets),
                 moved=Moved(share * guests.num_copies, share * guests.out_bytes, share * guests.in_bytes),
-                alone_bytes=is_streamed * 2 * guests.largest_bytes,
+                turn=Turn(of_turn * guests.in_bytes, of_turn * compute_ms, of_turn * guests.out_bytes),
+                travelling_ms=share * compute_ms,
             )
 
     def share_left(self, run: RunOptions, streamed_bytes: Any) -> Any:
@@ -188,12 +177,15 @@ class OptimizerModel:
         away = [size for size, does_stay in zip(sizes, stays, strict=True) if not does_stay]
         num_pieces, away_bytes = cost.num_pieces or len(sizes), sum(away)
         num_copies = 2 * num_pieces * away_bytes / max(1, sum(sizes))
+        turn_bytes = smaller(share * away_bytes, min(away_bytes, cost.piece_bytes or max(sizes, default=0)))
+        byte_ms = self.compute_ms(cost, 1.0) / max(1, sum(sizes))
         return StepWork(
             compute_ms=self.compute_ms(cost, share),
             num_launches=share * cost.bucket_launches,
             host_ms=share * self.pace.buckets_ms(num_pieces),
             moved=Moved(share * num_copies, share * away_bytes, share * away_bytes),
-            alone_bytes=(share > 0) * (2 * min(away_bytes, cost.piece_bytes or max(sizes, default=0))),
+            turn=Turn(turn_bytes, turn_bytes * byte_ms, turn_bytes),
+            travelling_ms=share * away_bytes * byte_ms,
         )
 
 
@@ -224,7 +216,7 @@ class _AtOnce:
     def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
         """All that is on the device.
 
-        See NOTE [two devices] in _profile/optimizer_twin.py: as soon as something is streamed, there are more launches.
+        See NOTE [two devices] in _profile/optimizer_twin: as soon as something is streamed, there are more launches.
         """
         cost, rest, share = model.cost(run), model.profile.rest_optimizer, model.share_left(run, streamed_bytes)
         num_launches, compute_ms = share * cost.num_launches, model.compute_ms(cost, share)

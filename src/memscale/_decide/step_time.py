@@ -12,6 +12,7 @@ there they are not counted. The figures were fitted to the models of the suite, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,15 @@ class Moved:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """One bucket of an optimizer's step that travels: what arrives, is computed, and leaves. Numbers, or arrays."""
+
+    in_bytes: Any = 0
+    compute_ms: Any = 0.0
+    out_bytes: Any = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepWork:
     """What an optimizer's step in buckets takes of the device, the host and the link. Numbers, or arrays of them."""
 
@@ -59,8 +69,10 @@ class StepWork:
     num_launches: Any
     host_ms: Any = 0.0
     moved: Moved = Moved()
-    alone_bytes: Any = 0
-    """What arrives first and leaves last, with nothing beside it."""
+    turn: Turn = Turn()
+    """The largest turn of what travels; nothing where all stays."""
+    travelling_ms: Any = 0.0
+    """Of `compute_ms`, that of what travels."""
 
 
 class Pace:
@@ -134,6 +146,33 @@ class Pace:
         paced_ms = larger(larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
         return paced_ms + self.link_ms(moved.first_bytes)
 
+    def turns_ms(self, works: Sequence[StepWork]) -> Any:
+        """Of buckets that take turns: one arrives, one is computed and one leaves at a time.
+
+        NOTE [turns]: the slowest of the three is busy from its first turn to its last. What it waits for comes on top:
+        the first turn of what comes before it, and the last turn of what comes behind it. What stays on the device is
+        computed while the first turn arrives. Transfers that block have no company.
+        """
+        moved = Moved(
+            sum(work.moved.num_copies for work in works),
+            sum(work.moved.out_bytes for work in works),
+            sum(work.moved.in_bytes for work in works),
+        )
+        compute_ms, launches = sum(work.compute_ms for work in works), sum(work.num_launches for work in works)
+        host_ms = sum(work.host_ms for work in works)
+        if not self.overlaps:
+            return self.slowest_ms(compute_ms, launches, moved, host_ms)
+        busy_ms = self.slowest_ms(compute_ms, launches, Moved(moved.num_copies), host_ms)
+        in_ms, out_ms = self.link_ms(moved.in_bytes), self.link_ms(moved.out_bytes)
+        arrives_ms = self.link_ms(_largest(work.turn.in_bytes for work in works))
+        leaves_ms = self.link_ms(_largest(work.turn.out_bytes for work in works))
+        one_ms = _largest(work.turn.compute_ms for work in works)
+        travelling_ms = arrives_ms + sum(work.travelling_ms for work in works)
+        computing_ms = larger(travelling_ms, busy_ms) + leaves_ms
+        if self.hardware.link_directions < 2:
+            return larger(computing_ms, in_ms + out_ms + one_ms)
+        return larger(computing_ms, larger(in_ms + one_ms + leaves_ms, arrives_ms + one_ms + out_ms))
+
     def link_ms(self, num_bytes: Any) -> Any:
         """The time of a transfer in one direction."""
         blocking = self.hardware.blocking_link_bytes_per_s
@@ -150,8 +189,9 @@ class Pace:
         the window: what backward finds still there is not fetched, and its copy is waited for only at the end of the
         step. It leaves beside what comes back; the rest of it, beside the forward and the backward of its block.
 
-        Weights are fetched ahead, and counted with the block that waits for them; those of the first block have nothing
-        to hide behind. What forward fetches are weights; backward fetches them again, but for the last block's.
+        Weights are fetched ahead, and counted with the block that waits for them; those of the first block that is
+        streamed have nothing to hide behind. What forward fetches are weights; backward fetches them again, but for
+        the last block's. `param_bytes` has the weights of those blocks that are streamed.
         """
         places: dict[str, list[int]] = {}
         for index, (owner, _) in enumerate(runs):
@@ -159,7 +199,9 @@ class Pace:
         pairs = [(owner, found[0], found[1]) for owner, found in places.items() if owner and len(found) == 2]
         if not self.overlaps or not pairs:
             return {}
-        traffic = _Traffic.of([(param_bytes[owner], runs[first][1], runs[second][1]) for owner, first, second in pairs])
+        traffic = _Traffic.of(
+            [(param_bytes.get(owner, 0), runs[first][1], runs[second][1]) for owner, first, second in pairs]
+        )
         spread = {}
         for number, (_, first, second) in enumerate(pairs):
             busy_ms = self.busy_ms(runs[first][1]), self.busy_ms(runs[second][1])
@@ -167,10 +209,11 @@ class Pace:
             spread[first], spread[second] = traffic.spread(number, early)
         return spread
 
-    def busy_ms(self, segments: list[Segment]) -> float:
+    def busy_ms(self, segments: list[Segment], *, halves: bool = False) -> float:
         """The time of these segments without transfers."""
         num_launches = sum(segment.num_launches for segment in segments)
-        return float(self.slowest_ms(sum(self.compute_ms(segment) for segment in segments), num_launches, Moved()))
+        compute_ms = sum(self.compute_ms(segment, halves=halves) for segment in segments)
+        return float(self.slowest_ms(compute_ms, num_launches, Moved()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,7 +237,9 @@ class _Traffic:
     def spread(self, number: int, early: float) -> tuple[Moved, Moved]:
         """What one block's forward and backward move; `early` is the share of their time that is forward's."""
         weights = sum(self.fetched)
-        weights_back = min(sum(self.fetched_back), weights - self.param_bytes[-1]) if weights else 0
+        streamed = [place for place, num_bytes in enumerate(self.param_bytes) if num_bytes]
+        kept = self.param_bytes[streamed[-1]] if streamed else 0
+        weights_back = min(sum(self.fetched_back), max(0, weights - kept)) if weights else 0
         returned = sum(self.fetched_back) - weights_back
         lingering = max(0, sum(self.sent) - returned)
         share = self.sent[number] / max(1, sum(self.sent))
@@ -202,7 +247,7 @@ class _Traffic:
         beside = share * max(0, lingering - returned)
         leaves = share * (sum(self.sent) - lingering) + beside * early
         needs = of_weights * weights
-        first = needs if number == 0 else 0
+        first = needs if streamed and number == streamed[0] else 0
         comes_back = share * returned + of_weights * weights_back
         return (
             Moved(
@@ -212,9 +257,19 @@ class _Traffic:
         )
 
 
+def _largest(values: Iterable[Any]) -> Any:
+    """Of numbers, or of arrays."""
+    return functools.reduce(larger, values)
+
+
 def larger(a: Any, b: Any) -> Any:
     """Of numbers, or of arrays."""
     return (a + b + abs(a - b)) / 2
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """Of numbers, or of arrays."""
+    return (a + b - abs(a - b)) / 2
 
 
 # ---- calls, see NOTE [calls]

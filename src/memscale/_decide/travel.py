@@ -5,6 +5,7 @@
 NOTE [two ways]: transfers that overlap with compute are faster, and need device memory for what is on its way. Where
 the user leaves it to us, plans overlap; they block where only that fits the budget, or where it is predicted to be
 faster: what needs less memory may need to send less away. `_planning/planner.py` looks into both as far as it must.
+Where there is room for them, windows may be wider than they are by default (`wider`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 from memscale._config import AsyncOffloadConfig, Config
+from memscale._decide.choice import RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._hardware import Hardware
 from memscale._plan import Plan
@@ -48,6 +50,21 @@ def travel_of(plan: Plan, config: Config, hardware: Hardware) -> Travel:
         return travels(config, hardware)[0]
     transfers = config.async_config or AsyncOffloadConfig()
     return Travel(plan.conditions.async_offload, dataclasses.replace(transfers, **plan.conditions.transfers))
+
+
+def wider(model: CostModel, travel: Travel, config: Config) -> Travel | None:
+    """With windows as large as what one block saves; None where they are, or where the user says how large they are.
+
+    See NOTE [far apart] in spaced.py.
+    """
+    sent = model.sent_by_blocks(RunOptions())
+    largest = max((one.num_bytes for one in sent.values()), default=0)
+    windows = travel.transfers.window_bytes, travel.transfers.prefetch_bytes
+    if config.async_config is not None or not model.window_bytes or largest <= min(windows):
+        return None
+    window_bytes, prefetch_bytes = (max(size, largest) for size in windows)
+    transfers = dataclasses.replace(travel.transfers, window_bytes=window_bytes, prefetch_bytes=prefetch_bytes)
+    return Travel(travel.overlaps, transfers)
 
 
 def most_in_flight_bytes(model: CostModel, travel: Travel) -> int:

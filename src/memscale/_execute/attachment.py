@@ -78,7 +78,7 @@ class Attachment:
 
     @property
     def users(self) -> dict[str, Any]:
-        """By technique: who moves tensors, with its `stats`."""
+        """Who moves tensors, with its `stats`, by technique."""
         return self.offloading.users
 
     def find_module(self, action: LayerAction) -> nn.Module:

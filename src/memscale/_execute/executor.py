@@ -45,7 +45,7 @@ class Stats:
     reserved_peak_bytes: int | None
     """The allocator's peak of what it holds, which a budget bounds; None on a CPU."""
     total_peak_bytes: int | None
-    """That, the context and what others hold of the device; None on a CPU."""
+    """The reserved peak, the context and what others hold of the device; None on a CPU."""
     host_bytes: int
     """The most host memory that offloading took for what waits there, as the allocator of pinned memory takes it. State
     that an optimizer keeps by itself beside parameters that it steps on the host is not in it."""
@@ -56,7 +56,7 @@ class Stats:
     recompute_s: float = 0.0
     """The host's time in that. An accelerator may still be at work when the host is done."""
     transfers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """By technique: bytes moved each way, time waited, hits of prefetching."""
+    """Bytes moved each way, time waited and hits of prefetching, by technique."""
     loss_scale: float | None = None
     """What fp16 gradients are multiplied with now; None where nothing is scaled."""
     num_skipped_steps: int = 0
@@ -109,7 +109,7 @@ class Executor:
 
     @property
     def is_orphaned(self) -> bool:
-        """Its model is gone."""
+        """Whether its model is gone."""
         return self._model() is None
 
     def adopt(self) -> None:
@@ -178,7 +178,7 @@ class Executor:
 
     @property
     def offload_users(self) -> dict[str, Any]:
-        """By technique: who moves tensors, with its `stats` and `transfers`."""
+        """Who moves tensors, with its `stats` and `transfers`, by technique."""
         return self._offloading.users
 
     def let_go(self) -> list[torch.Tensor]:

@@ -85,11 +85,11 @@ class Offloading:
     ) -> None:
         self._model_ref = model_ref
         self.settings = settings
-        """Of the plan that is attached, or is about to be."""
+        """The settings of the plan that is attached, or is about to be."""
         self._optimizer = optimizer_ref
         """None: whatever optimizer steps first on the model's parameters."""
         self.users: dict[str, Any] = {}
-        """By technique: who moves tensors, with its `stats`."""
+        """Who moves tensors, with its `stats`, by technique."""
         self.parked: ParkedState | None = None
         self.handed_over: Streamer | None = None
         """The streamer of the plan before; only while one plan takes the place of another."""

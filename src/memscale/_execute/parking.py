@@ -82,7 +82,7 @@ class Parking(StepWatcher):
         self._optimizers = [weakref.ref(one) for one in owners]
         self._slots: list[tuple[Slot, torch.device]] = []
         self._state: dict[tuple[int, Any], torch.device] = {}
-        """By the id of the parameter and the name of the value."""
+        """Where each value was, by the id of its parameter and the name of the value."""
         self._loose: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         """Attributes of modules, options of optimizers, and tensors of ours."""
         self._guards = contextlib.ExitStack()
@@ -304,7 +304,7 @@ def _move(tensors: list[tuple[torch.Tensor, torch.device]]) -> None:
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Of what they are in memory, once each."""
+    """The bytes that these tensors take in memory; memory that they share counts once."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     return sum(max(tensor.nbytes for tensor in group) for group in overlapping(strided))
 

@@ -42,7 +42,8 @@ class ExecutionSettings:
         )
 
     def under(self, conditions: Conditions | None) -> ExecutionSettings:
-        """With tensors that travel as a plan reckons; None: it does not say, and they travel as they do here."""
+        """The settings with tensors that travel as a plan reckons; None: the plan does not say, and they travel as they
+        do here."""
         if conditions is None:
             return self
         transfers = dataclasses.replace(self.async_config, **conditions.transfers)

@@ -94,7 +94,7 @@ class Hardware:
 
     @property
     def has_streams(self) -> bool:
-        """Copies to the next tier can run beside compute, as PyTorch's accelerators have it."""
+        """Whether copies to the next tier can run beside compute, as on PyTorch's accelerators."""
         return self.device_type != "cpu" and not self.unified_memory
 
     @property

@@ -52,7 +52,7 @@ _MAX_S = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """By measurement."""
+    """The figures of one machine, all of them measured."""
 
     fp32_flops: float
     """The throughput of dense matrix products in fp32; `half_flops` is that in 16 bits."""

@@ -81,5 +81,5 @@ def _drop_unfinished(path: pathlib.Path) -> None:
 
 
 def make_own_dir(path: pathlib.Path) -> None:
-    """That only the user may look into; one that is there stays as it is."""
+    """Make a directory that only the user may look into; one that is there stays as it is."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ class BucketRules:
     block_size: int
     """How many elements of what waits in 8 bits share a scale."""
     resident_share: float = 0.0
-    """Of the state that could wait elsewhere, what stays on the device."""
+    """The share that stays on the device, of the state that could wait elsewhere."""
     guests: Stepping | None = None
     """How streamed parameters visit the device to be stepped; None: they are stepped on the host."""
 
@@ -127,7 +127,7 @@ class SteppedOptimizer:
             self._tables = torch.empty(num_bytes, dtype=torch.uint8, device=buckets[0].device)
 
     def _step_one(self, bucket: _Bucket) -> None:
-        """As another of its kind was stepped, if one was."""
+        """Step a bucket as another of its kind was stepped, if one was."""
         kind = bucket.kind
         known = self._known.get(kind)
         if known is not None:
@@ -170,7 +170,7 @@ class _KnownStep:
 
     events: tuple[Event, ...]
     left: Mapping[int, _Left]
-    """By serial."""
+    """What buckets have left, by their serial numbers."""
     beside: tuple[tuple[int, Any, Any], ...]
     """What is in the state and not in the log: by parameter and name, numbers, and counters that are on the host."""
 
@@ -289,7 +289,7 @@ class _Bucket:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of what is stepped."""
+        """The bytes of the parameters that are stepped."""
         parameters = parameters_of(self.optimizer)
         are_stepped = self._has_guests or self._cut is not None
         return sum(parameter.nbytes for parameter in parameters if are_stepped or parameter.grad is not None)
@@ -432,7 +432,7 @@ def _resident(
     *,
     stays: bool,
 ) -> _Bucket:
-    """Of some parameters on the device, or of a stretch of one."""
+    """The bucket of some parameters on the device, or of a stretch of one."""
     places = {id(p): p if size is None else _stretch(p, size) for p, size in part.items()}
     own_ids = {id(place): ids[number] for number, place in places.items()}
     cut = next((p for p, size in part.items() if size is not None), None)

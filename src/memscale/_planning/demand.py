@@ -51,7 +51,7 @@ class Demand:
 
     @property
     def num_elements(self) -> int:
-        """Of all tensors of the batch."""
+        """The number of elements of all tensors of the batch."""
         return sum(math.prod(spec.shape) for spec in self.inputs)
 
     def without_values(self) -> Demand:

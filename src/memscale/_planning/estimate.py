@@ -45,7 +45,7 @@ class ModeEstimate:
     disk_bytes: int
     """What waits on disk."""
     plan: Plan
-    """With all of its numbers, the allocated, reserved and total bytes among them."""
+    """The plan with all of its numbers, the allocated, reserved and total bytes among them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

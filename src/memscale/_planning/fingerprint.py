@@ -32,14 +32,14 @@ from memscale._torch import private
 from memscale._torch.overrides import OWN_ATTRIBUTES, OwnHook
 
 _MAX_OBJECTS = 200_000
-"""That are looked at in one model. One that has more holds something else: a dataset, a trainer."""
+"""The most objects that are looked at in one model. A model with more holds something else: a dataset, a trainer."""
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NAMED = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _PASSING_FIELDS = ("free_bytes", "host_available_bytes", "disk_free_bytes")
-"""Of `Hardware`: what is free now, and differs from start to start."""
+"""Fields of `Hardware` that say what is free now, which differs from start to start."""
 _PASSING_OPTIONS = ("params", "lr", "initial_lr")
-"""Of an optimizer's group: they are none of memory, and a schedule changes them."""
+"""Options of an optimizer's group that memory does not depend on, and that a schedule changes."""
 
 
 class NoFingerprintError(Exception):
@@ -47,7 +47,7 @@ class NoFingerprintError(Exception):
 
 
 def fingerprint(job: Job, inputs: Inputs) -> str:
-    """Of planning this job for this batch, before anything is attached to the model."""
+    """The fingerprint of planning this job for this batch, before anything is attached to the model."""
     describe = _Description()
     describe.add("code", *_code_of(job.model))
     describe.add("model", job.model)
@@ -80,7 +80,8 @@ def _code_of(model: nn.Module) -> Iterator[Any]:
 
 
 def _own_files() -> set[pathlib.Path]:
-    """Of loaded modules that belong to no installed package; and MemScale's, which loads parts of itself later."""
+    """The files of loaded modules that belong to no installed package; and MemScale's, which loads parts of itself
+    later."""
     files = [vars(m).get("__file__") for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
     loaded = {pathlib.Path(file).resolve() for file in files if isinstance(file, str) and file.endswith(".py")}
     return {path for path in loaded if not _is_installed(path)} | set(_PACKAGE.rglob("*.py"))
@@ -147,7 +148,7 @@ def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _switches() -> Iterator[Any]:
-    """Of this process, that decide which kernels run and what they keep."""
+    """The switches of this process that decide which kernels run and what they keep."""
     yield torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     # PyTorch 2.9 warns of the function that returns both of these as one.
     backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
@@ -256,7 +257,7 @@ def _of_hooks(module: nn.Module, name: str, table: Mapping[int, Any]) -> list[An
 
 
 def _attributes_of(value: Any) -> Iterator[Any]:
-    """Of any object, by name; one of C without attributes is known by its class alone."""
+    """The attributes of any object, by name; an object of C without attributes is known by its class alone."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -277,7 +278,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _hash_alone(value: Any) -> str:
-    """Of a member of a set, which has no order."""
+    """The hash of a member of a set, which has no order."""
     alone = _Description()
     alone.add(value)
     return alone.hash.hexdigest()

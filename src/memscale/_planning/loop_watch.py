@@ -140,7 +140,7 @@ class LoopWatch(StepWatcher):
         return found
 
     def _follow_no_more(self, device: torch.device) -> None:
-        """Of a loop that has shown what it does with outputs, only a device that counts its bytes tells more."""
+        """Once a loop has shown what it does with outputs, only a device that counts its bytes tells more of it."""
         self._outputs = []
         self._output_hook.close()
         if device.type == "cpu":
@@ -236,7 +236,7 @@ def _tolerated(plan: Plan) -> int:
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Of a tensor that consists of others, theirs; a sharded one names its mesh among its parts."""
+    """The storages of a tensor, or of those that it consists of; a sharded one names its mesh among its parts."""
     if hasattr(tensor, "__tensor_flatten__"):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [storage for part in parts if isinstance(part, torch.Tensor) for storage in _storages_of(part)]

@@ -1,6 +1,6 @@
 """What the optimizer costs under a plan: as it is, its state on another tier or in 8 bits, over what is not streamed.
 
-The optimizer itself is tried on fake parameters (`_profile/optimizer_twin.py`); how its state waits is said here, by
+The optimizer itself is tried on fake parameters (`_profile/optimizer_twin/`); how its state waits is said here, by
 the rules of the techniques that do it.
 """
 
@@ -109,7 +109,8 @@ class OptimizerCosts:
     def cost(
         self, *, eight_bit: bool = False, without: frozenset[int] = frozenset(), guests: bool = False
     ) -> OptimizerCost:
-        """Without the parameters with these ids, which are streamed; with `guests` they visit it to be stepped."""
+        """The cost without the parameters with these ids, which are streamed; with `guests` they visit it to be
+        stepped."""
         # Else the state stays as it is, and the executor says why.
         eight_bit = eight_bit and (self._can_pack or self._replacement is not None)
         key = (eight_bit, without, guests)

@@ -36,7 +36,7 @@ REMEDIES = {
 
 
 def other_peaks(planner: Planner, plan: Plan, config: Config) -> dict[str, int]:
-    """By what is done. What does not run on fake tensors is left out."""
+    """Peaks by what is done beside training. What does not run on fake tensors is left out."""
     way = planner.by(travel_of(plan, config, planner.hardware))
     model, choice = way.cost_model(), choice_of(plan.actions, way.profile)
     resident_bytes = model.resident_bytes(choice)

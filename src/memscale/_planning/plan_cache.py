@@ -62,7 +62,7 @@ class PlanSlot:
             return None
 
     def _as_of_now(self, plan: Plan) -> Plan | None:
-        """With the budget of now; `MemScaleError` where it does not fit any more."""
+        """The plan with the budget of now; raises `MemScaleError` where it does not fit any more."""
         hardware, config = self._job.hardware, self._job.config
         budget_bytes = full_budget(hardware, config).device_bytes
         if plan.actions and budget_bytes > plan.budget_bytes * (1 + _DRIFT):

@@ -23,9 +23,10 @@ import dataclasses
 
 from memscale._config import OptimizationMode
 from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
+from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
-from memscale._decide.travel import Travel, most_in_flight_bytes, travels
+from memscale._decide.travel import Travel, most_in_flight_bytes, travels, wider
 from memscale._plan import Plan, Reason
 from memscale._planning.job import Job
 from memscale._planning.one_way import OneWay
@@ -33,6 +34,8 @@ from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._profile.inputs import Inputs
 from memscale.techniques import technique_of
 
+_WORTH_WIDENING = 0.01
+"""The share of a step that wider windows must promise to save, before plans with them are rehearsed."""
 MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
 
 
@@ -96,7 +99,7 @@ class _Way:
     """Planning with tensors that travel in one way."""
 
     def __init__(self, planner: Planner, travel: Travel, strategy: Strategy) -> None:
-        self._first, self.travel = planner, travel
+        self._first, self.travel, self._asked = planner, travel, strategy.config
         self.config = travel.said_in(strategy.config)
         self._strategy = dataclasses.replace(strategy, config=self.config)
 
@@ -126,6 +129,24 @@ class _Way:
     def plan(self) -> Plan:
         return self.planner.decide_and_rehearse(self._strategy)
 
+    def wider(self, plan: Plan) -> _Way | None:
+        """The same with wider windows, where these promise a faster plan than this by the models of peak and time."""
+        model = self.planner.cost_model()
+        travel = wider(model, self.travel, self._asked) if plan.fits and plan.actions else None
+        if travel is None:
+            return None
+        way = _Way(self._first, travel, self._strategy)
+        widened = CostModel(model.profile, model.hardware, overlaps=True, window_bytes=travel.transfers.window_bytes)
+        guess = decide_on(
+            widened,
+            way.config,
+            self._strategy.source,
+            # What the allocator holds above what is live is taken to be the same for other plans.
+            reserve_bytes=_needed_bytes(plan) - plan.predicted_peak_bytes,
+        )
+        promises = guess.fits and guess.predicted_slowdown < plan.predicted_slowdown * (1 - _WORTH_WIDENING)
+        return way if promises and _is_exact(guess) >= _is_exact(plan) else None
+
     def may_beat(self, plan: Plan, first: _Way) -> bool:
         """Whether a better plan than this could be found if transfers block, by what is known from the first way."""
         model = first.planner.cost_model()
@@ -152,13 +173,20 @@ def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -
             way.look_into(level)
             rule = "with overlap this budget takes longer" if best.fits else "with overlap nothing fits the budget"
             best = min(best, _because(way.plan(), rule, best), key=_rank)
+    wide = first.wider(best)
+    if wide is not None:
+        wide.look_into(level)
+        best = min(best, wide.plan(), key=_rank)
     return best
 
 
 def _preference(plan: Plan) -> tuple[float, ...]:
     """What fits first, then what is exact, then what is fast; among equals the one that was there before."""
-    is_exact = all(technique_of(action).is_exact for action in plan.actions)
-    return (not plan.fits, not is_exact, plan.predicted_slowdown if plan.fits else plan.predicted_peak_bytes)
+    return (not plan.fits, not _is_exact(plan), plan.predicted_slowdown if plan.fits else plan.predicted_peak_bytes)
+
+
+def _is_exact(plan: Plan) -> bool:
+    return all(technique_of(action).is_exact for action in plan.actions)
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:

@@ -101,7 +101,7 @@ def shape_text(inputs: Inputs) -> str:
 
 
 def largest_that_fits(samples: Sequence[Inputs], fits: Callable[[Inputs], bool]) -> Inputs | None:
-    """Of batches of which the largest is first, and does not fit: the first that does, found by halving."""
+    """The first batch that fits, found by halving, where they come in falling size and the first does not fit."""
     too_large, found = 0, len(samples)
     while too_large + 1 < found:
         middle = (too_large + found) // 2

@@ -149,7 +149,7 @@ class StepWatch(StepWatcher):
         return tree_leaves(list(latest.values()))
 
     def _judge(self, window: _Window, peak_bytes: int, optimizer: Optimizer | None) -> None:
-        """Only now, and rarely, it is worth finding out what of the peak was others'."""
+        """Compare a peak with the plan. What of it was others' is found out only here, because that takes time."""
         model = self._model()
         if model is None:
             return

@@ -44,7 +44,7 @@ class Work:
     num_launches: int = 0
     flops: int = 0
     half_flops: int = 0
-    """Of these, in 16 bits."""
+    """The part of `flops` whose operands are in 16 bits."""
     matmul_bytes: int = 0
     other_bytes: int = 0
     num_random: int = 0

@@ -23,7 +23,7 @@ from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
-from memscale._profile.read_elsewhere import ReadingWatch
+from memscale._profile.read_elsewhere import Readings
 from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
@@ -52,7 +52,7 @@ CLASSIFIER_WIDTH = 1000
 
 
 OTHER_SEEDS = tuple(range(SEED + 1, SEED + 5))
-"""With which a step is tried that draws numbers beside those that can be chosen."""
+"""Seeds with which a step is tried that draws numbers beside those that can be chosen."""
 
 
 class Detachable(Protocol):
@@ -94,8 +94,8 @@ class Rehearsal:
         """The bytes of outputs that the loop kept of the last step."""
         self.untrained: frozenset[str] = frozenset()
         """The names of trainable parameters that get no gradient in any step, as far as the plain step shows it."""
-        self.read_elsewhere: frozenset[str] = frozenset()
-        """The names of modules whose parameters the plain step reads while the module does not run."""
+        self.readings = Readings(model)
+        """Which parameters the plain step reads, and where."""
         self.sharding: Sharding | None = None
         """How ranks that train together share the model out; None: each has all of it."""
 
@@ -123,13 +123,12 @@ class Rehearsal:
             traffic: Traffic = getattr(attached, "traffic", no_traffic)  # what is attached may move nothing
             is_plain = attached is None and self.is_fake
             watch = TrainedWatch(self.model, undo) if is_plain else None
-            readings = ReadingWatch(self.model, undo) if is_plain else None
+            if is_plain:
+                self.readings.watch(undo)
             held: list[torch.Tensor] = getattr(attached, "held", [])
             traces = [self._record(traffic, held) for _ in range(num_steps)]
             if watch is not None:
                 self.untrained = watch.untrained(self.num_calls)
-            if readings is not None:
-                self.read_elsewhere |= readings.found()
         return max(traces, key=lambda trace: trace.peak_bytes)
 
     def _record(self, traffic: Traffic, held: list[torch.Tensor]) -> StepTrace:
@@ -257,7 +256,8 @@ class FakeRehearsal(Rehearsal):
         return tuple(sorted(self.values.asked))
 
     def run(self, attach: Attach | None = None, *, num_steps: int = 1) -> StepTrace:
-        """With the draws, of those that decide something, of which the first step showed the highest peak.
+        """Run a step with those draws, among the ones that decide something, that showed the highest peak in the first
+        step.
 
         `NotImplementedError` where random numbers decide something and none of those tried is the worst.
         """
@@ -358,8 +358,8 @@ class _Sizes:
 
 @contextlib.contextmanager
 def left_autocast(device_type: str) -> Iterator[None]:
-    """As after the user's `with torch.autocast(...)`: backward comes behind it, and weights that it had cast for the
-    forward are let go. A rehearsal may be inside of it from beginning to end."""
+    """The state after the user's `with torch.autocast(...)`: backward comes behind it, and weights that it had cast for
+    the forward are let go. A rehearsal may be inside of it from beginning to end."""
     active = [kind for kind in {"cpu", device_type} if torch.is_autocast_enabled(kind)]
     for kind in active:
         torch.set_autocast_enabled(kind, False)

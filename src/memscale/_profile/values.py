@@ -371,7 +371,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _spared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With copies in the place of real tensors that would be written to: a counter of a Python module, for one."""
+    """The arguments with copies in the place of real tensors that would be written to: a counter of a Python module,
+    for one."""
     real = {id(each) for each in _written(func, args, kwargs) if not private.is_fake(each)}
     if not real:
         return args, kwargs

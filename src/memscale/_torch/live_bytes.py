@@ -85,9 +85,9 @@ class LiveBytes(TorchDispatchMode):
         self.rounding_bytes = rounding_bytes
         self.log: Log | None = None
         self.recall: Recall | None = None
-        """Where operators on fake tensors are run, who knows what some of them give."""
+        """Knows what some operators on fake tensors give; None: every operator runs."""
         self.known: private.Remembered | None = None
-        """Of the operator that was run last: what is remembered of it, if it was not run but remembered."""
+        """What is remembered of the last operator, if it was not run; else None."""
         self.total_bytes = 0
         self.peak_bytes = 0
         self.by_kind: dict[Kind, int] = dict.fromkeys(KINDS, 0)

@@ -36,7 +36,7 @@ class Reading:
 
     seconds: float
     values: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-    """By the metric's name and its labels, without that of the model."""
+    """Values by the metric's name and its labels, without that of the model."""
     model: str = ""
 
     def value(self, name: str, **labels: str) -> float | None:

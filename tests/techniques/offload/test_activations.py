@@ -548,8 +548,10 @@ WAITS = (
 """The transfers' other waits follow from these, as activations use them; `test_transfers` has them all."""
 
 
+@pytest.mark.parametrize("far_apart", [False, True])
 @pytest.mark.parametrize("why", [None, *WAITS])
-def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_every_wait_is_needed(why: str | None, far_apart: bool, monkeypatch: pytest.MonkeyPatch):
+    """All blocks without a window, or every other one with windows as large as what a block saves."""
     real = stream_order.order
 
     def order(waiter: Any, event: torch.Event, reason: str) -> None:
@@ -557,10 +559,11 @@ def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
             real(waiter, event, reason)
 
     torch.manual_seed(0)
-    model = Gpt(4, dropout=0.0).to(DEVICE)
+    model = Gpt(6 if far_apart else 4, dropout=0.0).to(DEVICE)
     theirs = train(copy.deepcopy(model), GPT, steps=3)
+    wide = {"modules": [*find_blocks(model)][::2], "window_bytes": 1 << 20, "prefetch_bytes": 1 << 20}
     monkeypatch.setattr(stream_order, "order", order)
-    with offloaded(model, window_bytes=0):
+    with offloaded(model, **(wide if far_apart else {"window_bytes": 0})):
         run = train(model, GPT, steps=3)
     ACCELERATOR.synchronize()
     num_races = len(simgpu.take_reports())

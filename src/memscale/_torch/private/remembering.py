@@ -34,12 +34,12 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
     """
 
     _made: ClassVar[dict[tuple[Any, ...], Remembered]] = {}
-    """By the operator and the shapes of its arguments; for all modes, since nothing of it belongs to one of them."""
+    """Results by operator and shapes of arguments; all modes share them, since nothing in them belongs to one mode."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
-        """Of a new fake tensor, by device. To have PyTorch set them one by one takes longer than all else."""
+        """What a new fake tensor has, by device. PyTorch sets it name by name, which takes longer than all else."""
         warns = self._allow_unsafe_data_ptr_access
         self._guard_data: Callable[[torch.Tensor], None] = (
             torch._C._set_warn_deprecated_on_mutable_data_ptr if warns else torch._C._set_throw_on_mutable_data_ptr

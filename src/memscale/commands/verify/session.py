@@ -106,7 +106,7 @@ class Session:
 
 
 def without_paths(text: str) -> str:
-    """Of files only their names: what is sent back tells nothing about whose machine it was."""
+    """The text with only the names of files: what is sent back tells nothing about whose machine it was."""
     return re.sub(r"(?:[A-Za-z]:)?(?:[\\/][\w.~ -]+)+[\\/]([\w.-]+)", r"\1", text)
 
 

@@ -147,7 +147,7 @@ def _all_questions() -> list[Question]:
 
 
 def _command(log: Log, cell: Cell) -> str:
-    """Of the largest that fits; where none does, of the smallest."""
+    """The command for the largest model that fits; where none does, for the smallest."""
     question = Question(CARDS[cell.size], FAMILIES[cell.family][0], cell.kind)
     return (cell.best.question if cell.best is not None else question).command(log.host_gb)
 

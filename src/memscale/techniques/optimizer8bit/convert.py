@@ -47,7 +47,7 @@ Group = Mapping[str, Any]
 
 
 _STANDING_IN: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-"""By replaced optimizer: what steps in its place now."""
+"""What steps now in the place of each replaced optimizer."""
 
 
 class NoCounterpart(Exception):

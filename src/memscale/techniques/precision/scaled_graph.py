@@ -141,7 +141,7 @@ class Unscale:
     def __init__(self, scale: LossScale, multipliers: dict[int, float], *, is_cast: bool) -> None:
         self.scale = scale
         self.multipliers = multipliers
-        """By position among the node's gradients."""
+        """A factor for each gradient of the node, by its position."""
         self.is_cast = is_cast
 
     def __call__(self, gradients: tuple[Any, ...], incoming: tuple[Any, ...]) -> tuple[Any, ...]:

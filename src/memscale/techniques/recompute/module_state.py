@@ -365,7 +365,7 @@ class _Buffers:
             memory.copies = clones_of(copied, memory.shared)
 
     def _may_change(self, value: torch.Tensor) -> bool:
-        """Of large ones that are written to as usual, their versions tell."""
+        """Whether a value may change unseen; the versions of large ones that are written to as usual tell of it."""
         return may_change_silently(value) and not (self._on_host and value.nbytes > LARGEST_HOST_COPY_BYTES)
 
     def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:

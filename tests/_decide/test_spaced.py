@@ -1,0 +1,132 @@
+"""Activations that wait elsewhere, from blocks far apart, against numbers worked out by hand. See NOTE [far apart]."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from memscale import Config
+from memscale._decide import decide_on, find_candidates
+from memscale._decide.choice import Choice, RunOptions
+from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
+from memscale._decide.spaced import spaced_choices, thinned
+from memscale._decide.travel import travels, wider
+from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, OptimizerCost
+from tests.profiles import MB, Block, full_profile, hardware_of, profile_of
+
+pytestmark = pytest.mark.unit
+FREE = OptimizerCost("none", 0, 0, 0)
+SIZE = 30
+"""MB that a block saves: 300 ms on the link, beside the 100 ms of its forward and the 200 ms of its backward."""
+BLOCK = Block(keeps=SIZE + 2, keeps_checkpointed=4, temporaries=5, time=100)
+
+
+def model_of(num_blocks: int, *, window: int = SIZE, **hardware: object) -> CostModel:
+    blocks = {f"blocks.{index}": BLOCK for index in range(num_blocks)}
+    profile = profile_of(blocks, variants=(CHECKPOINT, OFFLOAD, STREAM), optimizer=FREE)
+    found = hardware_of(link_directions=2, **hardware)
+    return CostModel(profile, found, overlaps=True, window_bytes=window * MB)
+
+
+def offloading(*places: int) -> Choice:
+    return Choice(tuple((f"blocks.{place}", OFFLOAD) for place in places))
+
+
+@pytest.mark.parametrize(
+    ("places", "waited"),
+    [
+        ((0, 3, 6), 0),  # 300 ms to leave beside three blocks, and 300 of 400 to come back
+        ((0, 4), 0),
+        ((0, 2, 4), 2 * 100 + 100),  # each leaves beside two blocks; the first is asked for one block ahead
+        ((0, 1), 200 + 100),  # the second waits for the window; the first is asked for when the second begins
+        ((7,), 0),  # it is still there, and leaves beside the backward of the others
+    ],
+)
+def test_what_is_far_apart_is_hidden(places: tuple[int, ...], waited: float) -> None:
+    model = model_of(8)
+    plain = model.evaluate(Choice()).step_ms
+    found = model.evaluate(offloading(*places)).step_ms
+    side_by_side = CostModel(model.profile, model.hardware, overlaps=True).evaluate(offloading(*places)).step_ms
+    assert found - plain == pytest.approx(min(waited, side_by_side - plain))
+    assert found <= side_by_side
+
+
+def test_a_window_that_holds_less_than_a_block_hides_nothing_new() -> None:
+    narrow = model_of(8, window=SIZE - 1)
+    assert not list(spaced_choices(narrow, [Choice()]))
+    assert model_of(8, window=SIZE).window_bytes
+    assert not CostModel(narrow.profile, hardware_of(link_directions=1), overlaps=True, window_bytes=SIZE).window_bytes
+
+
+def test_what_the_window_holds_is_counted_where_no_stretch_shows_it() -> None:
+    """The first block's stretch shows it in the trace of all blocks; here none of the traces has a window."""
+    model = model_of(8)
+    early, late = (model.evaluate(offloading(*places)).peak_bytes for places in ((0, 3), (1, 4)))
+    assert late - early == SIZE * MB
+
+
+def test_blocks_are_replaced_as_far_apart_as_the_link_needs() -> None:
+    found = [tuple(int(fqn[-1]) for fqn, _ in choice.blocks) for choice in spaced_choices(model_of(8), [Choice()])]
+    assert found == [(0, 3), (4, 7), (0, 3, 6), (1, 4, 7), (0, 6), (1, 7)]
+
+
+def test_streamed_and_offloaded_blocks_are_left_as_they_are() -> None:
+    base = Choice((("blocks.0", STREAM), ("blocks.7", CHECKPOINT)))
+    for choice in spaced_choices(model_of(8), [base]):
+        treated = dict(choice.blocks)
+        assert treated["blocks.0"] == STREAM
+        assert list(treated) == sorted(treated)
+    assert not list(spaced_choices(model_of(8), [Choice(tuple((f"blocks.{i}", STREAM) for i in range(7)))]))
+
+
+def test_bases_are_thinned_to_both_ends() -> None:
+    choices = [Choice(run=RunOptions(head_rows=rows)) for rows in range(1, 101)]
+    kept = thinned(choices)
+    assert len(kept) == 24
+    assert (kept[0], kept[-1]) == (choices[0], choices[-1])
+    assert thinned(choices[:3]) == choices[:3]
+
+
+def test_the_search_finds_plans_that_recompute_less() -> None:
+    """Within three quarters of the plain peak there is a plan that takes no longer than the plain step."""
+    model = model_of(12)
+    config = Config(memory_budget_gb=0.75 * model.evaluate(Choice()).peak_bytes / 1e9)
+    plan = decide_on(model, config)
+    before = decide_on(CostModel(model.profile, model.hardware, overlaps=True), config)
+    assert plan.fits
+    assert plan.predicted_slowdown < before.predicted_slowdown - 0.01
+    assert any(type(action).__name__ == "OffloadActivations" for action in plan.actions)
+
+
+def test_a_larger_budget_is_never_slower_and_no_plan_is_below_the_bound() -> None:
+    model = CostModel(full_profile({f"b{i}": BLOCK for i in range(10)}), hardware_of(link_directions=2), overlaps=True)
+    model = CostModel(model.profile, model.hardware, overlaps=True, window_bytes=SIZE * MB)
+    top = model.evaluate(Choice()).peak_bytes
+    plans = [decide_on(model, Config(memory_budget_gb=share * top / 100 / 1e9)) for share in range(30, 101, 5)]
+    times = [plan.predicted_slowdown for plan in plans if plan.fits]
+    assert times == sorted(times, reverse=True)
+    assert all(plan.least_slowdown is None or plan.least_slowdown <= plan.predicted_slowdown for plan in plans)
+
+
+def test_windows_are_widened_to_what_a_block_saves() -> None:
+    model, config = model_of(8, window=SIZE - 10), Config()
+    travel = travels(config, model.hardware)[0]
+    transfers = dataclasses.replace(travel.transfers, window_bytes=MB, prefetch_bytes=MB)
+    travel = dataclasses.replace(travel, transfers=transfers)
+    wide = wider(model, travel, config)
+    assert wide is not None
+    assert wide.transfers.window_bytes == wide.transfers.prefetch_bytes == SIZE * MB
+    assert wider(model, wide, config) is None
+    assert wider(model, travel, Config(async_config=travel.transfers)) is None, "the user says how large they are"
+
+
+def test_candidates_do_not_depend_on_the_budget() -> None:
+    model = model_of(8)
+    base = model.evaluate(Choice())
+    small, large = (
+        find_candidates(CostModel(model.profile, model.hardware, overlaps=True, window_bytes=SIZE * MB), base, eligible)
+        for eligible in (resolve(Config(memory_budget_gb=gb), model.hardware) for gb in (0.1, 1.0))
+    )
+    assert small == large

@@ -1,0 +1,127 @@
+"""Predicted times of plans that stream only some blocks, against the virtual clock of a simulated card."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import simgpu
+from memscale import Config, Hardware
+from memscale._decide.choice import Choice, RunOptions, actions_of
+from memscale._decide.cost_model import CostModel
+from memscale._execute.executor import execute
+from memscale._execute.settings import ExecutionSettings
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._profile import CHECKPOINT, STREAM
+from memscale._profile.inputs import Inputs
+from tests.models import Chain, features
+from tests.parity import plan_of
+
+WIDTH, ROWS = 256, 256
+CARD = simgpu.Card(
+    name="a slow card",
+    fp32_tflops=1.0,
+    bf16_tflops=2.0,
+    fp16_tflops=2.0,
+    memory_gbps=300.0,
+    link_gbps=8.0,
+    pageable_link_gbps=3.0,
+    copy_engines=2,
+    launch_us=1.0,
+)
+"""So slow that small blocks compute about as long as their weights travel, and launches hardly count."""
+CONFIG = Config(device="simgpu", async_offload=True, enable_logging=False)
+NUM_WARM_STEPS = 2
+"""The first makes the optimizer's state and learns the order of visits."""
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Clocked:
+    """The time model of four blocks, and the clock's time of their plain step."""
+
+    predicted: CostModel
+    plain_ms: float
+
+    def ratios(self, choice: Choice) -> tuple[float, float]:
+        """Over the plain step's time: predicted, and by the clock."""
+        predicted = self.predicted.evaluate(choice).step_ms / self.predicted.evaluate(Choice()).step_ms
+        simgpu.set_card(CARD)
+        plan = plan_of(tuple(actions_of(choice, self.predicted.profile)))
+        settings = ExecutionSettings.from_config(CONFIG, torch.device("simgpu"))
+        model = four_blocks()
+        executor = execute(model, plan, settings)
+        try:
+            return predicted, step_ms(model) / self.plain_ms
+        finally:
+            executor.detach()
+
+
+def four_blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(*(Residual() for _ in range(4)), width=WIDTH)
+
+
+def step_ms(model: nn.Module) -> float:
+    """The time of a step of the steady state."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = features(0, ROWS, WIDTH).to("simgpu")
+    for step in range(NUM_WARM_STEPS + 1):
+        if step == NUM_WARM_STEPS:
+            torch.accelerator.synchronize()
+            start = simgpu.virtual_ms()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    torch.accelerator.synchronize()
+    return float(simgpu.virtual_ms() - start)
+
+
+@pytest.fixture(autouse=True)
+def _device(simgpu_device: Any, no_leaks: Any) -> None:
+    """Registers the device; every test must give its device and pinned bytes back."""
+
+
+@pytest.fixture(scope="module")
+def clocked() -> Iterator[Clocked]:
+    with simgpu.race_mode("off"):  # it takes time and changes none
+        simgpu.set_card(CARD)
+        inputs = Inputs((features(0, ROWS, WIDTH),), {})
+        planner = Planner(Job(four_blocks(), CONFIG, Hardware.detect("simgpu")), inputs)
+        planner.look_into_everything(CONFIG)
+        found = Clocked(planner.cost_model(), step_ms(four_blocks().to("simgpu")))
+        del planner
+        yield found
+    simgpu.reset()
+
+
+@pytest.mark.parametrize("where", ["0", "3", "12", "0123"])
+@pytest.mark.parametrize("steps_on_device", [False, True])
+def test_weights_that_only_some_blocks_wait_for(clocked: Clocked, where: str, steps_on_device: bool) -> None:
+    """Wherever the first streamed block stands, its weights are waited for.
+
+    What is not streamed is stepped at once, partly while the first guest arrives; that is not counted.
+    """
+    blocks = tuple((f"blocks.{index}", STREAM) for index in map(int, where))
+    predicted, shown = clocked.ratios(Choice(blocks, RunOptions(steps_on_device=steps_on_device)))
+    assert predicted == pytest.approx(shown, rel=0.08 if steps_on_device else 0.04)
+
+
+def test_streaming_one_block_of_recomputed_ones(clocked: Clocked) -> None:
+    blocks = tuple((f"blocks.{index}", STREAM if index == 2 else CHECKPOINT) for index in range(4))
+    predicted, shown = clocked.ratios(Choice(blocks, RunOptions(steps_on_device=True, steps_in_buckets=True)))
+    assert predicted == pytest.approx(shown, rel=0.04)

@@ -1,0 +1,85 @@
+"""Plans choose windows as large as what a block saves, where there is room for them; see NOTE [far apart]."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+import simgpu
+from memscale import AsyncOffloadConfig, Config
+from memscale._decide import travel
+from memscale._plan import OffloadActivations, Plan
+from tests._planning.test_virtual_clock import CARD, Residual
+from tests.models import Chain, features
+from tests.parity import attached_plan
+
+WIDTH, ROWS, WINDOW_BYTES = 128, 1024, 1 << 16
+SMALL = functools.partial(
+    AsyncOffloadConfig, window_bytes=WINDOW_BYTES, prefetch_bytes=WINDOW_BYTES, min_tensor_bytes=4096
+)
+"""Defaults that are as small beside these blocks as 64 MiB is beside those of a large model."""
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(*(Residual(WIDTH) for _ in range(8)), width=WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def _device(simgpu_device: Any, no_leaks: Any, no_races: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated card, and small default windows."""
+    simgpu.set_card(CARD)
+    monkeypatch.setattr(travel, "AsyncOffloadConfig", SMALL)
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """Losses and weights after three steps."""
+    optimizer, losses = torch.optim.AdamW(model.parameters()), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(features(step, ROWS, WIDTH).to("simgpu")).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+        del loss
+    return [*losses, *(parameter.detach().cpu().clone() for parameter in model.parameters())]
+
+
+def wrapped(budget_bytes: float, **changes: Any) -> tuple[nn.Module, Plan]:
+    config = Config(device="simgpu", memory_budget_gb=budget_bytes / 1e9, enable_logging=False, **changes)
+    model = memscale.wrap(build(), config, features(0, ROWS, WIDTH))
+    plan = attached_plan(model)
+    assert isinstance(plan, Plan)
+    return model, plan
+
+
+def test_windows_are_part_of_a_plan_that_holds_and_trains_the_same() -> None:
+    """Another plan would compute again what has the time to travel."""
+    expected = trained(build().to("simgpu"))
+    budget_bytes = 0.85 * torch.accelerator.max_memory_allocated()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    model, plan = wrapped(budget_bytes)
+    found = trained(model)
+    torch.accelerator.synchronize()
+    peak_bytes = torch.accelerator.max_memory_allocated()
+    memscale.detach(model)
+    assert all(map(torch.equal, found, expected))
+    assert peak_bytes <= plan.predicted_peak_bytes <= plan.budget_bytes
+    assert plan.conditions is not None
+    assert plan.conditions.window_bytes == plan.conditions.prefetch_bytes > WINDOW_BYTES
+    assert sum(isinstance(action, OffloadActivations) for action in plan.actions) >= 2
+    assert "on their way out at most" in plan.explain()
+    assert plan.predicted_slowdown < 1.05
+
+    del model, found, expected
+    model, narrow = wrapped(budget_bytes, async_config=SMALL())
+    memscale.detach(model)
+    assert narrow.conditions is not None
+    assert narrow.conditions.window_bytes == WINDOW_BYTES, "the user has set it"
+    assert narrow.predicted_slowdown > plan.predicted_slowdown + 0.01
