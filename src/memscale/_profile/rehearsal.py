@@ -233,8 +233,14 @@ class FakeRehearsal(Rehearsal):
     is_fake = True
 
     def __init__(
-        self, model: nn.Module, inputs: Inputs, device_type: str, blocks: Collection[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        device_type: str,
+        blocks: Collection[str] | None = None,
+        caches: Caches | None = None,
     ) -> None:
+        """`caches`: those of the model's code, where they are known from another stage of the same model."""
         self.mode = private.fake_tensor_mode()
         # A card that is not in this machine is played by fake CPU tensors and its kernels' savings.
         self.emulates_gpu = not device_exists(device_type)
@@ -244,7 +250,7 @@ class FakeRehearsal(Rehearsal):
             fake_model.train()
         fake_inputs = _fake_inputs(inputs, self.mode, torch.device(on))
         self.values = Values()
-        self._caches = Caches(fake_model)
+        self.caches = caches or Caches(fake_model)
         self._beside = Beside.of_model(fake_model)
         self._is_worst_draw_known = False
         super().__init__(fake_model, fake_inputs, on, rounding_of(device_type), blocks)
@@ -323,7 +329,7 @@ class FakeRehearsal(Rehearsal):
             self._beside.kept(),
             private.never_while_compiled(),
             private_values(),
-            self._caches.without_fakes(),
+            self.caches.without_fakes(),
             super().stage(),
             host_rng_kept(),
             drawn_by_host(self.values),
