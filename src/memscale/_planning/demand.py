@@ -61,7 +61,7 @@ class Demand:
         return dataclasses.replace(self, reaches=())
 
     def widened(self, other: Demand) -> Demand:
-        """For values that go as far as these, or as those of `other`."""
+        """The demand for values that go as far as these, or as those of `other`."""
         theirs = dict(other.reaches)
         wider = tuple((name, tuple(map(max, mine, theirs.get(name, mine)))) for name, mine in self.reaches)
         return dataclasses.replace(self, reaches=wider)

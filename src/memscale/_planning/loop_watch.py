@@ -71,7 +71,7 @@ class LoopWatch(StepWatcher):
         self._outputs: list[list[weakref.ref[torch.UntypedStorage]]] = []
         """The storages of each tensor of the last output of a training forward."""
         self._kept: dict[int, int] = {}
-        """Those of them that were alive when an optimizer stepped: their bytes by their place."""
+        """The bytes of outputs that were alive when an optimizer stepped, by their place."""
         self._has_stepped = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._first_bytes: int | None = None

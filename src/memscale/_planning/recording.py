@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import OPENED
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, FakeRehearsal, left_autocast, loss_of
-from memscale._profile.segments import SegmentRecorder
+from memscale._profile.segments import FakeRecorder
 from memscale._profile.shallow import Cut, shortened
 from memscale._torch import private
 from memscale._torch.live_bytes import Kind
@@ -59,11 +60,11 @@ CARD_TYPE = "cuda"
 """The devices whose kernels are known to allocate for themselves."""
 
 
-class LogRecorder(SegmentRecorder):
+class LogRecorder(FakeRecorder):
     """Records live storages as they come and go while a rehearsal runs, and where blocks begin."""
 
     def __init__(self, rehearsal: FakeRehearsal) -> None:
-        super().__init__(rehearsal.device_type, rehearsal.rounding_bytes, counts_fakes=rehearsal.is_fake)
+        super().__init__(rehearsal.device_type, rehearsal.rounding_bytes)
         self.storages = AllocationLog()
         self.log = self.storages
         self.storage_marks: list[Mark] = []
@@ -153,9 +154,7 @@ class EventRecorder(LogRecorder):
 
     def _place_of(self, func: Any) -> Place:
         phase, module_fqn, _ = self._place
-        if self.is_optimizing:
-            return Place("optimizer", "", str(func))
-        return Place(phase, module_fqn, str(func))
+        return _place("optimizer", "", func) if self.is_optimizing else _place(phase, module_fqn, func)
 
     def _see_sum(self, result: torch.Tensor, summands: tuple[Any, ...]) -> None:
         """See NOTE [sums of gradients]. A view's memory is also its base's, and is not added to."""
@@ -168,6 +167,11 @@ class EventRecorder(LogRecorder):
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
         """The mask of a dropout is allocated before its result."""
         super().see_all(tree[::-1] if self._is_dropout else tree, kind)
+
+
+@functools.lru_cache(maxsize=65536)
+def _place(phase: str, module_fqn: str, func: Any) -> Place:
+    return Place(phase, module_fqn, str(func))
 
 
 def record_steps(
@@ -321,6 +325,7 @@ def _record_parts(
 ) -> list[list[Event]]:
     """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps."""
     log = recorder.events
+    recorder.recall = rehearsal.recall()
     with recorder:
         passed, held = log.begin_step(), recorder.storages.begin_step()
         recorder.marks, recorder.storage_marks = [], []
@@ -449,6 +454,7 @@ def highest_of(levels: Sequence[tuple[int, int]]) -> StepTrace:
 def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Missing) -> tuple[int, int]:
     passed = recorder.storages.begin_step()
     recorder.storage_marks = []
+    recorder.recall = rehearsal.recall()
     with recorder:
         recorder.move_to("forward", "", 0)
         rehearsal.pass_through(recorder)

@@ -38,8 +38,8 @@ TOLERATED_BYTES = 8192
 """A step may be above its promise by the larger of the two: rounding is not worth a word."""
 _TOLERATED_SHARE_OF_CARD = 0.1
 _TOLERATED_BYTES_OF_CARD = 64 * 1024 * 1024
-"""On a real card by their sum: plans promise live bytes, and its allocator counts unsplit blocks and the libraries'
-workspaces as well."""
+"""A step on a real card may be above by their sum: plans promise live bytes, and its allocator counts unsplit blocks
+and the libraries' workspaces as well."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
