@@ -22,13 +22,14 @@ CASES: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[2] / "docs" / "results" / "random_cards.json").read_text()
 )["cases"]
 TRAINED = [case for case in CASES if case["outcome"] == "trained"]
-BELOW = {(1, 1): -0.061, (1, 123): -0.025, (1, 185): -0.072}
+BELOW = {(1, 1): -0.021, (1, 44): -0.038}
 """Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. Their loops add
-up gradients, which plans that had room for them did not count when these were run."""
-BLOCKS = {(1, 54): -0.006, (1, 22): -0.025, (1, 24): -0.007, (1, 163): -0.009}
+up gradients: the first batch is trained by a plan that does not count them, and the allocator keeps what that took."""
+BLOCKS = {(1, 123): -0.025, (1, 54): -0.006, (1, 22): -0.025, (1, 24): -0.007, (1, 163): -0.009}
 """The same by at most 2 MiB, as much as a small segment or two blocks that were not split. The cause was not found."""
-ABOVE = {(1, 64): 0.048}
-"""Cases that took less than was predicted, by more than 3 % of what they reserve: here one segment of 20 MiB."""
+ABOVE = {(1, 44): (0.019, 0.03), (1, 64): (0.005, 0.048), (1, 185): (0.011, 0.058)}
+"""Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve: two of
+loops that add up gradients, one by a segment of 20 MiB."""
 
 
 def name(case: dict[str, Any]) -> str:
@@ -46,9 +47,9 @@ def test_nothing_ran_out_of_memory() -> None:
 @pytest.mark.parametrize("case", TRAINED, ids=name)
 def test_what_was_predicted_there(case: dict[str, Any]) -> None:
     key = case["seed"], case["number"]
-    least, most = (BELOW | BLOCKS).get(key, -0.005), ABOVE.get(key, 0.03)
-    assert least <= case["predicted_allocated_bytes"] / case["allocated_bytes"] - 1 <= 0.005
-    assert least <= case["predicted_reserved_bytes"] / case["reserved_bytes"] - 1 <= most
+    least, most = (BELOW | BLOCKS).get(key, -0.005), ABOVE.get(key, (0.005, 0.03))
+    assert least <= case["predicted_allocated_bytes"] / case["allocated_bytes"] - 1 <= most[0]
+    assert least <= case["predicted_reserved_bytes"] / case["reserved_bytes"] - 1 <= most[1]
 
 
 def _plain_perceptrons() -> list[dict[str, Any]]:
