@@ -20,11 +20,12 @@ stand behind each other on the stack. The direct pairs are of four kinds, each o
                                engine calls in the place of the original
     data and what makes it     `Hardware.detect()` asks `_hardware/detect.py`, which fills a `Hardware` in
 
-What would be a tangle is two modules that import each other. When this was last counted, `wrap` had 108 modules, 9
-pairs and 7 direct ones, and `estimate` 152, 48 and 35; before the rooms were drawn it was 45 modules and 5 pairs, and
-70 and 21. The numbers grew with what a plan can do: shapes, ranks, recovery, windows, the optimizer's step in turns.
-Files that were cut into modules (`_torch/private/`, `_profile/optimizer_twin/`, `commands/`) count for more modules and
-the same walk. """
+What would be a tangle is two modules that import each other; `tests/test_layering.py` lists the few that do. When this
+was last counted, `wrap` had 108 modules, 9 pairs and 7 direct ones, and `estimate` 152, 48 and 35; before the rooms
+were drawn it was 45 modules and 5 pairs, and 70 and 21. The numbers grew with what a plan can do: shapes, ranks,
+recovery, windows, the optimizer's step in turns. Files that were cut into modules (`_torch/private/`,
+`_profile/optimizer_twin/`, `commands/`) count for more modules and the same walk.
+"""
 
 from __future__ import annotations
 
