@@ -91,6 +91,11 @@ class LoopWatch(StepWatcher):
         self._output_hook.callback(model.register_forward_hook(_Returned(self), with_kwargs=True).remove)
         undo_with(model, watch_steps(self), self._undo)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has, since the last training forward, as long as outputs are followed."""
+        return self._has_stepped
+
     def stop(self) -> None:
         """Watch nothing any more. A second call does nothing."""
         self._outputs, self._kept = [], {}

@@ -85,6 +85,8 @@ class LoopHolds:
     """The outputs that stay until the next forward has returned, as in `outputs = model(**batch)`."""
     other_bytes: int = 0
     """What is there all the time: copies of the model, tensors that are kept for later."""
+    clears_late: bool = False
+    """Gradients of earlier batches, where it keeps them, are let go of between forward and backward."""
 
 
 NOTHING_HELD = LoopHolds()

@@ -15,6 +15,7 @@ from memscale._profile.optimizer_twin.same_optimizer import host_counters, same_
 from memscale._profile.optimizer_twin.stepping import Prepare
 from memscale._profile.rehearsal import device_exists
 from memscale._profile.sharding import share_rows
+from memscale._profile.values import Recollection
 from memscale._torch import private
 from memscale._torch.any_value import AnyValue
 from memscale._torch.live_bytes import rounding_of
@@ -139,7 +140,7 @@ class Twin:
                 if self._num_shards > 1 and shape:
                     shape = torch.Size((share_rows(parameter, self._num_shards), *shape[1:]))
                 empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
-            fakes[id(parameter)] = nn.Parameter(empty)
+                fakes[id(parameter)] = nn.Parameter(empty)
         return fakes[id(parameter)]
 
     def again(self, looped: Collection[int] = ()) -> Optimizer:
@@ -172,6 +173,8 @@ class Twin:
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
             books.reset_peak()
+            if private.active_modes() == [self.mode]:
+                books.recall = Recollection(self.mode)
             with books, AnyValue():
                 if self._prepare is not None:
                     self._prepare(optimizer, trained)

@@ -304,7 +304,9 @@ class ModuleState:
                 if isinstance(copied, torch.Tensor):
                     before[slot].copy_(copied)
         _put((layout.table(slot[0]), slot[1], before[slot]) for slot in memory.copies if slot in before)
-        _put((layout.table(n), name, stand_in_for(value)) for (n, name), value in memory.attributes.items())
+        for slot, kept in memory.attributes.items():  # what objects and containers held is put back below
+            value = kept.stand_in() if isinstance(kept, KeptTensor) else before.get(slot, ABSENT)
+            _put([(layout.table(slot[0]), slot[1], value)])
         for generator, state in memory.generators:
             set_state(generator, state)
         for held in memory.held.values():

@@ -514,6 +514,19 @@ def test_moving_a_streamed_model_moves_what_is_resident(asynchronous: bool):
 
 
 @MODES
+@pytest.mark.parametrize("moves", [["cpu"], ["cpu", DEVICE], [DEVICE]])
+def test_a_model_that_was_moved_while_it_was_streamed_is_left_where_it_was_moved_to(moves, asynchronous: bool):
+    model = pair(Gpt)[1].to(DEVICE)
+    with streamed(model, asynchronous):
+        backward(model)
+        for place in moves:
+            model.to(place)
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {torch.device(moves[-1]).type}
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {torch.device(moves[-1]).type}
+    assert not any(parameter.is_pinned() for parameter in model.parameters())
+
+
+@MODES
 def test_changing_the_dtype_of_a_streamed_model(asynchronous: bool):
     plain, model = pair(Gpt)
     with streamed(model, asynchronous):
