@@ -14,8 +14,9 @@
 The rooms beside these: `techniques/` holds what a plan can do to a model, a file or a folder each, and the table of
 their records, over which every stage iterates (docs/design/add_a_technique.md); `_torch/` is what lies below them;
 `report/` turns data into words; `integrations/` knows other libraries; `_config.py` and `_plan.py` are data. Beside the
-rooms lie `cli.py` with its longer `commands/`, `zoo.py` (models by name), `_measurement.py` (`measure()`), and what
-every room may use: `_errors.py`, `_units.py`, `_json.py`, `_progress.py`.
+rooms lie `cli.py` (the options of the command line) and `commands/` (what each command does), `zoo.py` (models by
+name), `_measurement.py` (`measure()`), and what every room may use: `_errors.py`, `_units.py`, `_json.py`,
+`_progress.py`, `_versions.py`.
 
 Only frozen data crosses between the stages. Importing this package does no work: names are loaded when first used.
 """

@@ -52,7 +52,8 @@ class Measurement:
         self.reserved_peak_bytes: int | None = None
         """Its peak of what it holds: a budget in GB bounds this."""
         self.total_peak_bytes: int | None = None
-        """That, the context and what others hold of the device, as `nvidia-smi` shows it; None on a CPU."""
+        """The reserved peak, the context and what others hold of the device, as `nvidia-smi` shows it; None on a
+        CPU."""
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{kind} {self.breakdown[kind] / 1e9:.3f}" for kind in KINDS)

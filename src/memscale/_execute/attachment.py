@@ -66,7 +66,7 @@ class Attachment:
         self.at_home: Sequence[LayerAction] = ()
         """Layers whose parameters live in host memory."""
         self.held: list[torch.Tensor] = []
-        """On a stage: what exists before the step, beside the model and its inputs."""
+        """What exists before the step on a stage, beside the model and its inputs."""
         self._waiting_bytes = waiting_bytes
         self._held: list[HeldState] = []
         self._is_settled = False
@@ -78,7 +78,7 @@ class Attachment:
 
     @property
     def users(self) -> dict[str, Any]:
-        """By technique: who moves tensors, with its `stats`."""
+        """Who moves tensors, with its `stats`, by technique."""
         return self.offloading.users
 
     def find_module(self, action: LayerAction) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -45,7 +46,7 @@ class Stats:
     reserved_peak_bytes: int | None
     """The allocator's peak of what it holds, which a budget bounds; None on a CPU."""
     total_peak_bytes: int | None
-    """That, the context and what others hold of the device; None on a CPU."""
+    """The reserved peak, the context and what others hold of the device; None on a CPU."""
     host_bytes: int
     """The most host memory that offloading took for what waits there, as the allocator of pinned memory takes it. State
     that an optimizer keeps by itself beside parameters that it steps on the host is not in it."""
@@ -56,7 +57,7 @@ class Stats:
     recompute_s: float = 0.0
     """The host's time in that. An accelerator may still be at work when the host is done."""
     transfers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """By technique: bytes moved each way, time waited, hits of prefetching."""
+    """Bytes moved each way, time waited and hits of prefetching, by technique."""
     loss_scale: float | None = None
     """What fp16 gradients are multiplied with now; None where nothing is scaled."""
     num_skipped_steps: int = 0
@@ -92,7 +93,7 @@ class Executor:
         self.outcomes: tuple[Any, ...] = ()
         """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
         self.held: list[torch.Tensor] = []
-        """On a stage: what exists before the step, beside the model and its inputs."""
+        """What exists before the step on a stage, beside the model and its inputs."""
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
         self.resume_first: Callable[[], Any] | None = None
@@ -109,7 +110,7 @@ class Executor:
 
     @property
     def is_orphaned(self) -> bool:
-        """Its model is gone."""
+        """Whether its model is gone."""
         return self._model() is None
 
     def adopt(self) -> None:
@@ -178,7 +179,7 @@ class Executor:
 
     @property
     def offload_users(self) -> dict[str, Any]:
-        """By technique: who moves tensors, with its `stats` and `transfers`."""
+        """Who moves tensors, with its `stats` and `transfers`, by technique."""
         return self._offloading.users
 
     def let_go(self) -> list[torch.Tensor]:
@@ -335,11 +336,14 @@ class Executor:
             live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
 
         Raises:
+            TypeError: `path` is no path.
             MemScaleError: There is no plan yet, or Plotly is not installed.
             OSError: The file cannot be written.
         """
         from memscale.report.page import Report
 
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f'report takes the path of a file, as in report("run.html"), not {type(path).__name__}')
         plan = self.plan
         if plan is None:
             raise MemScaleError("there is no plan to report on yet: it is made at the first training forward")

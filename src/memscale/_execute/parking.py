@@ -82,7 +82,7 @@ class Parking(StepWatcher):
         self._optimizers = [weakref.ref(one) for one in owners]
         self._slots: list[tuple[Slot, torch.device]] = []
         self._state: dict[tuple[int, Any], torch.device] = {}
-        """By the id of the parameter and the name of the value."""
+        """Where each value was, by the id of its parameter and the name of the value."""
         self._loose: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         """Attributes of modules, options of optimizers, and tensors of ours."""
         self._guards = contextlib.ExitStack()
@@ -189,7 +189,7 @@ class Parking(StepWatcher):
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def _state_tensors(self) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-        """Those that do not wait elsewhere, with their parameters and names."""
+        """The state tensors that do not wait elsewhere, with their parameters and names."""
         for optimizer in self._living_optimizers():
             for parameter, entry in optimizer.state.items():
                 values = values_here(entry).items()
@@ -289,7 +289,7 @@ def _require_room(num_bytes: int) -> None:
 
 
 def _move(tensors: list[tuple[torch.Tensor, torch.device]]) -> None:
-    """Each to its device, all or nothing; those that share memory together."""
+    """Move each tensor to its device, all or nothing; those that share memory move together."""
     came_from = {id(tensor): tensor.device for tensor, _ in tensors}
     wanted = {id(tensor): device for tensor, device in tensors}
     moved: list[list[torch.Tensor]] = []
@@ -304,7 +304,7 @@ def _move(tensors: list[tuple[torch.Tensor, torch.device]]) -> None:
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Of what they are in memory, once each."""
+    """The bytes that these tensors take in memory; memory that they share counts once."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     return sum(max(tensor.nbytes for tensor in group) for group in overlapping(strided))
 

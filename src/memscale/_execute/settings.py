@@ -26,7 +26,7 @@ class ExecutionSettings:
     host_budget_bytes: int | None = None
     offload_dir: str | None = None
     optimizer_on_stage: Callable[[nn.Module], Optimizer] | None = None
-    """In a rehearsal of a plan that steps in backward: makes the optimizer over the stage's model."""
+    """What makes the optimizer over the stage's model, in a rehearsal of a plan that steps in backward."""
 
     @classmethod
     def from_config(
@@ -42,7 +42,8 @@ class ExecutionSettings:
         )
 
     def under(self, conditions: Conditions | None) -> ExecutionSettings:
-        """With tensors that travel as a plan reckons; None: it does not say, and they travel as they do here."""
+        """The settings with tensors that travel as a plan reckons; None: the plan does not say, and they travel as they
+        do here."""
         if conditions is None:
             return self
         transfers = dataclasses.replace(self.async_config, **conditions.transfers)

@@ -49,11 +49,11 @@ class Telemetry:
     num_plans: int = 0
     """How often another plan than the one before was in force."""
     held_bytes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
-    """By tier (device, host, disk) and kind. Activations are those that the latest forward has left."""
+    """Bytes by tier (device, host, disk) and kind. Activations are those that the latest forward has left."""
     peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """By number: "allocated" and "reserved" of an accelerator; "live" in the measured step of a CPU."""
+    """Peaks by number: "allocated" and "reserved" of an accelerator; "live" in the measured step of a CPU."""
     moved_bytes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
-    """By kind of tensor and direction ("out", "in")."""
+    """Bytes by kind of tensor and direction ("out", "in")."""
     waited_s: float = 0.0
     """Time in which the training thread was blocked by a transfer."""
     num_recomputes: int = 0
@@ -63,7 +63,7 @@ class Telemetry:
     num_steps: int = 0
     num_samples: int = 0
     samples_per_second: float | None = None
-    """Of the latest step."""
+    """The rate of the latest step."""
 
 
 class StepRecorder(OwnHook, StepWatcher):
@@ -200,7 +200,7 @@ class StepRecorder(OwnHook, StepWatcher):
         return held
 
     def _allocated_bytes(self) -> dict[str, int]:
-        """Of an accelerator. A CPU does not count what it hands out."""
+        """What an accelerator's allocator has handed out. A CPU does not count that."""
         device = self._device
         if device.type == "cpu":
             return {}

@@ -42,7 +42,7 @@ class Advice:
     tried: str = ""
     """"batch size 32, 12"; "" when nothing was looked at."""
     batch_size: int | None = None
-    """That of the remedy, where it is a batch size."""
+    """The batch size of the remedy, where it is one."""
 
 
 def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:

@@ -19,7 +19,7 @@ class Place:
     phase: str
     """"forward", "backward", "optimizer", or what is there before a step: "parameters", "inputs"."""
     module_fqn: str = ""
-    """Of the block or other piece of the model; empty outside of them, or where they are not watched."""
+    """The block or other piece of the model; empty outside of them, or where they are not watched."""
     operator: str = ""
 
 
@@ -72,7 +72,7 @@ class AllocationLog:
         self._have_multiplied: set[Thread] = set()
         self._forgotten: set[int] = set()
         self.place: Place | None = None
-        """Of what is allocated next."""
+        """The place of what is allocated next."""
         self._sum: tuple[int, Allocated, frozenset[int]] | None = None
         """A sum of gradients: its key, the event, and the serials of its summands. See NOTE [sums of gradients]."""
 
@@ -164,7 +164,7 @@ class AllocationLog:
     # ---- what happens again
 
     def new_serial(self) -> int:
-        """For an allocation that nobody else has."""
+        """The next serial number, which no other allocation has."""
         self._num_allocations += 1
         return self._num_allocations - 1
 
@@ -175,7 +175,7 @@ class AllocationLog:
 
     @property
     def num_events(self) -> int:
-        """Of the step that is under way."""
+        """How many events the step that is under way has had."""
         return len(self._now)
 
     def since(self, num_events: int) -> list[Event]:

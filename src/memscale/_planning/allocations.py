@@ -33,7 +33,8 @@ WORKSPACE_BYTES = 8_519_680
 """cuBLAS's workspace on cards up to sm_89: two buffers of 4 MiB and eight of 16 KiB. From sm_90 on it is 32 MiB."""
 
 NUM_STEPS = 3
-"""That are played: in the second the optimizer's state is there, in the third memory is as the second has left it."""
+"""How many steps are played: in the second the optimizer's state is there, in the third memory is as the second left
+it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Reserved:
 
 
 def allocator_settings() -> AllocatorSettings:
-    """As this process has configured PyTorch's allocator by its environment; the defaults where the model of it does
-    not know a setting."""
+    """The settings that this process's environment gives PyTorch's allocator; the defaults where our model does not
+    know a setting."""
     try:
         return parse_settings(own_settings())
     except ConfigError as error:
@@ -111,7 +112,7 @@ class Replay:
         """`HoldsMore` is raised above this; None: nothing is too much."""
 
     def follow(self, use: AllocatorUse) -> None:
-        """As the executor does when a plan is attached."""
+        """Set the allocator as the executor does when a plan is attached."""
         if use.settings:
             self._memory.configure(parse_settings(use.settings))
         self._releases = frozenset(use.releases)

@@ -44,6 +44,7 @@ from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._profile.ranks import ALONE, find_group, refuse_flat_parameters
 from memscale._torch.overrides import undo_with
+from memscale._versions import warn_of_versions
 from memscale.report import console
 
 logger = logging.getLogger("memscale")
@@ -66,11 +67,12 @@ class Circumstances:
     replica: DistributedDataParallel | None = None
     """The DDP around the model, if it has one already."""
     derives_inputs: bool = True
-    """Without a sample, inputs are derived from the model's config where that is possible."""
+    """Inputs are derived from the model's config where there is no sample and that is possible."""
 
 
 def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
     """Let the model be planned for and carried out, all or nothing."""
+    warn_of_versions()
     _refuse_parked(model)
     _detach_earlier(model)
     _refuse_unusable(model, config)
@@ -107,6 +109,7 @@ def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
 
 def attach_saved(model: nn.Module, plan: Plan, config: Config, optimizer: Optimizer | None) -> Executor:
     """Attach a plan that was made before; nothing is profiled or decided again."""
+    warn_of_versions()
     _refuse_parked(model)
     device = device_for(plan, model, config)
     hardware = Hardware.detect(device, config.offload_dir)

@@ -41,7 +41,7 @@ class BucketRules:
     block_size: int
     """How many elements of what waits in 8 bits share a scale."""
     resident_share: float = 0.0
-    """Of the state that could wait elsewhere, what stays on the device."""
+    """The share that stays on the device, of the state that could wait elsewhere."""
     guests: Stepping | None = None
     """How streamed parameters visit the device to be stepped; None: they are stepped on the host."""
 
@@ -77,12 +77,12 @@ class SteppedOptimizer:
 
     def step(self) -> None:
         """Step once, with the gradients that there are."""
-        with AnyValue():
-            if self._whole is not None:
+        if self._whole is not None:
+            with AnyValue():
                 self._whole.step()
-                self._forget_counters(self._whole)
-            else:
-                self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
+            self._forget_counters(self._whole)
+        else:
+            self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
 
     def _in_order(self, buckets: Sequence[_Bucket]) -> list[_Bucket]:
         if self._rules is None:
@@ -127,14 +127,15 @@ class SteppedOptimizer:
             self._tables = torch.empty(num_bytes, dtype=torch.uint8, device=buckets[0].device)
 
     def _step_one(self, bucket: _Bucket) -> None:
-        """As another of its kind was stepped, if one was."""
+        """Step a bucket as another of its kind was stepped, if one was."""
         kind = bucket.kind
         known = self._known.get(kind)
         if known is not None:
             known.again(bucket.optimizer, self._log)
         else:
             start = self._log.num_events
-            bucket.optimizer.step()
+            with AnyValue():
+                bucket.optimizer.step()
             self._forget_counters(bucket.optimizer)
             if kind not in self._known:
                 self._known[kind] = _KnownStep.of(bucket.optimizer, self._log, self._log.since(start))
@@ -169,7 +170,7 @@ class _KnownStep:
 
     events: tuple[Event, ...]
     left: Mapping[int, _Left]
-    """By serial."""
+    """What buckets have left, by their serial numbers."""
     beside: tuple[tuple[int, Any, Any], ...]
     """What is in the state and not in the log: by parameter and name, numbers, and counters that are on the host."""
 
@@ -259,7 +260,7 @@ class _Bucket:
         self._slots: tuple[_Slot, ...] | None = None
         self._num_bytes = 0
         self._memory: torch.Tensor | None = None
-        """On the device now: coming, stepped, or on its way out; between steps, where it waits there."""
+        """Whether it is on the device now: coming, stepped, or on its way out; between steps, where it waits there."""
 
     @property
     def kind(self) -> Hashable:
@@ -288,7 +289,7 @@ class _Bucket:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of what is stepped."""
+        """The bytes of the parameters that are stepped."""
         parameters = parameters_of(self.optimizer)
         are_stepped = self._has_guests or self._cut is not None
         return sum(parameter.nbytes for parameter in parameters if are_stepped or parameter.grad is not None)
@@ -348,9 +349,9 @@ class _Bucket:
     def _brought(self, slot: _Slot) -> torch.Tensor:
         assert self._memory is not None
         if not slot.is_packed:
-            line = self._memory.narrow(0, slot.offset, slot.waiting_bytes)
-            line = line[: slot.num_elements * slot.dtype.itemsize].view(slot.dtype)
-            return line.as_strided(slot.shape, slot.stride)
+            # Views of views of the memory would show the same, and take a millisecond each: offsets are all different.
+            storage, offset = self._memory.untyped_storage(), slot.offset // slot.dtype.itemsize
+            return private.tensor_over(storage, slot.dtype, self._memory.device, offset, slot.shape, slot.stride)
         tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self.device)
         for elements in _chunks(slot.num_elements):
             torch.empty(elements, dtype=torch.float32, device=self.device)
@@ -431,7 +432,7 @@ def _resident(
     *,
     stays: bool,
 ) -> _Bucket:
-    """Of some parameters on the device, or of a stretch of one."""
+    """The bucket of some parameters on the device, or of a stretch of one."""
     places = {id(p): p if size is None else _stretch(p, size) for p, size in part.items()}
     own_ids = {id(place): ids[number] for number, place in places.items()}
     cut = next((p for p, size in part.items() if size is not None), None)

@@ -32,14 +32,14 @@ from memscale._torch import private
 from memscale._torch.overrides import OWN_ATTRIBUTES, OwnHook
 
 _MAX_OBJECTS = 200_000
-"""That are looked at in one model. One that has more holds something else: a dataset, a trainer."""
+"""The most objects that are looked at in one model. A model with more holds something else: a dataset, a trainer."""
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _NAMED = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _PASSING_FIELDS = ("free_bytes", "host_available_bytes", "disk_free_bytes")
-"""Of `Hardware`: what is free now, and differs from start to start."""
+"""Fields of `Hardware` that say what is free now, which differs from start to start."""
 _PASSING_OPTIONS = ("params", "lr", "initial_lr")
-"""Of an optimizer's group: they are none of memory, and a schedule changes them."""
+"""Options of an optimizer's group that memory does not depend on, and that a schedule changes."""
 
 
 class NoFingerprintError(Exception):
@@ -47,7 +47,7 @@ class NoFingerprintError(Exception):
 
 
 def fingerprint(job: Job, inputs: Inputs) -> str:
-    """Of planning this job for this batch, before anything is attached to the model."""
+    """The fingerprint of planning this job for this batch, before anything is attached to the model."""
     describe = _Description()
     describe.add("code", *_code_of(job.model))
     describe.add("model", job.model)
@@ -80,7 +80,8 @@ def _code_of(model: nn.Module) -> Iterator[Any]:
 
 
 def _own_files() -> set[pathlib.Path]:
-    """Of loaded modules that belong to no installed package; and MemScale's, which loads parts of itself later."""
+    """The files of loaded modules that belong to no installed package; and MemScale's, which loads parts of itself
+    later."""
     files = [vars(m).get("__file__") for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
     loaded = {pathlib.Path(file).resolve() for file in files if isinstance(file, str) and file.endswith(".py")}
     return {path for path in loaded if not _is_installed(path)} | set(_PACKAGE.rglob("*.py"))
@@ -137,6 +138,25 @@ def _optimizer_of(optimizer: str | Optimizer | None, model: nn.Module) -> Iterat
             yield names.get(id(parameter), _form_of_tensor(parameter)), forms
 
 
+def options_of(optimizer: str | Optimizer | None) -> list[Any]:
+    """What of an optimizer decides what its steps allocate, beside its parameters; equal lists allocate alike."""
+    if not isinstance(optimizer, Optimizer):
+        return [optimizer]
+    groups = [
+        {name: _plain(option) for name, option in group.items() if name not in _PASSING_OPTIONS}
+        | {"lr": isinstance(group.get("lr"), torch.Tensor)}
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer), _settings_of(optimizer), groups]
+
+
+def _plain(option: Any) -> Any:
+    """The option, or which object it is, where that cannot be compared by its value."""
+    if isinstance(option, tuple | list):
+        return tuple(map(_plain, option))
+    return option if option is None or isinstance(option, _PLAIN) else id(option)
+
+
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
     """What it keeps beside its groups: bitsandbytes has its number of bits in an object of options."""
     found: dict[str, Any] = {}
@@ -147,7 +167,7 @@ def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _switches() -> Iterator[Any]:
-    """Of this process, that decide which kernels run and what they keep."""
+    """The switches of this process that decide which kernels run and what they keep."""
     yield torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     # PyTorch 2.9 warns of the function that returns both of these as one.
     backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
@@ -226,14 +246,14 @@ class _Description:
             self.add(*_attributes_of(value))
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
-        """Its form; of integers the values, too, which may decide where a step goes."""
+        """The form of a tensor; of integers the values, too, which may decide where a step goes."""
         self.add(_form_of_tensor(tensor), isinstance(tensor, nn.Parameter))
         has_values = not private.is_fake(tensor) and tensor.device.type != "meta" and tensor.layout is torch.strided
         if has_values and not tensor.is_floating_point() and not tensor.is_complex() and not tensor.is_quantized:
             self.hash.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def _add_module(self, module: nn.Module) -> None:
-        """All that is in it, but what MemScale has put there."""
+        """All that is in a module, but what MemScale has put there."""
         for name, value in sorted(vars(module).items()):
             if name not in OWN_ATTRIBUTES or name == "forward":
                 self._write(name)
@@ -256,7 +276,7 @@ def _of_hooks(module: nn.Module, name: str, table: Mapping[int, Any]) -> list[An
 
 
 def _attributes_of(value: Any) -> Iterator[Any]:
-    """Of any object, by name; one of C without attributes is known by its class alone."""
+    """The attributes of any object, by name; an object of C without attributes is known by its class alone."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -277,7 +297,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _hash_alone(value: Any) -> str:
-    """Of a member of a set, which has no order."""
+    """The hash of a member of a set, which has no order."""
     alone = _Description()
     alone.add(value)
     return alone.hash.hexdigest()

@@ -201,7 +201,7 @@ def _of_convolution(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
 
 
 def _bytes_to_turn(tensor: torch.Tensor) -> int:
-    """Of a tensor whose channels do not come last."""
+    """The bytes that it takes to turn a tensor whose channels do not come last."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     is_last = last is not None and tensor.is_contiguous(memory_format=last)
     return 0 if is_last else tensor.numel() * tensor.element_size()

@@ -139,11 +139,12 @@ class _Search:
         return _fitting(low, self._full_plan(low, config, name), is_limited=low == self.limit)
 
     def _leanest(self, config: Config) -> Config:
-        """With tensors that travel in the way that takes the least memory: what fits in any way fits in that one."""
+        """The config with tensors that travel in the way that takes the least memory: what fits in any way fits in that
+        one."""
         return resolve(config, self.hardware).travels[-1].said_in(config)
 
     def _guess(self, config: Config, name: str, known: int) -> int:
-        """By drawn profiles, each rehearsed at its size: the largest that was found to fit; 0 where none was."""
+        """The largest size that drawn profiles, each rehearsed at its size, were found to fit at; 0 where none was."""
         budget = budget_bytes(self.hardware, config)
         share, upper, best = 1.0, self.limit, known
         anchors = self.anchors
@@ -200,7 +201,7 @@ class _Search:
             raise ProfileError("a step of this model has other pieces at another size: it cannot be scaled")
 
     def _solve(self, config: Config, device_bytes: int, upper: int) -> tuple[int, Plan | None]:
-        """By the drawn profiles: the largest size with a plan within so many bytes, by halving."""
+        """The largest size at which the drawn profiles have a plan within so many bytes, found by halving."""
         if device_bytes <= 0:
             return 0, None
         config = config.replace(memory_budget_gb=device_bytes / 1e9)
@@ -219,7 +220,7 @@ class _Search:
         return low, plan
 
     def _planner(self, size: int, config: Config) -> OneWay:
-        """With tensors that travel as this config says."""
+        """The planner of one size, with tensors that travel as this config says."""
         return self.planner_at(size).by(travels(config, self.hardware)[0])
 
     def _profile_at(self, size: int, config: Config) -> Profile:

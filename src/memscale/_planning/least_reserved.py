@@ -21,10 +21,10 @@ from memscale._planning.allocations import HoldsMore, Reserved, reserved_of
 WORTH = 0.005
 """The share of the reserved bytes that all releases which are left out may cost together."""
 NUM_STEPS = 3
-"""That are played: the first makes the optimizer's state, and what comes later is like the third."""
+"""How many steps are played: the first makes the optimizer's state, and what comes later is like the third."""
 
 _MAX_EVENTS = 3_000_000
-"""Of played steps, for one plan: some seconds. The larger a step is, the fewer ways are tried."""
+"""The most events that are played for one plan: some seconds. The larger a step is, the fewer ways are tried."""
 
 
 def least_reserved(
@@ -100,7 +100,7 @@ class _Trials:
         return best
 
     def improved(self, use: AllocatorUse) -> AllocatorUse:
-        """With one release more, or one fewer, as long as that saves something."""
+        """The use with one release more, or one fewer, as long as that saves something."""
         better = use
         while self._num_left > 0:
             for point in _in_order(self._points):
@@ -114,7 +114,7 @@ class _Trials:
         return better
 
     def with_fewer(self, use: AllocatorUse, limit_bytes: int) -> AllocatorUse:
-        """Without the releases that are not needed for the limit: halves are left out first, single ones at last."""
+        """The use without the releases that the limit does not need: halves are left out first, single ones at last."""
         size = len(use.releases)
         while size > 1:
             size, start = -(-size // 2), 0

@@ -30,7 +30,7 @@ class LengthRow:
     longest: int
     """The length that is planned for; the next row begins below it."""
     share: float
-    """Of all sequences."""
+    """The share of all sequences that have this length."""
     plain_bytes: int
     plain_ms: float
     plan: Plan | None

@@ -71,7 +71,7 @@ class LoopWatch(StepWatcher):
         self._outputs: list[list[weakref.ref[torch.UntypedStorage]]] = []
         """The storages of each tensor of the last output of a training forward."""
         self._kept: dict[int, int] = {}
-        """Those of them that were alive when an optimizer stepped: their bytes by their place."""
+        """The bytes of outputs that were alive when an optimizer stepped, by their place."""
         self._has_stepped = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._first_bytes: int | None = None
@@ -90,6 +90,11 @@ class LoopWatch(StepWatcher):
         self._is_hooked = True
         self._output_hook.callback(model.register_forward_hook(_Returned(self), with_kwargs=True).remove)
         undo_with(model, watch_steps(self), self._undo)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has, since the last training forward, as long as outputs are followed."""
+        return self._has_stepped
 
     def stop(self) -> None:
         """Watch nothing any more. A second call does nothing."""
@@ -140,7 +145,7 @@ class LoopWatch(StepWatcher):
         return found
 
     def _follow_no_more(self, device: torch.device) -> None:
-        """Of a loop that has shown what it does with outputs, only a device that counts its bytes tells more."""
+        """Once a loop has shown what it does with outputs, only a device that counts its bytes tells more of it."""
         self._outputs = []
         self._output_hook.close()
         if device.type == "cpu":
@@ -236,7 +241,7 @@ def _tolerated(plan: Plan) -> int:
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Of a tensor that consists of others, theirs; a sharded one names its mesh among its parts."""
+    """The storages of a tensor, or of those that it consists of; a sharded one names its mesh among its parts."""
     if hasattr(tensor, "__tensor_flatten__"):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [storage for part in parts if isinstance(part, torch.Tensor) for storage in _storages_of(part)]

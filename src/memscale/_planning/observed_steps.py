@@ -216,7 +216,7 @@ class ObservedSteps(StepWatcher):
         return is_covered and len(self._seen) >= max(1, self.config.warmup_steps)
 
     def make_plan(self, model: nn.Module, costs: OptimizerCosts) -> Plan:
-        """From what was seen under the careful plan; the highest of these steps counts."""
+        """The profile of what was seen under the careful plan; the highest of these steps counts."""
         costs = costs.by(self.travel)
         highest = max(self._seen, key=lambda step: step.trace.peak_bytes)
         profile = profile_observed(model, highest, costs.cost(), self.hardware.device_type, self._treatment)
@@ -234,7 +234,7 @@ class ObservedSteps(StepWatcher):
         return self.plan
 
     def _saying_why(self, plan: Plan) -> Plan:
-        """With the reason for which transfers block, where that is not the user's own wish."""
+        """The plan with the reason for which transfers block, where that is not the user's own wish."""
         assert plan.conditions is not None
         return dataclasses.replace(plan, conditions=dataclasses.replace(plan.conditions, blocking=self._blocking))
 
@@ -249,7 +249,7 @@ class ObservedSteps(StepWatcher):
         return plan_from(profile, config, hardware, margin_bytes=self._margin_bytes)
 
     def _with_optimizer(self, model: nn.Module, profile: Profile, costs: OptimizerCosts) -> Profile:
-        """With what the optimizer costs in 8 bits, and over what is left when blocks are streamed."""
+        """The profile with what the optimizer costs in 8 bits, and over what is left when blocks are streamed."""
         if self.config.use_8bit_optimizer:
             profile = dataclasses.replace(profile, eight_bit_optimizer=costs.eight_bit())
         if TraceKey(STREAM) in profile.variants:

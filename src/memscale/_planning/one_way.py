@@ -497,7 +497,8 @@ class OneWay:
         if self.profile.rest_optimizer is None:
             blocks = tuple(self.rehearsal.blocks)
             beside = streaming.rest_of(self.rehearsal.model, blocks)
-            inside, rest = self._streamable(blocks), tuple(x for x in beside if x not in self.rehearsal.read_elsewhere)
+            elsewhere = self.rehearsal.readings.outside((*blocks, *beside))
+            inside, rest = self._streamable(blocks), tuple(x for x in beside if x not in elsewhere)
             leaving = self._streamable((*blocks, *rest)) - inside
             parameters = [p for p in self.model.parameters() if id(p) in leaving]
             self.learn(
@@ -534,9 +535,24 @@ class OneWay:
         allowed = [treatment for treatment in TREATMENTS if treatment != KEEP and eligible.allows(treatment)]
         if self._compiled:  # who keeps outputs of operators must see them, and the compiler fuses them
             allowed = [treatment for treatment in allowed if treatment.recompute != "selective"]
+        if self._read_elsewhere:
+            allowed = [treatment for treatment in allowed if not treatment.streams]
         given: dict[Treatment, tuple[Action, ...]]
         given = {t: tuple(action for fqn in blocks for action in block_actions(fqn, t)) for t in allowed}
         return given if blocks else {}
+
+    @functools.cached_property
+    def _read_elsewhere(self) -> frozenset[str]:
+        """Blocks with a parameter that is read while they do not run. Where there is one, blocks are not streamed.
+
+        A block that never runs is in no plan.
+        """
+        called = [module_fqn for module_fqn in self.rehearsal.blocks if self.rehearsal.num_calls.get(module_fqn)]
+        found = self.rehearsal.readings.outside(called)
+        if found:
+            names = ", ".join(sorted(found)[:3]) + (", ..." if len(found) > 3 else "")
+            logger.info("blocks are not streamed: a parameter of %s is read while its block does not run", names)
+        return found
 
     @property
     def tiles(self) -> Tiles:

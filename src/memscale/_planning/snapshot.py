@@ -63,7 +63,7 @@ class _TracedAllocator(CachingAllocator):
         self.trace: list[dict[str, Any]] = []
         self.place = Place("")
         self._frames: dict[int, list[dict[str, Any]]] = {}
-        """Of what is allocated, by address."""
+        """The frames of what is allocated, by address."""
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Block:
         block = super().allocate(num_bytes, stream)

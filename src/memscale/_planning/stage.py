@@ -32,7 +32,7 @@ class Stage:
             num_shards=job.ranks.num_shards,
             loop=job.loop,
         )
-        """With the trace of the plain step, which was the first to be tried."""
+        """The rehearsal, with the trace of the plain step, which was the first to be tried."""
         self.tried: dict[Hashable, StepTrace | None] = {}
         """Traces of single techniques, by what was done and how tensors travelled, if any did."""
         self.rehearsed: dict[Hashable, StepTrace] = {}
@@ -40,14 +40,15 @@ class Stage:
         self.held: dict[Hashable, Held | None] = {}
         """What the allocator holds under them."""
         self.known_steps: KnownSteps = {}
-        """Of the optimizer, bucket by bucket."""
+        """Steps of the optimizer that are known, bucket by bucket."""
 
     @functools.cached_property
     def shallow(self) -> ShallowRehearsal | None:
         if not self.rehearsal.is_fake or self.rehearsal.holds_gradients or self.rehearsal.sharding is not None:
             return None  # what is held is gathered or held belongs to all blocks
         blocks, loop = self.rehearsal.blocks, self.rehearsal.loop
-        return open_shallow(self._model, self._inputs, self.device_type, blocks, self.plain, loop)
+        caches = self.rehearsal.caches
+        return open_shallow(self._model, self._inputs, self.device_type, blocks, self.plain, loop, caches)
 
     @functools.cached_property
     def tiles(self) -> Tiles:

@@ -37,7 +37,7 @@ _KIND_OF = {
 def step_memory(
     planner: OneWay, actions: tuple[Action, ...], config: Config, use: AllocatorUse | None = None
 ) -> StepMemory:
-    """Of the step as these actions change it, once the optimizer has its state, on the planner's device."""
+    """The memory of the step as these actions change it, once the optimizer has its state, on the planner's device."""
     log = planner.steps(actions, config, names_modules=True)
     hardware = planner.hardware
     memory = CachingAllocator(planner.allocator) if hardware.has_caching_allocator else None

@@ -16,7 +16,7 @@ from memscale.techniques import technique_of
 
 
 def step_times(planner: OneWay, actions: tuple[Action, ...], config: Config) -> StepTimes:
-    """Of the step as these actions change it, on the planner's device."""
+    """The times of the step as these actions change it, on the planner's device."""
     _look_into(planner, actions, config)
     trace = planner.trace_of(actions, config)
     choice = choice_of(actions, planner.profile) if actions else Choice()

@@ -34,7 +34,8 @@ logger = logging.getLogger("memscale")
 
 _PAUSE_S = 0.02
 _num_meetings: collections.Counter[str] = collections.Counter()
-"""By group and subject. Every rank counts the same way, so equal numbers mean the same meeting."""
+"""How many meetings there were, by group and subject. Every rank counts alike, so equal numbers mean the same
+meeting."""
 
 
 class NobodyCameError(Exception):
@@ -46,7 +47,7 @@ class Need:
     """What one rank brings along."""
 
     specs: tuple[TensorSpec, ...]
-    """Of its batch."""
+    """The tensors of its batch."""
     budget_bytes: int
 
 
@@ -86,7 +87,7 @@ class Meeting:
         return content
 
     def _wait(self, keys: list[str]) -> None:
-        """By looking again and again: a call that waits would keep other threads of the process from the store."""
+        """Look again and again: a call that waits would keep other threads of the process from the store."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check(keys):
             if time.monotonic() > deadline:

@@ -62,7 +62,7 @@ class Segment:
     other_bytes: int
     """Bytes read and written by all others; views are free."""
     half_flops: int = 0
-    """Of `flops`, those of operands in 16 bits."""
+    """The part of `flops` whose operands are in 16 bits."""
     num_launches: int = 0
     """Operators that do work; each costs the processor some time, however small it is."""
     num_random: int = 0
@@ -82,9 +82,11 @@ class LoopHolds:
     outputs: tuple[int, ...] = ()
     """Tensors of the model's output, by their place in it, that stay bound while backward and the optimizer run."""
     into_next: bool = False
-    """These stay until the next forward has returned, as in `outputs = model(**batch)`."""
+    """The outputs that stay until the next forward has returned, as in `outputs = model(**batch)`."""
     other_bytes: int = 0
     """What is there all the time: copies of the model, tensors that are kept for later."""
+    clears_late: bool = False
+    """Gradients of earlier batches, where it keeps them, are let go of between forward and backward."""
 
 
 NOTHING_HELD = LoopHolds()
@@ -129,7 +131,7 @@ class StepTrace:
         )
 
     def _levels(self) -> Iterator[tuple[str, str, int, int]]:
-        """For each segment: its place, how far it rises, and how high that is above the start of the step."""
+        """The place of each segment, how far it rises, and how high that is above the start of the step."""
         live = 0
         for segment in self.segments:
             yield segment.phase, segment.module_fqn, segment.peak_bytes, live + segment.peak_bytes
@@ -180,7 +182,7 @@ class TraceKey:
     head_rows: int = 0
     """Rows of logits at once; 0: the head is not tiled."""
     num_tiles: int = 0
-    """Into how many tiles attention and MLPs are cut inside the blocks; 0: they are not."""
+    """The number of tiles that attention and MLPs are cut into inside the blocks; 0: they are not."""
     streams_rest: bool = False
     """Embeddings, norms and heads are streamed."""
     precision: Precision = ""
@@ -231,7 +233,7 @@ class GuestCost:
     """What it takes to step streamed parameters on the device, which they visit with their gradients and state."""
 
     step_bytes: int
-    """On the device at the peak of such a step: parameters, gradients, state and temporaries."""
+    """The bytes on the device at the peak of such a step: parameters, gradients, state and temporaries."""
     in_bytes: int
     """What comes in a step."""
     out_bytes: int
@@ -242,9 +244,9 @@ class GuestCost:
     launched_bytes: int
     """Bytes that these read and write."""
     num_buckets: int
-    """In which they come, one after the other."""
+    """How many buckets the parameters come in, one after the other."""
     largest_bytes: int
-    """That come at once."""
+    """The most bytes that come at once."""
     beside_bytes: int = 0
     """What is coming and leaving while something else is stepped, at most."""
 
@@ -295,7 +297,8 @@ class OptimizerCost:
     """None: the user has not asked for it, or the optimizer cannot."""
 
     def share(self, resident_share: float) -> StateShare | None:
-        """With so much of the state on the device, or the next that is more; None: with nothing of it."""
+        """What it takes with this share of the state on the device, or with the next larger one; None: with nothing of
+        it."""
         if not resident_share or not self.shares:
             return None
         return next((one for one in self.shares if one.resident_share >= resident_share), self.shares[-1])
@@ -334,7 +337,7 @@ class Profile:
     rest_param_bytes: int = 0
     rest_trainable_bytes: int = 0
     rest_shared_bytes: int = 0
-    """Of these, parameters that several modules use (tied weights)."""
+    """The part of these bytes that is parameters of several modules (tied weights)."""
     eight_bit_optimizer: OptimizerCost | None = None
     """The optimizer with its state in 8 bits."""
     deciding_inputs: tuple[str, ...] = ()

@@ -18,12 +18,12 @@ from memscale._profile import TensorSpec
 
 DERIVED_SEQUENCE_LENGTH = 512
 IMAGE_SIZE = 224
-"""Of models that do not say one."""
+"""The side of an image for models that do not say one."""
 DIFFUSION_SIZE = 128
 """A side of the VAE's space for images of 1024 pixels."""
 CLIP_TEXT_LENGTH = 77
 _NUM_TIME_IDS = 6
-"""Of SDXL: the original size, the crop and the target size, two numbers each."""
+"""SDXL is told the original size, the crop and the target size, two numbers each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -329,7 +329,7 @@ def _merged(group: Sequence[Piece], again: StepTrace) -> Segment:
 
 
 def _with_resident_gradients(pieces: Sequence[Piece], blocks: dict[str, Layer]) -> list[Piece]:
-    """As if the parameters of streamed blocks, and so their gradients, were on the device.
+    """The pieces as if the parameters of streamed blocks, and so their gradients, were on the device.
 
     The copies of the weights that visit the device stay counted in the segments: never too low.
     """

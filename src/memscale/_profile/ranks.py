@@ -21,7 +21,7 @@ from memscale._torch import private
 from memscale._units import MIB
 
 BUCKET_BYTES = 25 * MIB
-"""Of DDP, unless told otherwise."""
+"""The size of DDP's buckets, unless it is told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Ranks:
         return self.num_ranks if self.shards else 1
 
     def bucket_sizes(self) -> list[int]:
-        """As DDP cuts them by default."""
+        """The sizes of the buckets that DDP makes by default."""
         whole, left = divmod(self.bucket_bytes, BUCKET_BYTES)
         return [BUCKET_BYTES] * whole + [left] * (left > 0)
 
@@ -49,7 +49,7 @@ class Ranks:
     def replicated(
         cls, model: nn.Module, num_ranks: int, ignored: Collection[str] = (), *, views: bool = False
     ) -> Ranks:
-        """As DDP over so many ranks holds this model, but for what it ignores; `views`: `gradient_as_bucket_view`."""
+        """The ranks as DDP holds this model, but for what it ignores; `views`: `gradient_as_bucket_view`."""
         trained = {id(p): p.nbytes for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
         return cls(num_ranks, bucket_bytes=0 if views else sum(trained.values()), keeps_gradients=views)
 
@@ -66,7 +66,7 @@ class Group:
 
 
 def find_group(model: nn.Module, replica: nn.Module | None = None) -> Group | None:
-    """Of a model that DDP or FSDP2 runs; None where it trains alone.
+    """The group of a model that DDP or FSDP2 runs; None where it trains alone.
 
     `replica` is the DDP around it, where that is known. Otherwise it is known while its forward runs.
     """

@@ -1,55 +1,79 @@
 """Which modules' parameters a rehearsed step reads while the module itself does not run.
 
     self.lm_head.weight          # read by a fused loss (TRL, Liger), which never calls `lm_head`
+    F.linear(x, self.blocks[0].fc.weight)
 
 A module that is streamed has its parameters on the device while it runs, and only then. A weight that others read must
 therefore stay there. Such code may well run with a weight on the host (TRL moves the hidden states to where the weight
-is), and would then compute its loss there, in silence.
+is), and would then compute there, in silence.
+
+Known limits: what the rehearsed forward does not read, nobody knows of: the loop's own code (a penalty over all
+parameters, beside the forward) finds streamed parameters on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from memscale._profile.operator_costs import tensors_of
 from memscale._torch.each_operator import EachOperator
 from memscale._torch.overrides import OwnHook
 
 
-class ReadingWatch:
-    """Watches one forward of a model: the operators, and which modules without children are running."""
+class Readings:
+    """Which parameters the forwards of a model have read, and which modules were running then."""
 
-    def __init__(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         # Modules are compared by id, because a user's module may define its own equality.
-        self._owners: dict[int, list[int]] = {}
         self._running: dict[int, int] = {}
-        self._read: set[int] = set()
-        leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-        for module in leaves:
-            for parameter in module.parameters(recurse=False):
-                self._owners.setdefault(id(parameter), []).append(id(module))
-        for module in {id(module): module for module in (model, *leaves)}.values():
+        self._mode = EachOperator(self._see)
+        self._seen: dict[int, set[frozenset[int]]] = {}
+        """The modules that ran when an operator read a parameter, by the id of the parameter."""
+
+    def watch(self, undo: contextlib.ExitStack) -> None:
+        """Take down what is read, until undone. Who calls `module.forward` does not let the module run."""
+        self._seen = {id(parameter): self._seen.get(id(parameter), set()) for parameter in self._model.parameters()}
+        self._running.clear()
+        for module in self._model.modules():
             undo.callback(module.register_forward_pre_hook(_Step(self._running, 1)).remove)
             undo.callback(module.register_forward_hook(_Step(self._running, -1), always_call=True).remove)
-        undo.enter_context(EachOperator(self._see))
+        undo.callback(self._model.register_forward_pre_hook(self._begin).remove)
+        undo.callback(self._model.register_forward_hook(self._end, always_call=True).remove)
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        """The mode is above those that were active before, and gone when backward runs: modes take time."""
+        if self._running[id(model)] == 1:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._running[id(model)]:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._running.get(id(self._model)):
-            for key in (id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
-                owners = self._owners.get(key)
-                if owners is not None and not any(self._running.get(owner) for owner in owners):
-                    self._read.add(key)
+        for leaf in tensors_of((*args, *kwargs.values())):
+            if id(leaf) in self._seen:
+                running = frozenset(key for key, count in self._running.items() if count)
+                self._seen[id(leaf)].add(running)
         return func(*args, **kwargs)
 
-    def found(self) -> frozenset[str]:
-        """The names of the modules that own what was read so."""
-        owners = {owner for key in self._read for owner in self._owners[key]}
-        return frozenset(name for name, module in self._model.named_modules() if id(module) in owners)
+    def outside(self, module_fqns: Iterable[str]) -> frozenset[str]:
+        """The modules among these with a parameter that was read while none of its owners among them ran."""
+        owners: dict[int, dict[int, str]] = {}
+        for module_fqn in module_fqns:
+            module = self._model.get_submodule(module_fqn)
+            for parameter in module.parameters():
+                owners.setdefault(id(parameter), {})[id(module)] = module_fqn
+        return frozenset(
+            module_fqn
+            for key, names in owners.items()
+            if any(running.isdisjoint(names) for running in self._seen.get(key, ()))
+            for module_fqn in names.values()
+        )
 
 
 class _Step(OwnHook):

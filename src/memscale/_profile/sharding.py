@@ -43,7 +43,7 @@ class Sharding:
 
     num_shards: int
     units: Mapping[str, Unit]
-    """By the name of the block."""
+    """The unit of each block, by the block's name."""
     rest: Unit
 
     @property
@@ -64,7 +64,7 @@ class _Forward:
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._buffer_bytes = sharding.rest.gathered_bytes
-        """Of the unit that was gathered last. The rest is the first."""
+        """The buffer of the unit that was gathered last. The rest is the first."""
 
     def run(self, segments: list[Segment]) -> list[Segment]:
         found = [self._unit(s) if s.module_fqn in self._sharding.units else s for s in segments]
@@ -116,14 +116,15 @@ class _Backward:
 
 
 def _raised(segment: Segment, *, before: int = 0, peak: int = 0, net: int = 0) -> Segment:
-    """With so many bytes more while it computes (`before`), in its first moment (`peak`), and at its end (`net`)."""
+    """The segment with more bytes while it computes (`before`), in its first moment (`peak`), and at its end
+    (`net`)."""
     return dataclasses.replace(
         segment, peak_bytes=max(peak, segment.peak_bytes + before, 0), net_bytes=segment.net_bytes + net
     )
 
 
 def padded_bytes(parameter: torch.Tensor, num_shards: int) -> int:
-    """Of a parameter that is cut along its first dimension into equal shares."""
+    """The bytes of a parameter that is cut along its first dimension into equal shares."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return share_rows(parameter, num_shards) * num_shards * (parameter.nbytes // max(1, rows))
 
@@ -135,7 +136,7 @@ def share_rows(parameter: torch.Tensor, num_shards: int) -> int:
 
 
 def sharding_of(model: nn.Module, blocks: Iterable[str], num_shards: int) -> Sharding:
-    """As `fully_shard` has shared the model out; else as it would, called on each block and on the model."""
+    """How `fully_shard` has shared the model out; else how it would, called on each block and on the model."""
     names = list(blocks)
     members: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     rest: list[torch.Tensor] = []

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 PythonState: TypeAlias = tuple[Any, ...]
-"""As `random.getstate()` gives it."""
+"""A state of Python's generator, as `random.getstate()` gives it."""
 _NUM_KEY_WORDS = 624
 _MT19937_BYTES = 4 * (_NUM_KEY_WORDS + 1)
 _PYTHON_STATE_VERSION = 3
@@ -63,7 +63,7 @@ class HostRng:
     __slots__ = ("_numpy", "_python")
 
     def __init__(self, python: PythonState | None = None) -> None:
-        """Now; or, of Python's generator, an earlier state."""
+        """Take the state of now; of Python's generator, an earlier one if it is given."""
         self._python = python or random.getstate()
         self._numpy = _numpy_state()
 
@@ -138,6 +138,6 @@ def _view(address: int) -> memoryview:
 
 
 def _numpy_state() -> Any:
-    """With the spare number; None while nobody has imported NumPy: then nobody has drawn from it."""
+    """NumPy's state with its spare number; None while nobody has imported NumPy: then nobody has drawn from it."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state(legacy=False)

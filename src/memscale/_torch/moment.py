@@ -31,7 +31,7 @@ class Moment:
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """That moment's random state and autocast; afterwards the random state is as before."""
+        """Inside, the random state and autocast are those of that moment; afterwards the random state is as before."""
         now = Moment(self._device)
         self.restore()
         try:

@@ -64,7 +64,7 @@ class _Size:
 
 
 class StepMeter:
-    """Of one training at a time."""
+    """Measures one training at a time."""
 
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
@@ -73,15 +73,15 @@ class StepMeter:
         self.num_steps = 0
         self.num_samples = 0
         self.seconds = 0.0
-        """In steps and between them, without pauses."""
+        """The seconds in steps and between them, without pauses."""
         self._mark = 0.0
         self._measured_bytes: int | None = None
         self._is_due = False
         self._largest = _Size()
-        """Of the batches of this training."""
+        """The largest batch of this training."""
         self._measured = _Size()
         self._begun = _Size()
-        """Of the batches of this step."""
+        """The batches of this step."""
         self._measuring = contextlib.ExitStack()
         self._books: LiveBytes | None = None
 
@@ -103,7 +103,7 @@ class StepMeter:
         self._is_due = self.num_steps > 0
 
     def step_begins(self, inputs: Any = None) -> None:
-        """Also where the step before has not ended yet, which is then part of this one. `inputs` are counted, too."""
+        """A step begins. One before it that has not ended is part of it. Its `inputs` are measured, too."""
         if self.num_steps == 1 or self._is_due:
             self._is_due = False
             self._measure(inputs)

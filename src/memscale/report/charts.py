@@ -26,7 +26,7 @@ _KEPT_COLOR, _BUDGET_COLOR, _CHOSEN_COLOR = "#4c78a8", "#e45756", "#e45756"
 _PHASE_COLORS = {"forward": "#4c78a8", "backward": "#f58518", "optimizer": "#b279a2"}
 _PREDICTED_COLOR, _MEASURED_COLOR = "#4c78a8", "#54a24b"
 MOST_MOMENTS = 900
-"""That are drawn of a step; thinning keeps the peaks."""
+"""The most moments of a step that are drawn; thinning keeps the peaks."""
 
 
 def plotly() -> ModuleType:

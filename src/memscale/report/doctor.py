@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import platform
 from typing import Any
 
@@ -13,21 +12,9 @@ from memscale._hardware import Hardware
 from memscale._hardware.allocator_environment import growing_segments, own_settings
 from memscale._hardware.footprints import footprint_of
 from memscale._units import show_bytes, show_speed
+from memscale._versions import TESTED, version_of
 
-TESTED_TORCH = "2.13.0"
-
-EXTRA_OF = {
-    "transformers": "hf",
-    "accelerate": "hf",
-    "peft": "hf",
-    "lightning": "lightning",
-    "trl": "libraries",
-    "diffusers": "libraries",
-    "torchao": "torchao",
-    "bitsandbytes": "quantization",
-    "prometheus-client": "observability",
-    "plotly": "report",
-}
+EXTRA_OF = {name: tested.extra for name, tested in TESTED.items() if tested.extra is not None} | {"plotly": "report"}
 """Optional distributions, and the extra of this package that installs each."""
 _INSTALL_SIMGPU = "pip install -c constraints.txt --no-build-isolation ./simgpu"
 
@@ -53,7 +40,7 @@ def examine() -> Findings:
     """Look at this machine. Optional packages are looked up, not imported."""
     versions = {
         "memscale": memscale.__version__,
-        "torch": _version("torch") or "missing",
+        "torch": version_of("torch") or "missing",
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
@@ -62,14 +49,7 @@ def examine() -> Findings:
 
 
 def _optional(name: str, install: str) -> Optional:
-    return Optional(name, _version(name), install)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return Optional(name, version_of(name), install)
 
 
 def lines(findings: Findings) -> list[str]:
@@ -87,7 +67,7 @@ def lines(findings: Findings) -> list[str]:
         "",
         "versions",
         *(_line(name, version) for name, version in findings.versions.items()),
-        _line("tested with", f"torch {TESTED_TORCH}"),
+        _line("tested with", f"torch {TESTED['torch'].oldest} to {TESTED['torch'].newest}"),
         "",
         "optional packages",
         *(_line(entry.name, entry.version or f"missing; {entry.install}") for entry in findings.optional),

@@ -29,7 +29,7 @@ _POLL_S = 0.05
 """How soon a server that is being closed notices it."""
 _REQUEST_TIMEOUT_S = 10.0
 Values = Iterable[tuple[tuple[str, ...], float | None]]
-"""Of one metric: its labels beside the model's, and the number; None: there is none yet."""
+"""The values of one metric: its labels beside the model's, and the number; None: there is none yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Metric:
 
     @property
     def shown_name(self) -> str:
-        """As it stands in a scrape."""
+        """The name that it has in a scrape."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 

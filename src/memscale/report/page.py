@@ -32,7 +32,7 @@ class Report:
     planned: StepMemory | None = None
     """A step under the plan."""
     measured: tuple[tuple[str, int | None, int | None], ...] = ()
-    """Of a run: a number's name, what was predicted and what was measured, in bytes."""
+    """Numbers of a run: the name of each, what was predicted and what was measured, in bytes."""
     times: StepTimes | None = None
     """What the step under the plan does when."""
     measured_step_ms: float | None = None

@@ -31,12 +31,12 @@ class BucketCost:
     made_bytes: int = 0
     """The most bytes that exist while the state is made."""
     moves: bool = True
-    """Its state waits elsewhere, where buckets do."""
+    """Whether its state waits elsewhere, where buckets do."""
     guest_bytes: int = 0
-    """Of its parameters, where these live elsewhere, too: they visit the device with their gradients."""
+    """The bytes of its parameters, where these live elsewhere, too: they visit the device with their gradients."""
     num_guests: int = 0
     parameter_bytes: int = 0
-    """Of what is stepped in its turn."""
+    """The bytes of the parameters that are stepped in its turn."""
 
     def travels(self, how: Stepping) -> bool:
         return bool(self.guest_bytes) or (how.moves and self.moves)
@@ -66,7 +66,7 @@ class BucketCost:
         return self.kept_bytes + (0 if self.travels(how) else self.waiting_bytes)
 
     def stepping_bytes(self, how: Stepping) -> int:
-        """Above what stays."""
+        """The bytes that its turn takes above what stays on the device."""
         beside = self.coming_bytes if self.travels(how) else 0
         return beside + self.unpacked_bytes + max(self.step_bytes, self.scratch_bytes)
 

@@ -9,7 +9,7 @@ import torch
 
 
 def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """Without its graph but with its version counter, also inside a dispatch mode, where `detach` gives another."""
+    """The tensor without its graph but with its version counter, which `detach` replaces inside a dispatch mode."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

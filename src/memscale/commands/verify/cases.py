@@ -30,11 +30,11 @@ class CardCase:
     seq: int | None = None
     """The length of sequences; None: as the model has it (images, sound)."""
     is_large: bool = False
-    """Not expected to fit every card: an out-of-memory error of the plain model is a result."""
+    """It is not expected to fit every card: an out-of-memory error of the plain model is a result."""
 
     @property
     def title(self) -> str:
-        """As tables call it."""
+        """The name that tables call it by."""
         return f"{self.model}, {self.batch}{'' if self.seq is None else f' x {self.seq}'}"
 
     @property

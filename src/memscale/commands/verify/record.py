@@ -10,7 +10,7 @@ from memscale import _json
 from memscale._errors import MemScaleError
 
 FORMAT = 1
-"""Of the file; a reader refuses another one."""
+"""The format of the file; a reader refuses another one."""
 Outcome = Literal["trained", "out of memory", "does not fit", "failed"]
 
 
@@ -51,7 +51,7 @@ class Trial:
     """The median of the timed steps."""
     planning_s: float | None = None
     losses: tuple[str, ...] = ()
-    """Of each step, as `float.hex`: every bit, and "nan" where there is none."""
+    """The loss of each step, as `float.hex`: every bit, and "nan" where there is none."""
     weights: str = ""
     """A hash of every parameter and buffer after the last step."""
     error: str = ""
@@ -86,12 +86,12 @@ class Record:
     """The day."""
 
     def with_trial(self, trial: Trial) -> Record:
-        """With this trial, in the place of an earlier one of the same model and way."""
+        """The record with this trial, in the place of an earlier one of the same model and way."""
         others = tuple(each for each in self.trials if (each.title, each.way) != (trial.title, trial.way))
         return dataclasses.replace(self, trials=(*others, trial))
 
     def trial(self, title: str, way: str) -> Trial | None:
-        """That of a model in one way; None: it was not tried."""
+        """The trial of a model in one way; None: it was not tried."""
         return next((each for each in self.trials if (each.title, each.way) == (title, way)), None)
 
     def titles(self) -> list[str]:

@@ -183,7 +183,7 @@ class _Work:
         self._model = zoo.build(order.case.model, with_weights=True)
         self._inputs = real_inputs(self._model, order.case)
         self.known: Trial | None = None
-        """With the predictions, once they are there: what an error must not lose."""
+        """The trial with its predictions, once they are there: what an error must not lose."""
 
     @property
     def _is_plain(self) -> bool:
@@ -331,13 +331,13 @@ def real_inputs(model: nn.Module, case: CardCase) -> Inputs:
 
 
 def _sizes_of(model: nn.Module) -> list[int]:
-    """Of vocabularies and classes: ids and labels must be below each of them."""
+    """The sizes of vocabularies and numbers of classes: ids and labels must be below each of them."""
     config: Any = model.config
     return [int(size) for name in ("vocab_size", "num_labels") if (size := getattr(config, name, None))]
 
 
 def hash_of(model: nn.Module) -> str:
-    """Of every parameter and buffer, by name."""
+    """The hash of every parameter and buffer, by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda entry: entry[0]):
         digest.update(name.encode())

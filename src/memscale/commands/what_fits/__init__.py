@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Kind = Literal["full", "lora"]
 KINDS: tuple[Kind, ...] = ("full", "lora")
 CARDS = {8: "RTX 3070", 10: "RTX 3080", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 3090", 48: "RTX A6000"}
-"""By memory, in the GiB of their boxes."""
+"""Cards by their memory, in the GiB that their boxes say."""
 FAMILIES = {
     "GPT-2": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
     "Llama": ("tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3-8b", "llama-2-13b"),
@@ -61,11 +61,11 @@ NUM_PARAMETERS = {
     "vit-large": 304_326_632,
     "vit-huge": 632_045_800,
 }
-"""Of the zoo's models, counted: a rule of thumb needs nothing else."""
+"""The parameters of the zoo's models, counted: a rule of thumb needs nothing else."""
 RANK = 16
 HOST_GB = 64.0
 BYTES_A_PARAMETER = {"full": 16, "lora": 2}
-"""Without MemScale: fp32 weights, gradients and two moments of AdamW; frozen weights in bf16."""
+"""What a parameter takes without MemScale: fp32 weight, gradient and two moments of AdamW; a frozen weight in bf16."""
 ACTIVATIONS_SHARE = 0.2
 """What the rule of thumb leaves of a card for activations and everything else."""
 
@@ -111,7 +111,7 @@ class Answer:
     num_parameters: int
     fits: bool
     total_bytes: int | None = None
-    """On the card, with its context."""
+    """The bytes on the card, with its context."""
     host_bytes: int | None = None
     step_ms: float | None = None
     slowdown: float | None = None
@@ -164,7 +164,7 @@ def wanted(cards: Iterable[int], families: Iterable[str], kinds: Iterable[Kind] 
 
 
 def is_settled(log: Log, question: Question) -> bool:
-    """It has an answer, or follows: from a smaller model that does not fit, or from a larger one that does."""
+    """Whether it has an answer, or one follows from a smaller model that does not fit or a larger one that does."""
     models = FAMILIES[question.family]
     place = models.index(question.model)
     for other, model in enumerate(models):

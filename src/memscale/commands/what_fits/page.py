@@ -34,11 +34,11 @@ class Cell:
     best: Answer | None
     """The largest that was found to fit."""
     is_final: bool
-    """All larger ones were planned for, or follow."""
+    """Whether all larger models were planned for, or have answers that follow."""
 
 
 def cells(log: Log, kind: Kind) -> list[Cell]:
-    """Those that something is known of."""
+    """The cells that something is known of."""
     found = []
     for size, card in CARDS.items():
         for family, models in FAMILIES.items():
@@ -147,7 +147,7 @@ def _all_questions() -> list[Question]:
 
 
 def _command(log: Log, cell: Cell) -> str:
-    """Of the largest that fits; where none does, of the smallest."""
+    """The command for the largest model that fits; where none does, for the smallest."""
     question = Question(CARDS[cell.size], FAMILIES[cell.family][0], cell.kind)
     return (cell.best.question if cell.best is not None else question).command(log.host_gb)
 

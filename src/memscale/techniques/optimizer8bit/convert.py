@@ -47,7 +47,7 @@ Group = Mapping[str, Any]
 
 
 _STANDING_IN: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-"""By replaced optimizer: what steps in its place now."""
+"""What steps now in the place of each replaced optimizer."""
 
 
 class NoCounterpart(Exception):
@@ -259,7 +259,7 @@ class Conversion:
         return state
 
     def _widened_state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """All of it, as torch would have it."""
+        """The whole state, as torch would have it."""
         return {
             parameter: self._widened(parameter, entry)
             for parameter, entry in self.optimizer.state.items()

@@ -51,7 +51,7 @@ class Rescuer(Protocol):
         ...
 
     def end(self) -> None:
-        """It has ended well."""
+        """Called when it has ended well."""
         ...
 
     def rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
@@ -213,12 +213,12 @@ _GUARD = _Guard()
 
 
 def rescue_with(rescuer: Rescuer, owner: Owner, module: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Until undone, or until the module is gone, this one is asked when a backward pass runs out of memory."""
+    """Ask this rescuer when a backward pass runs out of memory, until undone or until the module is gone."""
     _GUARD.add_rescuer(rescuer)
     wait_on_errors(owner, module, undo)
 
 
 def wait_on_errors(owner: Owner, module: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Until undone, or until the module is gone, errors wait for what the owner does in backward."""
+    """Let errors wait for what the owner does in backward, until undone or until the module is gone."""
     _GUARD.enter(owner)
     undo_with(module, functools.partial(_GUARD.leave, weakref.ref(owner)), undo)

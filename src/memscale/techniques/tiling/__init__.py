@@ -141,7 +141,7 @@ def _inside_actions(num_tiles: int, profile: Profile) -> tuple[Inside, ...]:
 
 
 def _num_tiles(actions: Sequence[Inside], profile: Profile) -> int:
-    """Into how many tiles these were cut: an MLP says it, and attention says how many queries are in one of them.
+    """How many tiles these were cut into: an MLP says it, and attention says how many queries are in one of them.
 
     Of numbers that give tiles of the same size, the smallest. Attention that is not in the profile, or whose rows are
     those of no number that was considered, is taken for the coarsest.
@@ -197,7 +197,7 @@ def _inside_reason(chosen: Chosen) -> Reason:
 
 
 def _rehearse_inside(planner: OneWay, config: Config) -> None:
-    """Only in blocks that are recomputed in full, and where blocks are what the peak is made of."""
+    """Rehearse tiles inside blocks, only in blocks that are recomputed in full, and where blocks make up the peak."""
     inside = planner.tiles.inside
     planner.skipped_inside = bool(inside) and not planner.blocks_hold_the_peak(config)
     if not inside or planner.skipped_inside:

@@ -22,7 +22,7 @@ from memscale.techniques.tiling.common import dropout_call, dropped
 aten = torch.ops.aten
 
 _PRODUCTS = {aten.mm.default: 1, aten.addmm.default: 2, aten.bmm.default: 1, aten.linear.default: 1}
-"""Where the weight stands."""
+"""The place of the weight among the arguments."""
 _LAST_DIM = {
     aten.mean.dim: 1,
     aten.sum.dim_IntList: 1,
@@ -145,7 +145,7 @@ class _Watch(TorchDispatchMode):
         """Every operator, and its arguments that are no tensors."""
         self._activations = {id(hidden): hidden}  # by identity, kept alive so that no id is used twice
         self._made: dict[int, torch.Tensor] = {}
-        """By storage: what was made in here may be written to."""
+        """What was made in here, by storage, and may therefore be written to."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,7 +215,8 @@ def _keeps_last_dim(args: Any) -> bool:
 
 
 def _rows_of(shape: Any, tensor: torch.Tensor) -> bool:
-    """With -1 at the end, the other dimensions must account for all rows."""
+    """Whether this shape keeps the rows of the tensor; with -1 at the end, the other dimensions must account for all of
+    them."""
     if shape[-1] != -1:
         return True
     rows = 1
