@@ -38,6 +38,7 @@ from memscale._torch import private
 from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale._units import show_bytes
+from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
 from memscale.techniques.offload.optimizer.separable import (
     StepCall,
@@ -108,7 +109,7 @@ class _Resuming(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._optimizer = optimizer
         self._aside = _Aside()
-        state = [value for entry in optimizer.state.values() for value in _tensors_in(_shown(entry))]
+        state = [value for entry in optimizer.state.values() for value in _tensors_in(values_here(entry))]
         self._held = {_key(tensor) for tensor in [*parameters_of(optimizer), *state] if _has_memory(tensor)}
         self._known = set(optimizer.state)
         self.has_changed = False
@@ -167,11 +168,6 @@ class _Resuming(TorchDispatchMode):
         """Forget state that the step began to make."""
         for parameter in set(self._optimizer.state) - self._known:
             del self._optimizer.state[parameter]
-
-
-def _shown(entry: Any) -> Any:
-    """The state of a parameter; nothing of state that waits elsewhere."""
-    return dict(entry) if isinstance(entry, dict) else ()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
