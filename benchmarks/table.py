@@ -249,6 +249,10 @@ def run(
         raise memscale.MemScaleError("real runs need simgpu, the simulated device: pip install ./simgpu; or use --fake")
     store = Store(results)
     (run_fake if fake else run_real)(subjects, store)
+    found = [store.find(subject, variant) for subject in subjects for variant in subject.variants]
+    failures = [result.failure for result in found if result is not None]
+    if factory is not None and failures and all(failures):
+        raise memscale.MemScaleError(f"nothing could be measured: {failures[0]}")
     print(to_json(store.results) if as_json else to_text(store.results, subjects))
 
 
@@ -274,6 +278,8 @@ def choose_subjects(*, fake: bool, quick: bool, factory: str | None, only: str |
             raise memscale.MemScaleError(
                 f"{shown(factory)} is no path/to/file.py:factory; rows of the table: --only MODEL"
             )
+        if only is not None:
+            raise memscale.MemScaleError("--only is for the rows of the table, and the factory is your own model")
         zoo.check_name(factory)
         return (Subject(factory, factory, 0, 0),)
     rows = QUICK if quick else SUBJECTS

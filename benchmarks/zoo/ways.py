@@ -6,6 +6,7 @@ So two ways execute a plan written here, which treats every block, whether that 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from memscale._plan import (
     StreamParameters,
 )
 from memscale._profile.layers import find_blocks
+from memscale._profile.read_elsewhere import Readings
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
 
@@ -93,13 +95,26 @@ WAYS = {
 def treat(way: Way, subject: Subject, directory: str) -> None:
     """Put the subject's model under MemScale. What is planned is planned at the first batch, as for most users."""
     if way.actions is not None:
-        memscale.execute(subject.model, written_plan(way, way.actions(subject.model)), way.config(directory))
+        actions = way.actions(subject.model)
+        stay = _read_elsewhere(subject, [a.module_fqn for a in actions if isinstance(a, StreamParameters)])
+        actions = [a for a in actions if not (isinstance(a, StreamParameters) and a.module_fqn in stay)]
+        memscale.execute(subject.model, written_plan(way, actions), way.config(directory))
         return
     changes = {}
     if way.tight:
         budget_bytes = _tight_budget_bytes(way, subject.on(way.device), directory)
         changes = {"force_optimize": False, "memory_budget_gb": budget_bytes / 1e9}
     memscale.wrap(subject.model, way.config(directory, **changes))
+
+
+def _read_elsewhere(subject: Subject, module_fqns: list[str]) -> frozenset[str]:
+    """Of these modules, those whose weights others read, which no plan streams. Asked of a copy, in a forward."""
+    copied = subject.on("cpu")
+    readings = Readings(copied.model)
+    with contextlib.ExitStack() as undo:
+        readings.watch(undo)
+        copied.call(copied.model, copied.inputs)
+    return readings.outside(module_fqns)
 
 
 def written_plan(way: Way, actions: list[Action]) -> Plan:

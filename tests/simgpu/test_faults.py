@@ -104,6 +104,17 @@ def test_a_training_step_that_runs_out_of_memory_anywhere_leaves_nothing_behind(
     del model, x, optimizer
 
 
+def test_an_event_that_cannot_be_recorded_stays_as_it_was():
+    stream, event = torch.Stream("simgpu"), torch.Event("simgpu")
+    with simgpu.fail_event(2) as fault:
+        stream.record_event(event)
+        with pytest.raises(RuntimeError, match="an event could not be recorded"):
+            stream.record_event()
+        stream.record_event().synchronize()
+    assert fault.fired
+    event.synchronize()
+
+
 def test_numbers_below_one_are_refused():
     with pytest.raises(ValueError, match="number 1"), simgpu.fail_copy(0):
         pass

@@ -1,7 +1,8 @@
 """One step in which one thing fails: the n-th allocation, pinned allocation, copy, event, file read or write.
 
     scene = Scene(TECHNIQUES["stream"], True, directory, PlainRun())
-    outcome = scene.fail("copy", nth)
+    outcome = scene.fail("copy", nth)                   # the n-th copy from the beginning of the second step
+    outcome = scene.fail("copy", nth, Strike(0, "optimizer"))    # from the beginning of the first `optimizer.step()`
 
 The step raises an error that says what failed, or goes well without what failed. The weights are those of before the
 step or of after it; where the optimizer was half-way, `PartialStepError` says so and a checkpoint is loaded. Then
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import errno
 import gc
 import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,12 +45,13 @@ from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
 from tests.techniques.offload.runs import DEVICE, Gpt, let_autograd_finish, loss_of, same, weights
 
-STEPS, FAILING = 3, 1
+STEPS = 3
 BUCKET_BYTES = 8_000
 ROOM_BYTES = 1 << 12
 """Host memory where most of what leaves the device is to go to disk."""
 LETS_GO_S = 60.0
 Actions = Callable[[nn.Module], list[Action]]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def _blocks(*kinds: Callable[[str], Action]) -> Actions:
@@ -85,9 +88,12 @@ TECHNIQUES: dict[str, Actions] = {
     "stream, step on the device": _and(_blocks(StreamParameters), StepOnDevice(BUCKET_BYTES)),
     "everything": _EVERYTHING,
     "everything, step on the device": _and(_EVERYTHING, StepOnDevice(BUCKET_BYTES)),
+    "guests and half of the optimizer": _and(
+        _blocks(StreamParameters), StepOnDevice(BUCKET_BYTES), OffloadOptimizer(BUCKET_BYTES, resident_share=0.5)
+    ),
 }
 OUR_STEPS = (OffloadOptimizer, StepInBuckets, StepInBackward, StepOnDevice)
-FAULTS = ("allocation", "pinned_allocation", "copy")
+FAULTS = ("allocation", "pinned_allocation", "copy", "event")
 _FILE_FAULTS: dict[str, tuple[str, int | None]] = {
     "reserve": ("posix_fallocate", errno.ENOSPC),
     "write full": ("pwrite", errno.ENOSPC),
@@ -105,20 +111,24 @@ class Struck:
 
 
 @contextlib.contextmanager
-def failing(fault: str, nth: int) -> Iterator[Any]:
+def failing(fault: str, nth: int, struck: Struck | None = None) -> Iterator[Struck]:
     """The n-th of a kind fails from here on, once."""
+    struck = struck or Struck()
     if fault in _FILE_FAULTS:
-        with _failing_file(*_FILE_FAULTS[fault], nth) as struck:
+        with _failing_file(*_FILE_FAULTS[fault], nth, struck):
             yield struck
-    else:
+        return
+    injected = None
+    try:
         with getattr(simgpu, f"fail_{fault}")(nth) as injected:
-            yield injected
+            yield struck
+    finally:
+        struck.fired = injected is not None and injected.fired
 
 
 @contextlib.contextmanager
-def _failing_file(function: str, error: int | None, nth: int) -> Iterator[Struck]:
-    struck, original = Struck(), getattr(os, function)
-    left = [nth]
+def _failing_file(function: str, error: int | None, nth: int, struck: Struck) -> Iterator[None]:
+    original, left = getattr(os, function), [nth]
 
     def call(*args: Any) -> Any:
         left[0] -= 1
@@ -131,7 +141,7 @@ def _failing_file(function: str, error: int | None, nth: int) -> Iterator[Struck
 
     setattr(os, function, call)
     try:
-        yield struck
+        yield
     finally:
         setattr(os, function, original)
 
@@ -139,11 +149,14 @@ def _failing_file(function: str, error: int | None, nth: int) -> Iterator[Struck
 class PlainRun:
     """Weights and losses after each step of plain training."""
 
-    def __init__(self, prepare: Callable[[nn.Module], None] | None = None) -> None:
+    def __init__(
+        self, prepare: Callable[[nn.Module], None] | None = None, make_optimizer: MakeOptimizer | None = None
+    ) -> None:
         model = built().to(DEVICE)
         if prepare is not None:
             prepare(model)
-        optimizer = adamw(model)
+        self.make_optimizer = make_optimizer or adamw
+        optimizer = self.make_optimizer(model)
         self.weights = [weights(model)]
         self.losses = []
         for number in range(STEPS):
@@ -160,7 +173,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, phase: list[str] | None = None) -> float:
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    phase: list[str] | None = None,
+    around_optimizer: contextlib.AbstractContextManager[Any] | None = None,
+) -> float:
     """One step of a usual loop; `phase` gets what it is at."""
     phase = [] if phase is None else phase
     torch.manual_seed(number)
@@ -170,9 +189,24 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, phase:
     phase[:] = ["backward"]
     loss.backward()
     phase[:] = ["step"]
-    optimizer.step()
+    with around_optimizer or contextlib.nullcontext():
+        optimizer.step()
+        torch.accelerator.synchronize()
     phase[:] = ["after"]
     return loss.item()
+
+
+@dataclasses.dataclass(frozen=True)
+class Strike:
+    """From where on failures are counted."""
+
+    step: int = 1
+    """The number of the step that fails. State of the optimizer is made in the first one, number 0."""
+    of: Literal["step", "optimizer"] = "step"
+    """The whole step, or `optimizer.step()` alone."""
+
+
+SECOND_STEP = Strike()
 
 
 class Scene:
@@ -194,19 +228,20 @@ class Scene:
         self.executor = Executor(self.model, settings)
         self.actions = actions(self.model)
         self.executor.attach(self.actions)
-        self.optimizer = adamw(self.model)
+        self.optimizer = plain.make_optimizer(self.model)
         self.done = 0
         self.phase: list[str] = []
 
-    def fail(self, fault: str, nth: int) -> str:
+    def fail(self, fault: str, nth: int, strike: Strike = SECOND_STEP) -> str:
         """How the step went in which the n-th of this kind failed; "not reached" if there are not so many."""
-        self._go_on(FAILING)
+        self._go_on(strike.step)
         saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-        error = None
-        with failing(fault, nth) as struck:
+        error, struck = None, Struck()
+        failure = failing(fault, nth, struck)
+        is_whole = strike.of == "step"
+        with failure if is_whole else contextlib.nullcontext():
             try:
-                self._step()
-                torch.accelerator.synchronize()
+                self._step(None if is_whole else failure)
             except (torch.OutOfMemoryError, RuntimeError, MemScaleError) as caught:
                 error = caught.with_traceback(None)
         outcome = self._outcome(struck.fired, error)
@@ -218,8 +253,8 @@ class Scene:
         while self.done < until:
             self._step()
 
-    def _step(self) -> None:
-        loss = step(self.model, self.optimizer, self.done, self.phase)
+    def _step(self, around_optimizer: contextlib.AbstractContextManager[Any] | None = None) -> None:
+        loss = step(self.model, self.optimizer, self.done, self.phase, around_optimizer)
         assert loss == self.plain.losses[self.done], f"the loss of step {self.done} differs"
         self.done += 1
 

@@ -210,6 +210,11 @@ def fail_copy(nth: int = 1) -> contextlib.AbstractContextManager[InjectedFault]:
     return _injected("copy", nth)
 
 
+def fail_event(nth: int = 1) -> contextlib.AbstractContextManager[InjectedFault]:
+    """The n-th event that is recorded from here on raises RuntimeError; it stays as it was before."""
+    return _injected("event", nth)
+
+
 # -------------------------------------------------------------------------------------------------------- counters
 
 
@@ -237,7 +242,7 @@ def reset() -> None:
         torch.accelerator.synchronize(device)
         set_cap(DEFAULT_CAP_BYTES, device)
         set_card(DEFAULT_CARD, device)
-    for kind in ("allocation", "pinned_allocation", "copy"):
+    for kind in ("allocation", "pinned_allocation", "copy", "event"):
         native.disarm_fault(getattr(native.Fault, kind))
     set_race_mode("collect")
     set_schedule_seed(0)

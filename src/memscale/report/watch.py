@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from memscale._errors import ConfigError, MemScaleError, install_command, shown
+from memscale._errors import ConfigError, MemScaleError, install_command, quoted, shown
 from memscale._units import show_bytes
 from memscale.report.tables import table
 
@@ -27,6 +28,8 @@ TIERS = ("device", "host", "disk")
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 NUMBERS = ("live", "allocated", "reserved")
 _TIMEOUT_S = 10.0
+_MOST_DIGITS = 10
+"""Of the number of a port or of a process."""
 _BAR_WIDTH = 30
 
 
@@ -85,7 +88,7 @@ def find_endpoint(target: str) -> str:
     Raises:
         ConfigError: Nothing of ours answers there; the message says what to do.
     """
-    if not target.isdigit():
+    if not (target.isdecimal() and len(target) <= _MOST_DIGITS):
         url = target if "://" in target else f"http://{target}"
         url = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
         if not url.startswith(("http://", "https://")) or not _answers(url):
@@ -103,7 +106,7 @@ def find_endpoint(target: str) -> str:
 
 
 def _ports_of(pid: int) -> list[int]:
-    """On which a process listens, its children's included."""
+    """The ports on which a process listens, its children's included."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -128,8 +131,11 @@ def read(url: str) -> Reading:
         raise MemScaleError(
             f"metrics are read by prometheus-client, which is not installed: {install_command('observability')}"
         ) from error
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # nosec B310  http or https: checked
-        text = answer.read().decode()
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # nosec B310  http or https: checked
+            text = answer.read().decode()
+    except http.client.HTTPException as error:  # no address, no HTTP, or an answer that breaks off
+        raise OSError(f"{shown(url)}: {quoted(error)}") from error
     values, model = {}, ""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

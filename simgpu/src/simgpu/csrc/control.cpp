@@ -117,7 +117,8 @@ void bind_values(py::module_& m) {
   py::enum_<Fault>(m, "Fault")
       .value("allocation", Fault::allocation)
       .value("pinned_allocation", Fault::pinned_allocation)
-      .value("copy", Fault::copy);
+      .value("copy", Fault::copy)
+      .value("event", Fault::event);
   py::class_<Card>(m, "Card")
       .def(py::init<double, double, double, double, double, double, int, double>())
       .def_readonly("copy_engines", &Card::copy_engines);

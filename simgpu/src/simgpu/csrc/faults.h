@@ -1,12 +1,12 @@
-// Fault injection: make the n-th allocation, pinned allocation or copy fail.
+// Fault injection: make the n-th allocation, pinned allocation, copy or recorded event fail.
 #pragma once
 #include <array>
 #include <cstdint>
 
 namespace simgpu {
 
-enum class Fault { allocation, pinned_allocation, copy };
-constexpr int kFaults = 3;
+enum class Fault { allocation, pinned_allocation, copy, event };
+constexpr int kFaults = 4;
 
 // Counts down from `nth` (1 is the next one). Not armed: 0.
 class FaultPlan {

@@ -3,6 +3,7 @@
 #include <c10/core/DeviceCapability.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "faults.h"
 #include "generator.h"
 #include "memory.h"
 
@@ -64,7 +65,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     const int lane = lane_of_stream(stream), device = device_of_lane(lane);
     return stream_at(device, exchange_stream(device, stream_of_lane(lane)));
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return &runtime().lanes[lane_of_stream(stream)]; }
+  // Without `override`: PyTorch 2.10 has no such function.
+  void* getStreamNativeHandle(const c10::Stream stream) const { return &runtime().lanes[lane_of_stream(stream)]; }
 
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock;
@@ -96,10 +98,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   // -- events
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new EventHandle();
     auto fresh = std::make_shared<EventRecord>();
-    static_cast<EventHandle*>(*event)->record = fresh;
     Lock lock;
+    TORCH_CHECK(!faults().strikes(Fault::event), "simgpu error: an event could not be recorded (injected fault)");
+    if (!*event) *event = new EventHandle();
+    static_cast<EventHandle*>(*event)->record = fresh;
     runtime().explore();
     runtime().record_event(lane_of_stream(stream), std::move(fresh));
   }

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from memscale import _json
-from memscale._errors import ConfigError, MemScaleError
+from memscale._errors import ConfigError, MemScaleError, shown
 from memscale.commands.verify.cases import BUDGET, BUDGET_SHARE, PLAIN, WAYS, CardCase
 from memscale.commands.verify.record import Machine, Record, Trial
 
 MARK = "memscale.commands.verify: "
 _PROGRAM = ("-m", "memscale.commands.verify.trial")
+_DEVICE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}(:[0-9]{1,4})?")
+"""What another process is asked about; anything else is no device."""
 
 
 def _by_this_python(arguments: Sequence[str]) -> list[str]:
@@ -54,6 +56,8 @@ class Session:
 
     def look(self) -> Machine:
         """What is there. Raises `ConfigError` where there is no such device, with what to do."""
+        if self._device is not None and not _DEVICE_NAME.fullmatch(self._device):
+            raise ConfigError(f"--device {shown(self._device)}: devices are called cpu, cuda, cuda:1, xpu or the like")
         self._say("looking at the device")
         answer = self._ask({"look": self._device})
         if "refused" in answer:

@@ -46,7 +46,7 @@ def questions_of(cards: list[int] | None, families: list[str] | None, kind: str 
     for option, given, known in (
         ("--card", cards, what_fits.CARDS),
         ("--family", families, what_fits.FAMILIES),
-        ("--kind", [kind] if kind else None, what_fits.KINDS),
+        ("--kind", None if kind is None else [kind], what_fits.KINDS),
     ):
         for each in given or ():
             if each not in known:

@@ -231,7 +231,7 @@ class ModuleState:
         self._forget()
 
     def before(self) -> Memory:
-        """To be called right before the forward."""
+        """Remember what is there; to be called right before the forward."""
         values = self._layout.read()
         if values is None:
             values = self._look_again()
@@ -371,7 +371,8 @@ class _Buffers:
         return may_change_silently(value) and not (self._on_host and value.nbytes > LARGEST_HOST_COPY_BYTES)
 
     def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:
-        """Looked for anew only when there are other tensors than last time: asking for storages takes its time."""
+        """The slots that share memory, looked for anew only when there are other tensors than last time: that takes
+        time."""
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
         known = [ref() for ref in self._looked_at]
         if len(tensors) != len(known) or not all(map(_is, tensors, known)):

@@ -21,7 +21,7 @@ from tests.lanes import in_turns
 from tests.parity import plan_of
 from tests.techniques.offload.optimizer.test_in_parts import OPTIMIZERS
 from tests.techniques.offload.runs import DEVICE
-from tests.techniques.offload.tiers import same
+from tests.techniques.offload.tiers import on_host, same
 from tests.techniques.offload.training import O, Training, no_hooks_left, plain
 from tests.techniques.offload.transfer.wait_scenarios import left_out
 
@@ -294,6 +294,18 @@ def test_a_step_that_fails_leaves_parameters_stepped_or_untouched(asynchronous: 
         assert any(torch.equal(now, old) for now, old in zip(after, before, strict=True))
         training.optimizer.load_state_dict(saved)
         training.step()
+
+
+@WAYS
+def test_state_that_is_loaded_right_after_a_step_stays(asynchronous: bool):
+    """The host writes it to memory that copies of the last step may still be on their way to."""
+    training = Training("simgpu", lambda net: O.AdamW(net.body.parameters())).run(1)
+    saved = on_host(copy.deepcopy(training.optimizer.state_dict()))
+    with on_device(training, asynchronous=asynchronous):
+        training.run(2)
+        training.optimizer.load_state_dict(saved)
+        torch.accelerator.synchronize()
+        assert same(training.optimizer.state_dict()["state"], saved["state"])
 
 
 # ----------------------------------------------------------------------------------------------------------- mutations

@@ -314,7 +314,8 @@ def _stretch(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, 
 class OffloadedForward(ForwardOverride):
     """The forward of a layer whose saved tensors wait on the next tier.
 
-    Around a recomputed layer, it sees only what that layer keeps: its inputs.
+    Around a recomputed layer, it sees only what that layer keeps: its inputs. Inside of a transform of `torch.func`
+    nothing waits elsewhere.
     """
 
     def __init__(self, module: nn.Module, module_fqn: str, offloader: Offloader, elsewhere: _Residents) -> None:
@@ -324,7 +325,7 @@ class OffloadedForward(ForwardOverride):
         self._elsewhere = elsewhere
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or private.inside_functional_transform():
             return self.inner()(*args, **kwargs)
         resident = self._elsewhere.keys() | _Residents(self.module).keys()
         packing = _Packing(self.offloader, frozenset(resident))

@@ -283,7 +283,7 @@ class Visits:
         if bucket.ticket is not None:
             self.transfers.wait_sent(bucket.ticket)
             self.transfers.free(bucket.ticket)
-        bucket.memory = None
+        bucket.memory = bucket.kept = None
         bucket.ticket = None  # the slots stay: they say which tensors belong on the device
 
 
@@ -329,8 +329,10 @@ class StretchVisit:
     def _fetch(self, slot: Slot) -> Arrival:
         part, whole = self._part(slot), self._bucket.ticket
         assert whole is not None
-        arrival = self._visits.transfers.fetch(part, out=self._views[slot.name])
-        whole.note_read(part)
+        try:
+            arrival = self._visits.transfers.fetch(part, out=self._views[slot.name])
+        finally:  # a copy that failed may have begun
+            whole.note_read(part)
         self._visits.stats.bytes_from_store += part.num_bytes
         return arrival
 
@@ -398,8 +400,10 @@ class StretchVisit:
     def _send(self, slot: Slot, view: torch.Tensor) -> None:
         part, whole = self._part(slot), self._bucket.ticket
         assert whole is not None
-        self._visits.transfers.send(view, part)
-        whole.note_written(part)
+        try:
+            self._visits.transfers.send(view, part)
+        finally:
+            whole.note_written(part)
         self._parts.append(part)
         self._visits.stats.bytes_to_store += part.num_bytes
 

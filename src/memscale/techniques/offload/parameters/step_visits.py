@@ -62,9 +62,10 @@ class StepVisits:
         if ticket is None:
             return (home if stretch is None else stretch.of(home)).to(self.device)
         part = ticket if stretch is None else _part(ticket, stretch)
-        arrival = self._streamer.transfers.fetch(part)
-        ticket.note_read(part)
-        return arrival
+        try:
+            return self._streamer.transfers.fetch(part)
+        finally:
+            ticket.note_read(part)
 
     def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None:
         """Start copying these values home, where they become the parameter's."""
@@ -74,11 +75,14 @@ class StepVisits:
                 (parameter if stretch is None else stretch.of(parameter)).copy_(stepped)
             return
         part = ticket if stretch is None else _part(ticket, stretch)
-        self._streamer.transfers.send(stepped, part)
+        try:
+            self._streamer.transfers.send(stepped, part)
+        finally:  # a copy that failed may have begun
+            ticket.note_written(part)
+            if part.written is not None:
+                self._last_written = part.written.event
         torch.autograd.graph.increment_version(parameter)
         self._leaving[id(parameter), stretch.start if stretch is not None else 0] = part
-        ticket.note_written(part)
-        self._last_written = part.written
 
     def let_go(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> None:
         ticket = self._leaving.pop((id(parameter), stretch.start if stretch is not None else 0), None)

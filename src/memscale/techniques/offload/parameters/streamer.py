@@ -106,7 +106,7 @@ class Landing:
             if ticket is None or ticket.store.closed:
                 return  # the pass failed and the plan was undone before its gradients landed: nobody needs them
             if ticket.written is not None:
-                stream_order.order(None, ticket.written, "host after gradient")
+                stream_order.order(None, ticket.written.event, "host after gradient")
             if home is None:
                 return
             if ticket.store.keeps_bytes:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._errors import PlanError
+from memscale._errors import OffloadError, PlanError
 from memscale._plan import StreamParameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
@@ -381,6 +381,11 @@ class _ForwardStart(OwnHook):
         self._streamer = streamer
 
     def __call__(self, model: nn.Module, args: Any) -> None:
+        if private.inside_functional_transform():
+            raise OffloadError(
+                "torch.func's transforms (grad, vmap, jvp and the like) cannot run over a model whose parameters are "
+                "streamed: call memscale.detach(model) before, or set Config(enable_offloading=False)"
+            )
         self._streamer.is_in_forward = True
 
 

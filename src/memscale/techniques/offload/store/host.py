@@ -70,7 +70,8 @@ class HostStore(Store):
         return [self._segments[piece.segment].narrow(0, piece.offset, piece.num_bytes) for piece in pieces]
 
     def write(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
-        for fence in (ticket.read, self.freed_read):  # See NOTE [memory returns after its event].
+        # See NOTE [memory returns after its event].
+        for fence in (ticket.read, ticket.written, self.freed_read, self.freed_written):
             if fence is not None:
                 fence.event.synchronize()
         for memory, part in self._laid_over(ticket, parts):
@@ -171,7 +172,7 @@ class HostStore(Store):
             self._extents.clear()
             self.counters.allocate(-self.counters.requested_bytes, -self.counters.allocated_bytes)
             self.counters.hold(-self.counters.held_bytes)
-            self.freed_read = None
+            self.freed_read = self.freed_written = None
         if self.pinned and hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()  # otherwise the allocator keeps what was given back
 

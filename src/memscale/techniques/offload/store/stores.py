@@ -160,8 +160,8 @@ class Ticket:
         self.checksum: int | None = None
         self.digest: torch.Tensor | None = None
         """With `debug`, a digest of the bytes that were sent, on their device."""
-        self.written: torch.Event | None = None
-        """The event of the copy into the store; every reader waits for it."""
+        self.written: Fence | None = None
+        """The last copy into the store; every reader waits for it, and so does a host that writes there."""
         self.read: Fence | None = None
         """The last copy out of the store; the next writer to the same memory waits for it."""
         self.write_job: concurrent.futures.Future[None] | None = None
@@ -174,7 +174,7 @@ class Ticket:
         """The source on its way to the store; `Transfers` keeps it alive."""
         self.place: tuple[int, int] = (0, layout.num_bytes)
         """The bytes of the whole that it stands for: from, and up to."""
-        self.writes_of_parts: PartEvents[torch.Event] = PartEvents()
+        self.writes_of_parts: PartEvents[Fence] = PartEvents()
         self.reads_of_parts: PartEvents[Fence] = PartEvents()
         self.spot = spot
         self.freed = False  # last: until here, `__del__` leaves it alone
@@ -188,16 +188,16 @@ class Ticket:
         return part
 
     def note_written(self, part: Ticket) -> None:
-        """Note that a part, or the whole by itself, is being written."""
-        if part is not self and part.written is not None:
+        """Note that a part, or the whole by itself, is being written. Does nothing if the copy was never begun."""
+        if part is not self and part.written is not None and part.written.is_after(self.written):
             self.writes_of_parts.note(part.place, part.written)
-        self.written = part.written
+            self.written = part.written
 
     def note_read(self, part: Ticket) -> None:
-        """Note that a part, or the whole by itself, is being read."""
-        if part is not self and part.read is not None:
+        """Note that a part, or the whole by itself, is being read. Does nothing if the copy was never begun."""
+        if part is not self and part.read is not None and part.read.is_after(self.read):
             self.reads_of_parts.note(part.place, part.read)
-        self.read = part.read
+            self.read = part.read
 
     def wait_written(self) -> None:
         """Block until the bytes are in the store; raise what the write raised."""
@@ -205,7 +205,7 @@ class Ticket:
         if self.write_job is not None:
             self.write_job.result()
         if self.written is not None:
-            self.written.synchronize()
+            self.written.event.synchronize()
 
     def __del__(self) -> None:
         # Garbage may be collected while one of our own locks is held, so this only leaves a note.
@@ -252,6 +252,9 @@ class Fence:
 
     order: int
     event: torch.Event
+
+    def is_after(self, other: Fence | None) -> bool:
+        return other is None or self.order > other.order
 
 
 @dataclasses.dataclass(slots=True)
@@ -322,6 +325,8 @@ class Store:
         self.abandoned: collections.deque[Ticket] = collections.deque()
         self.freed_read: Fence | None = None
         """The latest copy out of memory that has been freed. See NOTE [memory returns after its event]."""
+        self.freed_written: Fence | None = None
+        """The latest copy into memory that has been freed."""
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------------------------------------------- tickets
@@ -339,8 +344,9 @@ class Store:
     def free(self, ticket: Ticket) -> None:
         """Return the room. A second call does nothing.
 
-        NOTE [memory returns after its event]: memory may be freed while the last copy out of it is still running. The
-        latest such copy is remembered, and the next copy into this store's memory waits for it on its stream.
+        NOTE [memory returns after its event]: memory may be freed while the last copy out of it, or into it, is still
+        running. The latest ones are remembered. The next copy into this store's memory waits on its stream for the one
+        out of it, and comes after the one into it on the same stream. A host that writes there waits for both.
         """
         if ticket.store is not self:
             ticket.store.free(ticket)
@@ -352,8 +358,10 @@ class Store:
             if ticket.freed or self.closed:
                 return
             ticket.freed = True
-            if ticket.read is not None and (self.freed_read is None or self.freed_read.order < ticket.read.order):
+            if ticket.read is not None and ticket.read.is_after(self.freed_read):
                 self.freed_read = ticket.read
+            if ticket.written is not None and ticket.written.is_after(self.freed_written):
+                self.freed_written = ticket.written
             self.counters.hold(-ticket.num_bytes)
             self._release(ticket.spot, ticket.num_bytes)
 

@@ -21,6 +21,18 @@ def order(waiter: torch.Stream | None, event: torch.Event, why: str) -> None:
         waiter.wait_event(event)
 
 
+def record(stream: torch.Stream) -> torch.Event:
+    """Return an event of what the stream has been given.
+
+    If none can be recorded, nobody could wait for what is under way: this thread does so, before the error is raised.
+    """
+    try:
+        return stream.record_event()
+    except BaseException:
+        stream.synchronize()
+        raise
+
+
 @dataclasses.dataclass(slots=True)
 class TransferStats:
     """The bytes that moved, and the time that it cost."""

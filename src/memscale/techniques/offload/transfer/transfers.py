@@ -21,7 +21,8 @@ NOTE [stream order]: the current stream is read live, before a side stream is en
     that sent the oldest one waits for its copy, and only then is the memory dropped: the allocator hands it out again
     in stream order, without `record_stream`, and the peak does not depend on timing. On the CPU the calling thread
     waits.
- 4. Host memory is written to only after the last copy out of it. See NOTE [memory returns after its event].
+ 4. Host memory is written to only after the last copy out of it, and by the host itself only after the last copy into
+    it. See NOTE [memory returns after its event].
  5. An arrival that is freed unread makes the stream that allocated it wait, for the same reason as in 3.
 """
 
@@ -127,8 +128,7 @@ class Transfers:
         elif not self.asynchronous or (store.in_memory and not on_accelerator):
             self._send_now(ticket, source)
         elif store.in_memory:
-            ticket.written = self._copy_out(source, ticket)
-            self._window.keep(ticket, source, self._compute(source), ticket.written)
+            self._window.keep(ticket, source, self._compute(source), self._copy_out(source, ticket))
             store.counters.bytes_in += ticket.num_bytes
         elif on_accelerator:
             self._send_staged(ticket, source)
@@ -139,7 +139,7 @@ class Transfers:
     def _copy_out(self, source: torch.Tensor, spot: Ticket) -> torch.Event:
         """Copy from the device into the spot's host memory, on the out stream."""
         compute, out = self._compute(source), self._out_stream
-        stream_order.order(out, compute.record_event(), "out after compute")
+        stream_order.order(out, stream_order.record(compute), "out after compute")
         if spot.read is not None:
             stream_order.order(out, spot.read.event, "out after read")
         if spot.store.freed_read is not None:
@@ -148,10 +148,18 @@ class Transfers:
             with out:
                 for memory, part in lay_over(spot.store.memory_of(spot), source):
                     memory.copy_(part, non_blocking=True)
-        except BaseException:
-            stream_order.order(compute, out.record_event(), "reuse after failed copy")
+        except BaseException:  # some of it may be on its way
+            self._note_written(spot, compute, "reuse after failed copy")
             raise
-        return out.record_event()
+        return self._note_written(spot)
+
+    def _note_written(self, spot: Ticket, reuser: torch.Stream | None = None, why: str = "") -> torch.Event:
+        """Record the end of the copies into the spot; a stream that will reuse their source waits for it."""
+        event = stream_order.record(self._out_stream)
+        spot.written = Fence(next(self._orders), event)
+        if reuser is not None:
+            stream_order.order(reuser, event, why)
+        return event
 
     def _send_staged(self, ticket: Ticket, source: torch.Tensor) -> None:
         staged = self._stage(ticket)
@@ -176,9 +184,10 @@ class Transfers:
         """Write and block. To disk it writes in chunks, so that a large tensor needs no host copy of its own size."""
         with self.stats.blocking():
             concurrent.futures.wait(ticket.jobs)
-            ticket.written, ticket.write_job = None, None
+            ticket.write_job = None
             in_memory = ticket.store.in_memory
             ticket.store.write(ticket, [source] if in_memory else (chunk.cpu() for chunk in source.split(CHUNK_BYTES)))
+            ticket.written = None
 
     def wait_sent(self, ticket: Ticket) -> None:
         """Allow writes to the source from here on: the stream that sent it (or this thread) waits for the copy."""
@@ -220,7 +229,7 @@ class Transfers:
             self._fetch_now(ticket, target)
         elif on_accelerator:
             arrival.stream = self._compute(target)
-            arrival.allocated = arrival.stream.record_event()
+            arrival.allocated = stream_order.record(arrival.stream)
             if staged is None:
                 self._copy_in(ticket, arrival)
                 store.counters.bytes_out += ticket.num_bytes
@@ -239,18 +248,19 @@ class Transfers:
         assert arrival.allocated is not None
         stream_order.order(stream, arrival.allocated, "in after compute")
         if spot.written is not None:
-            stream_order.order(stream, spot.written, "in after written")
+            stream_order.order(stream, spot.written.event, "in after written")
         try:
             with stream:
                 for memory, part in lay_over(spot.store.memory_of(spot), arrival.line.view(torch.uint8)):
                     part.copy_(memory, non_blocking=True)
         finally:  # even after a failure, because some of it may be on its way
-            arrival.event = stream.record_event()
+            arrival.event = stream_order.record(stream)
             spot.read = Fence(next(self._orders), arrival.event)
 
     def _read_staged(self, ticket: Ticket, staged: Ticket) -> None:
-        if self.staging.freed_read is not None:
-            stream_order.order(None, self.staging.freed_read.event, "thread after freed")
+        for fence in (self.staging.freed_read, self.staging.freed_written):
+            if fence is not None:
+                stream_order.order(None, fence.event, "thread after freed")
         ticket.store.read(ticket, self.staging.memory_of(staged))
 
     def finish_staged(self, arrival: Arrival) -> None:
