@@ -6,7 +6,9 @@ Each row is a model, a card and a budget. Plans are those of the default `Config
 the model that plans are made by. "of plain": as a multiple of the step as it is. "bound": the least
 time that any exact plan could take at this budget (`_decide/bound.py`); a bar below it cannot be reached. "passes" and
 "optimizer" are the two parts of the step: forward and backward with all that is computed again or waited for, and the
-optimizer's step. Nothing is trained; a row takes minutes of processor time. GB = 1e9 bytes.
+optimizer's step. "early": what the step would at most be shorter if state came back under backward and left under the
+next forward, which no plan does yet: as much of it as the plan leaves room for beside parameters, gradients and
+temporaries when backward is over. Nothing is trained; a row takes minutes of processor time. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 from memscale import Config, Hardware, OptimizationMode, zoo
 from memscale._decide.choice import Choice, choice_of
+from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._decide.travel import travel_of
 from memscale._plan import Plan
@@ -59,7 +62,7 @@ BARS = (
 )
 HEADER = (
     *("model", "batch", "card", "budget", "reserved", "step", "of plain", "bar", "bound"),
-    *("passes", "optimizer", "what is done"),
+    *("passes", "optimizer", "early", "windows", "what is done"),
 )
 
 
@@ -71,6 +74,8 @@ class Row:
     plan: Plan
     plain_ms: float
     optimizer_ms: float
+    early_ms: float
+    """Of these, what state that comes and leaves beside the passes could save."""
 
     @property
     def step_ms(self) -> float:
@@ -87,8 +92,18 @@ def plan_bar(bar: Bar, mode: OptimizationMode) -> Row:
         plan = planner.plan(choose_strategy(config))
     way = planner.by(travel_of(plan, config, planner.hardware)).cost_model()
     choice = choice_of(plan.actions, way.profile)
-    streamed = sum(way.blocks[fqn].trainable_bytes for fqn, treatment in choice.blocks if treatment.streams)
-    return Row(bar, plan, way.evaluate(Choice()).step_ms, float(way.optimizer.step_ms(choice.run, streamed)))
+    step_ms = float(way.optimizer.step_ms(choice.run, way.streamed_bytes(choice)))
+    return Row(bar, plan, way.evaluate(Choice()).step_ms, step_ms, early_ms(way, choice, plan, step_ms))
+
+
+def early_ms(model: CostModel, choice: Choice, plan: Plan, step_ms: float) -> float:
+    """What fits beside all else when backward is over need not come in the step, and need not leave in it."""
+    needed = plan.predicted_reserved_bytes or plan.predicted_peak_bytes
+    reserve_bytes = max(0, needed - plan.predicted_peak_bytes)
+    room_bytes = max(0, plan.budget_bytes - reserve_bytes - model.bytes_in_step(choice))
+    on_device_ms = float(model.optimizer.compute_ms(model.optimizer.cost(choice.run), 1.0))
+    travels = choice.run.offloads_optimizer or choice.run.steps_on_device
+    return min(float(model.pace.link_ms(room_bytes)), max(0.0, step_ms - on_device_ms)) if travels else 0.0
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -107,6 +122,8 @@ def cells(row: Row) -> tuple[str, ...]:
         bound,
         f"{row.step_ms - row.optimizer_ms:.1f} ms",
         f"{row.optimizer_ms:.1f} ms",
+        f"{row.early_ms:.1f} ms",
+        "-" if plan.conditions is None else f"{plan.conditions.window_bytes / 2**20:.0f} MiB",
         what_is_done(plan),
     )
 
@@ -123,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.only or bar.name in options.only:
             rows.append(cells(plan_bar(bar, options.mode)))
             print(f"{bar.title}: {rows[-1][6]}", file=sys.stderr, flush=True)
-    print("\n".join(table([HEADER, *rows], left=(0, 1, 2, 11))))
+    print("\n".join(table([HEADER, *rows], left=(0, 1, 2, 13))))
     return 0
 
 

@@ -1,12 +1,12 @@
 """How do peak, step time and planning time grow with layers, batch, sequence and vocabulary?
 
-    python -m benchmarks.growth [--axis NAME ...] [--points N] [--out FILE] [--svg FILE]
+    python -m benchmarks.growth [--axis NAME ...] [--points N] [--out FILE]
 
 One size of a small GPT-2 grows at a time, and the others stay. Each point is predicted for an RTX 3090, plain and
 within 60 % of what the plain step reserves (BALANCED, exact), from a model without weights and an empty cache. "slope"
 is that of a straight line through the logarithms: 1 means in proportion, 2 as the square. Peaks and step times are
 predictions; planning time is the processor's, measured here. `--out` writes a page such as docs/results/growth.md, and
-its data beside it.
+its data beside it; `python -m tools.make_figures` draws that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.pictures import layout, write_svg
+from benchmarks.pictures import layout
 from memscale import _json
 from memscale._config import Config
 from memscale._errors import DoesNotFitError
@@ -234,9 +234,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="FILE", help="write the page here, and its data beside it (.json)"
     )
-    parser.add_argument(
-        "--svg", type=pathlib.Path, metavar="FILE", help="draw the curves into this file (needs Chromium)"
-    )
     options = parser.parse_args(arguments)
     if options.points is not None and options.points < 1:
         parser.error("--points must be at least 1")
@@ -246,8 +243,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.write_text(page(points), encoding="utf-8")
     else:
         print(page(points))
-    if options.svg is not None:
-        write_svg(figure_of(points), options.svg, width=1000, height=720)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Does training in 16 bits learn as well as in 32? A character-level GPT-2 on a real text, one curve a precision.
 
-    python -m benchmarks.precision [--steps N] [--svg FILE] [--json]
+    python -m benchmarks.precision [--steps N] [--json]
     python -m benchmarks.precision --bounds
 
 Every run starts from the same weights and sees the same batches. Beside the loss stands what the forward of one step
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ import torch
 from torch import nn
 
 from benchmarks.models import case
-from benchmarks.pictures import loss_curves, write_svg
 from benchmarks.text import Characters, Learned, build, learn
 from memscale._plan import MixedPrecision
 from memscale._torch.live_bytes import LiveBytes
@@ -159,11 +157,6 @@ def show_distances(found: Sequence[Distance]) -> str:
 # -------------------------------------------------------------------------------------------------------------- main
 
 
-def figure_of(runs: Sequence[Run]) -> Any:
-    """The curves, as a figure of Plotly."""
-    return loss_curves({run.precision: run.losses for run in runs}, COLORS)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.precision",
@@ -171,8 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--svg", type=pathlib.Path, help="draw the curves into this file (needs Chromium)")
-    parser.add_argument("--json", action="store_true", help="print every loss as JSON")
+    parser.add_argument("--json", action="store_true", help="print every loss as JSON, as docs/results/precision.json")
     parser.add_argument("--bounds", action="store_true", help="small BERT and GPT-2 models against the promised bounds")
     options = parser.parse_args(argv)
     if options.bounds:
@@ -183,8 +175,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--steps must be at least 1")
     text = Characters()
     runs = [train(kind, text, options.steps) for kind in PRECISIONS]
-    if options.svg is not None:
-        write_svg(figure_of(runs), options.svg, width=640, height=320)
     if options.json:
         print(json.dumps([dataclasses.asdict(run) for run in runs]))
     else:

@@ -465,6 +465,15 @@ def test_a_reader_who_has_seen_enough_ends_a_command_quietly() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_a_standard_output_that_takes_no_more_is_a_sentence(buffering: str) -> None:
+    """Buffered, the error comes when the buffer is flushed; unbuffered, at once."""
+    command = f"PYTHONUNBUFFERED={buffering} {sys.executable} -m memscale --version > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    said = "memscale: the output could not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_every_extra_of_the_package_is_known_to_doctor() -> None:
     import importlib.metadata
 
@@ -552,8 +561,11 @@ def test_a_forward_that_leaves_does_not_end_the_program(shell: Shell, model_file
     assert "sys.exit(0)" in sentence
 
 
-def test_an_interrupt_stays_one(shell: Shell, model_file: str) -> None:
-    assert shell("estimate", f"{model_file}:interrupted", "--gpu", "T4", code=130) == ""
+def test_an_interrupt_stays_one_and_is_said(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", f"{model_file}:interrupted", "--gpu", "T4"]) == 130
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("memscale: interrupted\n")
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan", "fit"])

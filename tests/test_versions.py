@@ -22,9 +22,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("version", "verdict"),
     [
-        ("2.8.0", "older"),
-        ("2.9.0", ""),
-        ("2.9.0+cu128", ""),
+        ("2.9.1", "older"),
+        ("2.10.0", ""),
+        ("2.10.0+cu128", ""),
         ("2.13.0+cpu", ""),
         ("2.15.3", ""),
         ("2.16.0a0+git1234", "newer"),
@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parent.parent
     ],
 )
 def test_a_version_is_older_newer_or_neither(version: str, verdict: str) -> None:
-    assert KnownVersions("2.9", "2.15").verdict(version) == verdict
+    assert KnownVersions("2.10", "2.15").verdict(version) == verdict
 
 
 def test_a_range_may_end_with_a_major_version() -> None:

@@ -5,8 +5,7 @@
     python -m tools.make_figures --table      the table only
 
 Plotly draws, in a browser (`benchmarks/pictures.py`). Each picture says from which figure it was drawn, so that
-`tests/test_docs.py` finds one that is not that of its data. The curves of docs/images/precision.svg have no data in
-docs/results: `python -m benchmarks.precision --svg docs/images/precision.svg` trains and draws them.
+`tests/test_docs.py` finds one that is not that of its data.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import pictures, tiling
+from benchmarks import growth, pictures, precision, tiling
 from benchmarks.full_stack import loss
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -152,9 +151,19 @@ def _tiling_figure(data: Any) -> Any:
     return tiling.figure_of([tiling.Peak(**row) for row in data["sweep"]])
 
 
+def _precision_figure(data: Any) -> Any:
+    return pictures.loss_curves({run["precision"]: run["losses"] for run in data}, precision.COLORS)
+
+
+def _growth_figure(data: Any) -> Any:
+    return growth.figure_of([growth.Point(**row) for row in data])
+
+
 PICTURES = (
     Picture("demo.svg", "demo.json", demo_figure, WIDTH, HEIGHT),
     Picture("full_stack.svg", "full_stack_loss.json", _full_stack_figure, 640, 320),
+    Picture("growth.svg", "growth.json", _growth_figure, 1000, 720),
+    Picture("precision.svg", "precision.json", _precision_figure, 640, 320),
     Picture("tiling.svg", "tiling.json", _tiling_figure, 720, 380),
 )
 

@@ -21,7 +21,7 @@ from memscale import Hardware
 from memscale._decide.step_time import Moved, Pace
 from memscale._profile import OptimizerCost, StepTrace
 from memscale._profile.inputs import Inputs
-from memscale._profile.optimizer_twin import optimizer_cost
+from memscale._profile.optimizer_twin import SteppedModel, optimizer_cost
 from memscale._profile.rehearsal import FakeRehearsal
 
 CARD = "RTX 3090"
@@ -75,7 +75,7 @@ def rehearse(row: Row) -> tuple[StepTrace, OptimizerCost]:
     labels = torch.empty(row.batch, dtype=torch.int64, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     trace = FakeRehearsal(model, Inputs((images, labels), {}), "cuda").run()
-    return trace, optimizer_cost(model, optimizer, "cuda")
+    return trace, optimizer_cost(SteppedModel(model, optimizer, "cuda"))
 
 
 # ---- the table of figures

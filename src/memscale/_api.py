@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
+import logging
 import os
 import sys
 import warnings
@@ -22,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale._errors import MemScaleError
+from memscale._errors import DoesNotFitError, MemScaleError
 from memscale._execute import parking
 from memscale._execute.executor import Executor, executor_of
 from memscale._plan import Plan
@@ -33,6 +35,8 @@ from memscale._profile.inputs import Inputs
 from memscale._torch.optimizer_steps import owns_any
 
 Target = TypeVar("Target")
+
+logger = logging.getLogger("memscale")
 
 
 def wrap(
@@ -79,7 +83,8 @@ def wrap(
         from memscale.integrations.huggingface import wrap_trainer
 
         samples = _samples_for_trainer(target, sample_input, lengths)
-        return cast(Target, wrap_trainer(target, config, functools.partial(attach_unplanned, samples=samples)))
+        attaching = functools.partial(attach_unplanned, samples=samples)
+        return cast(Target, wrap_trainer(target, config, attaching, reads_lengths=not samples))
     samples = tuple(samples_of(sample_input, lengths, _model_of(target)))
     attach(_model_of(target), config, Circumstances(samples, replica=_replica_of(target)))
     return target
@@ -302,11 +307,24 @@ def attach_unplanned(
     holds_gradients: bool,
     *,
     samples: tuple[Inputs, ...] = (),
+    batch: Any = None,
+    lengths: Lengths | None = None,
 ) -> Executor:
     """Wrap a model whose real batches are to come: the plan is made at its first training forward, or for the samples
-    that were given."""
+    that were given, or for the longest batch and the lengths of a dataset."""
     given = Circumstances(samples, optimizer, baseline, holds_gradients=holds_gradients, derives_inputs=False)
-    return attach(model, config, given)
+    if lengths is None:
+        return attach(model, config, given)
+    try:
+        found = tuple(samples_of(batch, lengths, model))
+        sizes = [sample.size(1) for sample in found]
+        logger.info("the dataset has batches of up to %s: planned for the lengths %s", sizes[0], sizes)
+        return attach(model, config, dataclasses.replace(given, samples=found))
+    except DoesNotFitError:
+        raise
+    except MemScaleError as error:  # nobody asked for it: the real batches will tell
+        logger.info("the dataset's longest batch cannot be planned for (%s): its batches are, as they come", str(error))
+        return attach(model, config, given)
 
 
 def _samples_for_trainer(trainer: Any, sample_input: Any, lengths: Lengths | None) -> tuple[Inputs, ...]:

@@ -269,7 +269,7 @@ class AllocatorUse:
     """What a plan asks of PyTorch's caching allocator, so that less is reserved for what is allocated."""
 
     settings: str = ""
-    """In the words of `PYTORCH_ALLOC_CONF`; "": those of the process stay as they are."""
+    """Settings in the words of `PYTORCH_ALLOC_CONF`; "": those of the process stay as they are."""
     releases: tuple[ReleasePoint, ...] = ()
     """When memory that is cached and unused goes back to the card. The host waits for the device at each."""
     otherwise_reserved_bytes: int = 0
@@ -332,7 +332,8 @@ class Plan:
     least_slowdown: float | None = None
     """What no exact plan could be below at this budget, by the time model (`_decide/bound.py`); None: not looked at."""
     provisional: bool = False
-    """In force until a training step has been seen: `predicted_peak_bytes` is what is known to be there at least."""
+    """Whether it is in force only until a training step is seen: `predicted_peak_bytes` is what is known to be there at
+    least."""
     predicted_allocated_bytes: int | None = None
     """The highest that `torch.accelerator.max_memory_allocated()` will show: live bytes, rounded up, and workspaces.
     This and the next two are None where no caching allocator is, as on a CPU, and where a step was not recorded."""

@@ -1,6 +1,6 @@
 """Which versions of other packages the tests were run with, and a warning, once, where another one is in use.
 
-    warn_of_versions()      # torch 2.20.0 is newer than what MemScale was tested with (torch 2.9 to 2.15) ...
+    warn_of_versions()      # torch 2.20.0 is newer than what MemScale was tested with (torch 2.10 to 2.15) ...
 
 A version below the range is known not to suffice; one above it may well work, and nobody has tried. PyTorch and the
 libraries whose internals matter here change with minor versions, so a range ends with the newest minor version that was
@@ -37,7 +37,7 @@ class KnownVersions:
 
 
 TESTED = {
-    "torch": KnownVersions("2.9", "2.15"),
+    "torch": KnownVersions("2.10", "2.15"),
     "transformers": KnownVersions("4.57", "5", "hf"),
     "accelerate": KnownVersions("1.1", "1", "hf"),
     "peft": KnownVersions("0.15", "0", "hf"),

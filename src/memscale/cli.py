@@ -8,6 +8,7 @@ input, with one sentence on stderr. Results go to stdout, progress to stderr.
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import sys
@@ -22,6 +23,9 @@ from memscale.commands import MAX_SIZE
 
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What writing to a standard output ends with that takes no more; commands say by themselves what a file met."""
 
 # typer carries a click of its own since 0.2x; this is the base of usage errors in whichever it uses.
 _UsageError: type[Exception] = next(
@@ -68,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = app(args=arguments, prog_name="memscale", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here an error has a sentence; at the interpreter's end it would have none
+        if code == EXIT_INTERRUPTED:  # how typer ends where a command was interrupted
+            return _complain("interrupted", EXIT_INTERRUPTED)
         return code if isinstance(code, int) else 0
     except DoesNotFitError as error:
         return _complain(str(error), EXIT_DOES_NOT_FIT)
@@ -84,9 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             EXIT_BAD_INPUT,
         )
     except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", 130)
+        return _complain("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         return _end_quietly()
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _end_quietly()  # what is left of the output has nowhere to go
+        return _complain(f"the output could not be written: {error.strerror}", EXIT_BAD_INPUT)
     except Exception:
         raise  # an error of ours: its traceback is what we need to see
     except BaseException as error:  # a model's own, raised where only errors were expected
@@ -94,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_quietly() -> int:
-    """`memscale ... | head`: whoever read us has seen enough."""
+    """Nothing more is written: `memscale ... | head` has seen enough, or a disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
     return 0
 

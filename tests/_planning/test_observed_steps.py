@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import memscale
 import simgpu  # noqa: F401  (registers the device)
@@ -23,6 +23,7 @@ from memscale._execute.executor import executor_of
 from memscale._plan import OffloadOptimizer, StreamParameters
 from memscale._planning.observed_steps import MAX_FAILED_TRIES
 from tests.models import Mlp, case, square_loss
+from tests.modes import Counting
 from tests.parity import assert_same, assert_same_training, attached_plan, seed, train
 
 CAREFUL = Config(force_optimize=True, enable_logging=False, mode="conservative", warmup_steps=1)
@@ -279,16 +280,6 @@ def test_a_block_that_was_skipped_counts_as_present() -> None:
 
 
 # ---- odd loops
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_modes_of_the_user_come_and_go_around_an_observed_step() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests.parity import seed
 from tests.techniques.offload.runs import DEVICE, VOCABULARY, Gpt, same, tokens, weights
 
 SHAPE = (4, 64)
-CONFIG = memscale.Config(enable_logging=False, recover_from_oom=True)
+CONFIG = memscale.Config(enable_logging=False)
 pytestmark = pytest.mark.usefixtures("no_races", "no_leaks")
 
 
@@ -87,25 +89,26 @@ class Loop:
             buffers = {name: value.cpu() for name, value in self.model.named_buffers()}
             calls = self.model.calls
             torch.manual_seed(part)
-            try:
-                with failing(nth if part % 2 else None) as fired:
+            with failing(nth if part % 2 else None) as fired:
+                try:
                     loss = loss_of(self.model, *self.batch, inside=self.inside)
                     loss.backward()
-            except torch.OutOfMemoryError as error:
-                self.refusals.append(str(error))
-                for parameter, gradient in gradients.items():
-                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
-                for name, value in self.model.named_buffers():
-                    value.copy_(buffers[name])
-                self.model.calls = calls
-                del self.model.trail[calls + 1 :], error
-                torch.manual_seed(part)
-                loss = loss_of(self.model, *self.batch, inside=self.inside)
-                loss.backward()
+                except torch.OutOfMemoryError as error:
+                    self.refusals.append(str(error))
+                    for parameter, gradient in gradients.items():
+                        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+                    for name, value in self.model.named_buffers():
+                        value.copy_(buffers[name])
+                    self.model.calls = calls
+                    del self.model.trail[calls + 1 :], error
+                    torch.manual_seed(part)
+                    loss = loss_of(self.model, *self.batch, inside=self.inside)
+                    loss.backward()
+                if part % 2:
+                    self.optimizer.step()
             self.num_recovered += sum(fired)
             self.num_clean += len(fired) - sum(fired)
             self.losses.append(loss.detach().cpu())
-        self.optimizer.step()
         self.optimizer.zero_grad()
 
 
@@ -214,6 +217,139 @@ def test_what_might_not_be_exact_is_refused_with_the_reason(simgpu_device: Any) 
     refused("was written to after its forward", loss)  # before backward comes to the embedding and sees it
     del loss
     executor.detach()
+
+
+COUNTED: dict[str, Any] = {"calls": 0, "sums": []}
+SWITCH = [True]
+DRAWS: Iterator[int] = iter(range(1_000_000))
+
+
+class Worldly(WithLoss):
+    """Reads and writes what lies beside it, as `habit` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.habit = ""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        if self.habit == "counts":
+            COUNTED["calls"] += 1
+            COUNTED["sums"].append(COUNTED["calls"])
+        if self.habit == "draws":
+            draw()
+        loss, logits = super().forward(ids, labels)
+        if self.habit == "switches" and not SWITCH[0]:
+            loss = loss.detach() + 0 * logits.sum()
+        if self.habit == "counts":
+            loss = loss * COUNTED["calls"]
+        if self.habit == "looks at a clock":
+            loss = loss + clock()
+        return loss, logits
+
+
+def draw() -> int:
+    return next(DRAWS)
+
+
+def clock() -> float:
+    """Another number whenever it is asked, from where nobody sees it."""
+    return float(torch.get_num_threads() + _TICKS.ticks())
+
+
+class _Ticks:
+    """Its state is not among its attributes."""
+
+    def ticks(self) -> int:
+        value = int(os.environ.get("MEMSCALE_TEST_TICKS", "0"))
+        os.environ["MEMSCALE_TEST_TICKS"] = str(value + 1)
+        return value
+
+
+_TICKS = _Ticks()
+
+
+def worldly_model() -> Worldly:
+    seed(1)
+    model = Worldly().to(DEVICE)
+    wrapped(model, mode="conservative")
+    return model
+
+
+def worldly_step(model: nn.Module, habit: str, fails_in: str | None, between: Any = lambda: None) -> list[Any]:
+    """The loss and a gradient of one step, and what was counted."""
+    model.habit, ids = habit, tokens(0, SHAPE)
+    torch.manual_seed(7)
+    with failing(12 if fails_in == "forward" else None):
+        loss, _ = model(ids, ids.clone())
+    between()
+    with failing(20 if fails_in == "backward" else None):
+        loss.backward()
+    gradient = model.head.weight.grad.cpu()
+    model.zero_grad()
+    return [loss.detach().cpu(), gradient, COUNTED["calls"], tuple(COUNTED["sums"])]
+
+
+def count_anew() -> None:
+    COUNTED["calls"], COUNTED["sums"][:] = 0, []
+    SWITCH[0] = True
+
+
+def test_what_the_forward_changes_beside_the_model_is_put_back(simgpu_device: Any) -> None:
+    worldly = worldly_model()
+    runs, sums = [], COUNTED["sums"]
+    for fails_in in ((None, None, None, None), (None, None, "forward", "backward")):
+        count_anew()
+        runs.append([worldly_step(worldly, "counts", each) for each in fails_in])
+    plain, again = runs
+    assert again[-1][2:] == [4, (1, 2, 3, 4)]
+    assert COUNTED["sums"] is sums
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(plain, again, strict=True) for k in range(2))
+    memscale.detach(worldly)
+
+
+def turn() -> None:
+    SWITCH[0] = False
+
+
+REFUSED = {
+    "draws": "uses what cannot be compared, an iterator",
+    "switches": "state beside the model changed",
+    "looks at a clock": "gave other values when it was run again",
+}
+
+
+def test_what_cannot_be_the_same_beside_the_model_is_refused(simgpu_device: Any) -> None:
+    worldly = worldly_model()
+    before = weights(worldly)
+    for habit, reason in REFUSED.items():
+        count_anew()
+        worldly_step(worldly, habit, None)
+        words = f"is not run again after this failure in backward: .*{reason}"
+        with pytest.raises(torch.OutOfMemoryError, match=words):
+            worldly_step(worldly, habit, "backward", turn if habit == "switches" else lambda: None)
+        worldly.zero_grad()
+    trained = {name for name, _ in worldly.named_parameters()}
+    assert all(torch.equal(value, before[name]) for name, value in weights(worldly).items() if name in trained)
+    memscale.detach(worldly)
+
+
+def test_hooks_that_remember_keep_nothing_alive_and_are_refused(simgpu_device: Any) -> None:
+    worldly = worldly_model()
+    seen: list[torch.Tensor] = []
+    handle = worldly.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    try:
+        worldly_step(worldly, "", None)
+        assert seen
+        with pytest.raises(torch.OutOfMemoryError, match="state beside the model"):
+            worldly_step(worldly, "", "backward")
+    finally:
+        handle.remove()
+        worldly.zero_grad()
+    gone = weakref.ref(seen[0])
+    seen.clear()
+    worldly_step(worldly, "", None)
+    assert gone() is None
+    memscale.detach(worldly)
 
 
 def test_nothing_is_done_where_it_is_not_wished(simgpu_device: Any) -> None:

@@ -344,3 +344,21 @@ def test_wrapping_looks_at_the_machine_once(monkeypatch: pytest.MonkeyPatch) -> 
     memscale.wrap(model, memscale.Config(enable_logging=False), sample_input=torch.ones(2, 4))
     memscale.detach(model)
     assert len(looks) == 1
+
+
+def test_a_forward_under_autocast_is_another_than_the_one_that_was_planned_for() -> None:
+    """`wrap` comes before the loop, and mostly outside of its autocast."""
+    model, config = small(), Config(enable_logging=False)
+    with memscale.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), config, SAMPLE) as executor:
+        plain = executor.plan
+        model(SAMPLE).sum().backward()
+        assert executor.plan is plain
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(SAMPLE).sum().backward()
+            cast = executor.plan
+            expected = memscale.estimate(model, SAMPLE, optimizer="sgd", config=config)
+        assert cast.predicted_peak_bytes == expected.baseline_peak_bytes != plain.predicted_peak_bytes
+        model.zero_grad()
+        model(SAMPLE).sum().backward()
+        assert executor.plan is plain

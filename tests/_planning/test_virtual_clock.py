@@ -1,4 +1,4 @@
-"""Predicted times of plans that stream only some blocks, against the virtual clock of a simulated card."""
+"""Predicted times of plans that move tensors of some blocks only, against the virtual clock of a simulated card."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import simgpu
-from memscale import Config, Hardware
+from memscale import AsyncOffloadConfig, Config, Hardware
 from memscale._decide.choice import Choice, RunOptions, actions_of
 from memscale._decide.cost_model import CostModel
 from memscale._execute.executor import execute
 from memscale._execute.settings import ExecutionSettings
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._profile import CHECKPOINT, STREAM
+from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM, Treatment
 from memscale._profile.inputs import Inputs
 from tests.models import Chain, features
 from tests.parity import plan_of
@@ -36,7 +36,12 @@ CARD = simgpu.Card(
     launch_us=1.0,
 )
 """So slow that small blocks compute about as long as their weights travel, and launches hardly count."""
-CONFIG = Config(device="simgpu", async_offload=True, enable_logging=False)
+CONFIG = Config(
+    device="simgpu",
+    async_offload=True,
+    async_config=AsyncOffloadConfig(min_tensor_bytes=4096),
+    enable_logging=False,
+)
 NUM_WARM_STEPS = 2
 """The first makes the optimizer's state and learns the order of visits."""
 
@@ -124,4 +129,14 @@ def test_weights_that_only_some_blocks_wait_for(clocked: Clocked, where: str, st
 def test_streaming_one_block_of_recomputed_ones(clocked: Clocked) -> None:
     blocks = tuple((f"blocks.{index}", STREAM if index == 2 else CHECKPOINT) for index in range(4))
     predicted, shown = clocked.ratios(Choice(blocks, RunOptions(steps_on_device=True, steps_in_buckets=True)))
+    assert predicted == pytest.approx(shown, rel=0.04)
+
+
+@pytest.mark.parametrize("where", ["02", "13", "01"])
+@pytest.mark.parametrize("others", [KEEP, CHECKPOINT])
+def test_activations_that_leave_beside_other_blocks(clocked: Clocked, where: str, others: Treatment) -> None:
+    """See NOTE [far apart]; side by side they wait for each other."""
+    ways = {f"blocks.{index}": OFFLOAD if str(index) in where else others for index in range(4)}
+    blocks = tuple((fqn, treatment) for fqn, treatment in ways.items() if treatment != KEEP)
+    predicted, shown = clocked.ratios(Choice(blocks))
     assert predicted == pytest.approx(shown, rel=0.04)

@@ -12,7 +12,7 @@ import memscale
 from memscale import ProfileError
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
-from memscale._profile.optimizer_twin import optimizer_cost
+from memscale._profile.optimizer_twin import SteppedModel, optimizer_cost
 from memscale._profile.profiler import open_rehearsal, profile_model, try_variant
 from tests.models import Mlp, case, odd
 from tests.parity import SELECTIVE, checkpoint_all
@@ -24,7 +24,7 @@ def profile_of(name: str) -> Profile:
     entry = case(name)
     model, inputs = entry.build(), Inputs.from_sample(entry.batch(0))
     rehearsal, plain = open_rehearsal(model, inputs, CPU)
-    return profile_model(model, rehearsal, plain, optimizer_cost(model, "adamw", "cpu"), inputs)
+    return profile_model(model, rehearsal, plain, optimizer_cost(SteppedModel(model, "adamw", "cpu")), inputs)
 
 
 def test_a_profile_counts_every_kind_once() -> None:
@@ -115,12 +115,12 @@ def real_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def test_optimizer_state_is_predicted_to_the_byte(name: str) -> None:
     model = Mlp(depth=2)
     optimizer = MAKERS[name](model.parameters())
-    cost = optimizer_cost(model, optimizer, "cpu")
+    cost = optimizer_cost(SteppedModel(model, optimizer, "cpu"))
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     assert cost.state_bytes == real_state_bytes(optimizer)
     assert cost.name == type(optimizer).__name__
-    again = optimizer_cost(model, optimizer, "cpu")
+    again = optimizer_cost(SteppedModel(model, optimizer, "cpu"))
     assert again.state_bytes == cost.state_bytes, "an optimizer at work costs what a fresh one does"
 
 
@@ -128,12 +128,12 @@ def test_frozen_parameters_have_no_state() -> None:
     model = Mlp(depth=2)
     for parameter in model.blocks.parameters():
         parameter.requires_grad_(False)
-    cost = optimizer_cost(model, "adamw", "cpu")
+    cost = optimizer_cost(SteppedModel(model, "adamw", "cpu"))
     assert cost.state_bytes == sum(2 * p.nbytes + 4 for p in model.head.parameters())
 
 
 def test_no_optimizer() -> None:
-    assert optimizer_cost(Mlp(), "none", "cpu").state_bytes == 0
+    assert optimizer_cost(SteppedModel(Mlp(), "none", "cpu")).state_bytes == 0
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["plain", "with a scheduler"])
@@ -145,7 +145,7 @@ def test_the_users_optimizer_is_never_stepped(scheduled: bool) -> None:
     model(torch.ones(2, 4)).sum().backward()
     weights = [p.detach().clone() for p in model.parameters()]
     state = optimizer.state_dict()["state"].copy()
-    optimizer_cost(model, optimizer, "cpu")
+    optimizer_cost(SteppedModel(model, optimizer, "cpu"))
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
     assert optimizer.state_dict()["state"] == state
     assert all(p.grad is not None for p in model.parameters())
@@ -158,13 +158,13 @@ def test_the_users_optimizer_hooks_do_not_fire() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    optimizer_cost(model, optimizer, "cpu")
+    optimizer_cost(SteppedModel(model, optimizer, "cpu"))
     assert calls == []
 
 
 def test_an_optimizer_that_cannot_be_tried_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = Mlp(depth=1)
-    cost = optimizer_cost(model, torch.optim.LBFGS(model.parameters()), "cpu")
+    cost = optimizer_cost(SteppedModel(model, torch.optim.LBFGS(model.parameters()), "cpu"))
     assert "LBFGS" in cost.name
     assert "taken" in caplog.text
     caplog.clear()  # the record holds the error, the error its frames

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import memscale
 from memscale import Config
-from memscale._profile.optimizer_twin import optimizer_cost
+from memscale._profile.optimizer_twin import SteppedModel, optimizer_cost
 from memscale._torch import private
 from memscale._torch.quiet_steps import quiet_steps
 from memscale.techniques.offload.optimizer.separable import check_separable
@@ -53,14 +53,14 @@ def test_a_cost_is_found_without_a_hook(kind: Callable[..., torch.optim.Optimize
     own: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: own.append(1))
     optimizer.register_step_post_hook(lambda *_: own.append(1))
-    with_hooks = optimizer_cost(model, optimizer, "cpu")
+    with_hooks = optimizer_cost(SteppedModel(model, optimizer, "cpu"))
     check_separable(optimizer)
     assert not seen
     assert not own
     optimizer.step()
     assert len(own) == len(seen)
     assert len(seen) == (4 if kind is Derived else 2)
-    assert with_hooks == optimizer_cost(model, kind(model.parameters(), lr=0.1), "cpu")
+    assert with_hooks == optimizer_cost(SteppedModel(model, kind(model.parameters(), lr=0.1), "cpu"))
 
 
 @pytest.mark.parametrize("how", ["wrap", "estimate", "optimize"])

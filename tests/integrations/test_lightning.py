@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
 import memscale
-from memscale._plan import Checkpoint
+from memscale._plan import Checkpoint, StreamParameters
+from memscale._plan import MixedPrecision as MixedPrecision16
 from memscale.integrations.lightning import MemScaleCallback
 from tests.models import WIDTH, Chain, HostDropout, TwoLinears, features, square_loss
+from tests.techniques.offload.runs import DEVICE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -156,6 +161,69 @@ def test_the_same_training(tmp_path: pathlib.Path, kind: type[Lit], options: Any
     assert "adamw" in callback.plan.optimizer_name.lower()
 
 
+class Simulated(Accelerator):
+    """What Lightning must know of the simulated device."""
+
+    def setup_device(self, device: torch.device) -> None: ...
+    def teardown(self) -> None: ...
+    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [DEVICE]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "simgpu"
+
+
+class OnDevice(OfPart):
+    """Without what draws on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain(*(TwoLinears() for _ in range(4)))
+
+
+def on_device(precision: str) -> dict[str, Any]:
+    """Options of a Trainer. The first loss of `16-mixed` overflows, so that its scaler leaves a step out."""
+    plugin = None
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("simgpu", init_scale=2.0**18)
+        plugin = MixedPrecision("16-mixed", device="simgpu", scaler=scaler)
+    strategy = SingleDeviceStrategy(device=DEVICE, accelerator=Simulated(), precision_plugin=plugin)
+    return {"strategy": strategy, "accelerator": "auto"}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_the_same_training_on_a_device_with_streamed_layers(
+    tmp_path: pathlib.Path, simgpu_device: Any, precision: str
+) -> None:
+    plain = fit(OnDevice, tmp_path, **on_device(precision))
+    assert plain.losses[3] < plain.losses[0], "some steps are taken"
+    callback = MemScaleCallback(memscale.Config(mode="aggressive", force_optimize=True, enable_logging=False))
+    if precision == "32-true":
+        callback.config = callback.config.replace(use_mixed_precision=False, use_8bit_optimizer=False)
+    ours = fit(OnDevice, tmp_path, callback, **on_device(precision))
+    assert any(isinstance(action, StreamParameters) for action in callback.plan.actions)
+    assert not any(isinstance(action, MixedPrecision16) for action in callback.plan.actions)
+    assert {parameter.device.type for parameter in ours.parameters()} == {"cpu"}, "Lightning moves a module there"
+    assert_same(ours, plain)
+
+
 def test_the_module_is_left_as_it_was(tmp_path: pathlib.Path) -> None:
     module = fit(OfPart, tmp_path, MemScaleCallback(FORCED))
     plain = fit(OfPart, tmp_path)
@@ -174,6 +242,30 @@ def test_figures_are_logged(tmp_path: pathlib.Path) -> None:
     assert spy.logged["memscale_peak_gb"] == pytest.approx(plan.predicted_peak_bytes / 1e9, rel=0.02)
     assert spy.logged["memscale_reduction"] == pytest.approx(plan.reduction, abs=0.02)
     assert spy.logged["memscale_samples_per_second"] > 0
+
+
+class Wide(OfPart):
+    """Has more weights than activations, and no state of an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def test_gradients_that_live_through_forward_are_in_the_figures(tmp_path: pathlib.Path) -> None:
+    """Lightning clears them between forward and backward, from the second step on."""
+    config = memscale.Config(memory_budget_gb=1, enable_logging=False)
+    first, later, spy = MemScaleCallback(config), MemScaleCallback(config), Spy()
+    fit(Wide, tmp_path, first, max_steps=1)
+    fit(Wide, tmp_path, later, spy)
+    assert first.plan is not None
+    assert later.plan is not None
+    assert not later.plan.actions
+    assert later.plan.predicted_peak_bytes > 1.01 * first.plan.predicted_peak_bytes
+    assert spy.logged["memscale_peak_gb"] == pytest.approx(later.plan.predicted_peak_bytes / 1e9, rel=0.001)
 
 
 def test_checkpoints_are_those_of_a_plain_run(tmp_path: pathlib.Path) -> None:

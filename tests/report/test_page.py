@@ -231,6 +231,13 @@ def test_a_wrapped_model_reports_on_itself(tmp_path: pathlib.Path) -> None:
         assert executor.plan.explain() in " ".join(Page((tmp_path / "run.html").read_text()).shown)
 
 
+def test_what_is_no_path_is_a_clear_error() -> None:
+    model = memscale.wrap(small())
+    with pytest.raises(TypeError, match=r'path of a file, as in report\("run.html"\), not int'):
+        model._memscale_executor.report(3)
+    memscale.detach(model)
+
+
 def test_without_a_plan_there_is_nothing_to_report(tmp_path: pathlib.Path) -> None:
     model = memscale.wrap(small())
     with pytest.raises(MemScaleError, match="no plan to report on yet"):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memscale
+import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
@@ -86,10 +87,74 @@ def test_a_loop_that_clears_its_gradients_is_planned_once() -> None:
     assert after is before
 
 
-def test_where_there_is_room_nothing_is_planned_again() -> None:
-    config = Config(memory_budget_gb=1, enable_logging=False)
-    _, _, before, after = peak_of(config, 3)
-    assert after is before
+ROOMY = Config(memory_budget_gb=1, enable_logging=False)
+LOOPS = [(3, False), (1, True), (2, True)]
+LOOP_NAMES = ["accumulated", "cleared late", "accumulated and cleared late"]
+
+
+def third_step(config: Config, num_batches: int, *, clears_late: bool, device: str = "cpu") -> tuple[int, Any, Any]:
+    """Its measured bytes, and the plans before the first step and after it."""
+    gc.collect()
+    with memscale.measure(device) as strangers:
+        pass
+    model = build().to(device)
+    optimizer = sgd(model)
+    with memscale.optimize(model, optimizer, config, torch.zeros(BATCH, device=device)) as executor:
+        before = executor.plan
+        for _ in range(3):
+            with memscale.measure(device) as measured:
+                for batch in range(num_batches):
+                    loss = square_loss(model(torch.randn(BATCH).to(device)))
+                    if clears_late and not batch:
+                        optimizer.zero_grad()
+                    loss.backward()
+                    del loss
+                optimizer.step()
+                if not clears_late:
+                    optimizer.zero_grad()
+        return measured.peak_bytes - strangers.peak_bytes, before, executor.plan
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize(("num_batches", "clears_late"), LOOPS, ids=LOOP_NAMES)
+def test_where_there_is_room_the_same_is_done_and_the_number_counts_them(
+    num_batches: int, clears_late: bool, device: str
+) -> None:
+    peak, before, after = third_step(ROOMY, num_batches, clears_late=clears_late, device=device)
+    assert after.actions == before.actions
+    assert peak == after.predicted_peak_bytes > before.predicted_peak_bytes
+
+
+@pytest.mark.parametrize(("num_batches", "clears_late"), LOOPS, ids=LOOP_NAMES)
+def test_the_number_is_right_where_it_is_planned_again(num_batches: int, clears_late: bool) -> None:
+    peak, _, after = third_step(budget(0.6), num_batches, clears_late=clears_late)
+    assert peak == after.predicted_peak_bytes <= after.budget_bytes
+
+
+def test_less_is_done_where_gradients_go_before_backward() -> None:
+    config = budget(0.9)
+    through_backward, through_forward = (
+        third_step(config, 3, clears_late=False),
+        third_step(config, 1, clears_late=True),
+    )
+    assert len(through_forward[2].actions) < len(through_backward[2].actions)
+    assert through_forward[0] == through_forward[2].predicted_peak_bytes <= through_forward[2].budget_bytes
+
+
+def test_a_smaller_batch_promises_no_less_for_the_larger_one() -> None:
+    """The second batch is smaller than the one that was planned for: numbers go up by all gradients, until one of that
+    size comes with gradients."""
+    model = build()
+    optimizer = sgd(model)
+    with memscale.optimize(model, optimizer, ROOMY, torch.zeros(BATCH)) as executor:
+        first = executor.plan.predicted_peak_bytes
+        gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        for num_rows, expected in ((BATCH[0], 0), (BATCH[0] // 2, gradient_bytes), (BATCH[0] // 4, gradient_bytes)):
+            square_loss(model(torch.randn(num_rows, BATCH[1]))).backward()
+            assert executor.plan.predicted_peak_bytes == first + expected
+        square_loss(model(torch.randn(BATCH))).backward()
+        assert first < executor.plan.predicted_peak_bytes <= first + gradient_bytes
+        optimizer.step()
 
 
 def test_where_no_plan_counts_them_training_goes_on_and_says_so() -> None:
@@ -101,7 +166,10 @@ def test_where_no_plan_counts_them_training_goes_on_and_says_so() -> None:
             UserWarning, match=r"keeps gradients between batches \([\d.]+ [Mk]B\).*no plan that counts them"
         ):
             weights = train(model, 2)
-        assert executor.plan is before
+        after = executor.plan
+        assert after.actions == before.actions
+        assert after.predicted_peak_bytes > after.budget_bytes
+        assert not after.fits
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train(model, 2)  # once is enough

@@ -196,30 +196,22 @@ def test_gradients_of_inputs() -> None:
     _same(Mlp, run, checkpoint_all)
 
 
-def test_double_backward() -> None:
-    """A gradient penalty: backward with create_graph, through a full checkpoint."""
+def _penalised(model: nn.Module) -> Record:
+    """A gradient penalty: backward with create_graph."""
+    seed()
+    x = torch.randn(8, 64, requires_grad=True)
+    loss = square_loss(model(x))
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+    return finish(_gradients(model, [loss]), model)
 
-    def run(model: nn.Module) -> Record:
-        seed()
-        x = torch.randn(8, 64, requires_grad=True)
-        loss = square_loss(model(x))
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + gradient.square().sum()).backward()
-        return finish(_gradients(model, [loss]), model)
 
-    _same(Mlp, run, checkpoint_all)
+def test_double_backward_through_a_full_checkpoint() -> None:
+    _same(Mlp, _penalised, checkpoint_all)
 
 
 def test_double_backward_through_a_selective_checkpoint_is_right_or_refused() -> None:
-    def run(model: nn.Module) -> Record:
-        seed()
-        x = torch.randn(8, 64, requires_grad=True)
-        loss = square_loss(model(x))
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + gradient.square().sum()).backward()
-        return finish(_gradients(model, [loss]), model)
-
-    _same(Mlp, run, lambda model: checkpoint_all(model, keep=SELECTIVE))
+    _same(Mlp, _penalised, lambda model: checkpoint_all(model, keep=SELECTIVE))
 
 
 def test_lora_gradients_are_not_zero() -> None:

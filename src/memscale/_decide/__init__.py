@@ -20,7 +20,7 @@ from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
 from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, undominated
 from memscale._decide.search import Candidate, search
-from memscale._decide.spaced import spaced_choices, thinned
+from memscale._decide.spaced import spaced_choices
 from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
 from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
@@ -351,7 +351,7 @@ def _spaced(model: CostModel, eligible: Eligible, found: list[Candidate]) -> lis
         return []
     exact = [candidate for candidate in found if candidate.choice.run.is_exact]
     bases = sorted(undominated(exact), key=by_peak)
-    choices = dict.fromkeys(spaced_choices(model, thinned([candidate.choice for candidate in bases])))
+    choices = dict.fromkeys(spaced_choices(model, [candidate.choice for candidate in bases]))
     spaced = [Candidate(choice, model.evaluate(choice)) for choice in choices]
     kept = {id(candidate) for candidate in undominated([*exact, *spaced])}
     return [candidate for candidate in spaced if id(candidate) in kept]

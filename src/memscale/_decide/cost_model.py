@@ -304,6 +304,12 @@ class CostModel:
         launches = sum(segment.num_launches for segment in segments)
         return float(self.pace.slowest_ms(compute_ms, launches, Moved(num_copies)))
 
+    def bytes_in_step(self, choice: Choice) -> int:
+        """What is live at the peak of the optimizer's step; before it backward has freed all activations."""
+        run, extras, live, _, _ = self._walked(choice)
+        step_bytes: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
+        return live + step_bytes
+
     def evaluate_whole(self, choice: Choice) -> Outcome:
         """Every block treated alike, by a trace that cannot be mixed with others."""
         treatment = choice.blocks[0][1]

@@ -23,9 +23,10 @@ from memscale._profile import OFFLOAD
 if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
 
-MAX_BASES = 24
-"""Of the plans that the search has found, how many are tried with blocks replaced."""
-_MAX_NUMBERS = 8
+MAX_BASES, MAX_FULL_BASES = 16, 96
+"""Of the plans that the search has found, how many are tried with blocks replaced in all numbers; and how many with as
+many as the link has time for."""
+_MAX_NUMBERS = 6
 """How many numbers of blocks are tried with each."""
 
 
@@ -73,17 +74,17 @@ def spaced_ms(model: CostModel, choice: Choice, sent: dict[str, Sent], stretch_m
 
 
 def spaced_choices(model: CostModel, bases: Sequence[Choice]) -> Iterator[Choice]:
-    """These choices with blocks replaced, as far apart as the link needs, and twice that; early ones, or late ones.
-
-    Late ones come back before most gradients are there.
-    """
-    for base in bases:
+    """Some of these choices with blocks replaced, as far apart as the link needs, and twice that; early ones, or late
+    ones. Late ones come back before most gradients are there."""
+    few = {id(base) for base in thinned(bases, MAX_BASES)}
+    for base in thinned(bases, MAX_FULL_BASES):
         sent = model.sent_by_blocks(base.run)
         treated = dict(base.blocks)
         free = [fqn for fqn in sent if not (fqn in treated and (treated[fqn].streams or treated[fqn].offloads))]
         if len(free) < 2 or max(one.num_bytes for one in sent.values()) > model.window_bytes:
             continue
-        for places in _patterns(len(free), _distance(model, [sent[fqn] for fqn in free])):
+        patterns = _patterns(len(free), _distance(model, [sent[fqn] for fqn in free]))
+        for places in patterns if id(base) in few else patterns[:2]:
             replaced = {**treated, **{free[place]: OFFLOAD for place in places}}
             yield Choice(tuple((fqn, replaced[fqn]) for fqn in model.blocks if fqn in replaced), base.run)
 
@@ -95,28 +96,22 @@ def _distance(model: CostModel, sent: Sequence[Sent]) -> int:
 
 
 def _patterns(length: int, distance: int) -> list[tuple[int, ...]]:
-    """Places of blocks, at least two of them: one alone would be in the window all the time."""
+    """Places of blocks, the most first; at least two of them: one alone would be in the window all the time."""
     found = []
     for step in (distance, 2 * distance):
         early = range(0, length, step)
         late = [length - 1 - place for place in early]
-        numbers = range(2, len(early) + 1)
+        numbers = range(len(early), 1, -1)
         for number in numbers[:: max(1, math.ceil(len(numbers) / _MAX_NUMBERS))]:
             found += [tuple(early[:number]), tuple(sorted(late[:number]))]
-        if len(numbers):
-            found += [tuple(early), tuple(sorted(late))]
     return list(dict.fromkeys(found))
 
 
-def thinned(choices: Sequence[Choice]) -> list[Choice]:
+def thinned(choices: Sequence[Choice], most: int) -> list[Choice]:
     """At most so many of them, evenly, with both ends."""
     last = len(choices) - 1
-    places = (
-        {round(last * number / (MAX_BASES - 1)) for number in range(MAX_BASES)}
-        if last >= MAX_BASES
-        else range(last + 1)
-    )
-    return [choices[place] for place in sorted(places)]
+    places = range(last + 1) if last < most else sorted({round(last * number / (most - 1)) for number in range(most)})
+    return [choices[place] for place in places]
 
 
 def held_bytes(model: CostModel, run: RunOptions, offloaded: Sequence[str]) -> int:

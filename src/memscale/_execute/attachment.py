@@ -66,7 +66,7 @@ class Attachment:
         self.at_home: Sequence[LayerAction] = ()
         """Layers whose parameters live in host memory."""
         self.held: list[torch.Tensor] = []
-        """On a stage: what exists before the step, beside the model and its inputs."""
+        """What exists before the step on a stage, beside the model and its inputs."""
         self._waiting_bytes = waiting_bytes
         self._held: list[HeldState] = []
         self._is_settled = False

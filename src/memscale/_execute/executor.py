@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -92,7 +93,7 @@ class Executor:
         self.outcomes: tuple[Any, ...] = ()
         """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
         self.held: list[torch.Tensor] = []
-        """On a stage: what exists before the step, beside the model and its inputs."""
+        """What exists before the step on a stage, beside the model and its inputs."""
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
         self.resume_first: Callable[[], Any] | None = None
@@ -335,11 +336,14 @@ class Executor:
             live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
 
         Raises:
+            TypeError: `path` is no path.
             MemScaleError: There is no plan yet, or Plotly is not installed.
             OSError: The file cannot be written.
         """
         from memscale.report.page import Report
 
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f'report takes the path of a file, as in report("run.html"), not {type(path).__name__}')
         plan = self.plan
         if plan is None:
             raise MemScaleError("there is no plan to report on yet: it is made at the first training forward")

@@ -40,7 +40,7 @@ class ParkedState:
 
     actions: tuple[Any, ...]
     overlaps: bool
-    """It was parked for transfers beside compute, in pinned memory."""
+    """Whether it was parked for transfers beside compute, in pinned memory."""
     transfers: Transfers | None
     adoption: adoption.Adoption
     undo: contextlib.ExitStack
@@ -153,7 +153,7 @@ class Offloading:
             parked.undo.close()
 
     def let_go(self) -> None:
-        """Between two steps: what is on its way arrives, and nothing of ours is kept on the device."""
+        """Let what is on its way arrive, and keep nothing of ours on the device; called between two steps."""
         streamer = self.users.get("streaming")
         if streamer is not None:
             streamer.let_go()
@@ -163,7 +163,7 @@ class Offloading:
             transfers.settle()
 
     def hand_over(self, actions: Sequence[Action]) -> None:
-        """Before a plan is taken off for one with these actions: what both stream stays at home in between."""
+        """Note what this plan and one with these actions both stream: it stays at home while the plans change."""
         modules = [find_module(self._model, module_fqn) for module_fqn in streamed_fqns(actions)]
         streamer = self.users.get("streaming")
         if modules and streamer is not None and not self._is_fake:
@@ -171,7 +171,7 @@ class Offloading:
             self.handed_over = streamer
 
     def end_hand_over(self) -> None:
-        """After a change of plans: if the next could not be attached, parameters go back to where they came from."""
+        """End a change of plans: if the next could not be attached, parameters go back to where they came from."""
         streamer, self.handed_over = self.handed_over, None
         if streamer is not None:
             streaming.let_go(streamer, self._model)

@@ -189,7 +189,7 @@ class Parking(StepWatcher):
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def _state_tensors(self) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-        """Those that do not wait elsewhere, with their parameters and names."""
+        """The state tensors that do not wait elsewhere, with their parameters and names."""
         for optimizer in self._living_optimizers():
             for parameter, entry in optimizer.state.items():
                 values = values_here(entry).items()
@@ -289,7 +289,7 @@ def _require_room(num_bytes: int) -> None:
 
 
 def _move(tensors: list[tuple[torch.Tensor, torch.device]]) -> None:
-    """Each to its device, all or nothing; those that share memory together."""
+    """Move each tensor to its device, all or nothing; those that share memory move together."""
     came_from = {id(tensor): tensor.device for tensor, _ in tensors}
     wanted = {id(tensor): device for tensor, device in tensors}
     moved: list[list[torch.Tensor]] = []

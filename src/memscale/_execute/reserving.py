@@ -40,7 +40,7 @@ _AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
 """PyTorch's defaults of what `SMALL_PAGES` sets."""
 
 Reach = Callable[[ReleasePoint], None]
-"""Told that a step has come to a moment."""
+"""Called when a step has come to a moment."""
 
 _lock = threading.Lock()
 _num_users = 0

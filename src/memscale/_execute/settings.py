@@ -26,7 +26,7 @@ class ExecutionSettings:
     host_budget_bytes: int | None = None
     offload_dir: str | None = None
     optimizer_on_stage: Callable[[nn.Module], Optimizer] | None = None
-    """In a rehearsal of a plan that steps in backward: makes the optimizer over the stage's model."""
+    """What makes the optimizer over the stage's model, in a rehearsal of a plan that steps in backward."""
 
     @classmethod
     def from_config(

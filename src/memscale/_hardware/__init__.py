@@ -26,7 +26,7 @@ LAUNCH_S = 5e-6
 """What each operator that the host gives to a GPU costs the host."""
 _HOST_BYTES_PER_S = 1.2e10
 PAGEABLE_BYTES_PER_S = 8e9
-"""Between host memory that is not pinned and a GPU."""
+"""The bandwidth between host memory that is not pinned and a GPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Hardware:
     half_flops: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To the next tier: the host link of a GPU, the disk of a CPU."""
+    """The bandwidth to the next tier: the host link of a GPU, the disk of a CPU."""
     blocking_link_bytes_per_s: float | None = None
     """The same for transfers that wait, whose host memory is not pinned; None: no slower."""
     link_directions: int = 2

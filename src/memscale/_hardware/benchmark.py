@@ -58,11 +58,11 @@ class Figures:
     """The throughput of dense matrix products in fp32; `half_flops` is that in 16 bits."""
     half_flops: float
     memory_bytes_per_s: float
-    """Read and written by an elementwise operator."""
+    """The bytes that an elementwise operator reads and writes in a second."""
     launch_s: float
     """The time of an operator that has nothing to do."""
     link_bytes_per_s: float | None = None
-    """Between pinned host memory and the device, the slower of both directions; None on a CPU."""
+    """The bandwidth between pinned host memory and the device, the slower of both directions; None on a CPU."""
     blocking_link_bytes_per_s: float | None = None
     """The same for memory that is not pinned."""
 

@@ -59,7 +59,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """All or nothing, whoever else writes. `OSError` where it cannot be written."""
+    """Write the file as a whole or not at all, whoever else writes. `OSError` where it cannot be written."""
     make_own_dir(path.parent)
     _drop_unfinished(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)

@@ -164,7 +164,7 @@ class AllocationLog:
     # ---- what happens again
 
     def new_serial(self) -> int:
-        """For an allocation that nobody else has."""
+        """The next serial number, which no other allocation has."""
         self._num_allocations += 1
         return self._num_allocations - 1
 

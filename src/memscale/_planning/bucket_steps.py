@@ -77,12 +77,12 @@ class SteppedOptimizer:
 
     def step(self) -> None:
         """Step once, with the gradients that there are."""
-        with AnyValue():
-            if self._whole is not None:
+        if self._whole is not None:
+            with AnyValue():
                 self._whole.step()
-                self._forget_counters(self._whole)
-            else:
-                self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
+            self._forget_counters(self._whole)
+        else:
+            self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
 
     def _in_order(self, buckets: Sequence[_Bucket]) -> list[_Bucket]:
         if self._rules is None:
@@ -134,7 +134,8 @@ class SteppedOptimizer:
             known.again(bucket.optimizer, self._log)
         else:
             start = self._log.num_events
-            bucket.optimizer.step()
+            with AnyValue():
+                bucket.optimizer.step()
             self._forget_counters(bucket.optimizer)
             if kind not in self._known:
                 self._known[kind] = _KnownStep.of(bucket.optimizer, self._log, self._log.since(start))
@@ -259,7 +260,7 @@ class _Bucket:
         self._slots: tuple[_Slot, ...] | None = None
         self._num_bytes = 0
         self._memory: torch.Tensor | None = None
-        """On the device now: coming, stepped, or on its way out; between steps, where it waits there."""
+        """Whether it is on the device now: coming, stepped, or on its way out; between steps, where it waits there."""
 
     @property
     def kind(self) -> Hashable:
@@ -348,9 +349,9 @@ class _Bucket:
     def _brought(self, slot: _Slot) -> torch.Tensor:
         assert self._memory is not None
         if not slot.is_packed:
-            line = self._memory.narrow(0, slot.offset, slot.waiting_bytes)
-            line = line[: slot.num_elements * slot.dtype.itemsize].view(slot.dtype)
-            return line.as_strided(slot.shape, slot.stride)
+            # Views of views of the memory would show the same, and take a millisecond each: offsets are all different.
+            storage, offset = self._memory.untyped_storage(), slot.offset // slot.dtype.itemsize
+            return private.tensor_over(storage, slot.dtype, self._memory.device, offset, slot.shape, slot.stride)
         tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self.device)
         for elements in _chunks(slot.num_elements):
             torch.empty(elements, dtype=torch.float32, device=self.device)

@@ -35,6 +35,8 @@ class Demand:
     options: tuple[Any, ...]
     attention: str | None
     """The implementation of attention that a `transformers` model uses."""
+    autocast: torch.dtype | None = None
+    """The type in which the user's own `torch.autocast` computes; None: there is none around the forward."""
     ranks: Ranks = ALONE
     reaches: tuple[tuple[str, Reach], ...] = ()
     """How far the values of inputs that decide something reach, by their place."""
@@ -59,19 +61,13 @@ class Demand:
         return dataclasses.replace(self, reaches=())
 
     def widened(self, other: Demand) -> Demand:
-        """For values that go as far as these, or as those of `other`."""
+        """The demand for values that go as far as these, or as those of `other`."""
         theirs = dict(other.reaches)
         wider = tuple((name, tuple(map(max, mine, theirs.get(name, mine)))) for name, mine in self.reaches)
         return dataclasses.replace(self, reaches=wider)
 
     def _agrees_with(self, other: Demand) -> bool:
-        return (self.device, self.parameters, self.options, self.attention, self.ranks) == (
-            other.device,
-            other.parameters,
-            other.options,
-            other.attention,
-            other.ranks,
-        )
+        return dataclasses.replace(self, inputs=other.inputs, reaches=other.reaches) == other
 
 
 def _spans(mine: TensorSpec, theirs: TensorSpec) -> bool:
@@ -124,6 +120,7 @@ def read_demand(
         inputs=inputs.specs(),
         options=tuple(leaf for leaf in leaves if isinstance(leaf, _OPTION_TYPES)),
         attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+        autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
         ranks=ranks,
         reaches=tuple((name, _reach_of(tensor)) for name, tensor in looked_at),
     )

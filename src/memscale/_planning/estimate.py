@@ -155,7 +155,7 @@ def estimate_job(job: Job, inputs: Inputs) -> Estimate:
 
 
 def recommended_of(by_mode: dict[OptimizationMode, ModeEstimate]) -> OptimizationMode | None:
-    """Of the modes that fit and whose techniques are all exact, the mildest that is as fast as the fastest of them.
+    """The mildest mode that is as fast as any, among those that fit and whose techniques are all exact.
 
     A mode with inexact techniques is recommended only where no other fits. Modes are ordered from mild to wide.
     """

@@ -138,6 +138,25 @@ def _optimizer_of(optimizer: str | Optimizer | None, model: nn.Module) -> Iterat
             yield names.get(id(parameter), _form_of_tensor(parameter)), forms
 
 
+def options_of(optimizer: str | Optimizer | None) -> list[Any]:
+    """What of an optimizer decides what its steps allocate, beside its parameters; equal lists allocate alike."""
+    if not isinstance(optimizer, Optimizer):
+        return [optimizer]
+    groups = [
+        {name: _plain(option) for name, option in group.items() if name not in _PASSING_OPTIONS}
+        | {"lr": isinstance(group.get("lr"), torch.Tensor)}
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer), _settings_of(optimizer), groups]
+
+
+def _plain(option: Any) -> Any:
+    """The option, or which object it is, where that cannot be compared by its value."""
+    if isinstance(option, tuple | list):
+        return tuple(map(_plain, option))
+    return option if option is None or isinstance(option, _PLAIN) else id(option)
+
+
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
     """What it keeps beside its groups: bitsandbytes has its number of bits in an object of options."""
     found: dict[str, Any] = {}
@@ -227,14 +246,14 @@ class _Description:
             self.add(*_attributes_of(value))
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
-        """Its form; of integers the values, too, which may decide where a step goes."""
+        """The form of a tensor; of integers the values, too, which may decide where a step goes."""
         self.add(_form_of_tensor(tensor), isinstance(tensor, nn.Parameter))
         has_values = not private.is_fake(tensor) and tensor.device.type != "meta" and tensor.layout is torch.strided
         if has_values and not tensor.is_floating_point() and not tensor.is_complex() and not tensor.is_quantized:
             self.hash.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def _add_module(self, module: nn.Module) -> None:
-        """All that is in it, but what MemScale has put there."""
+        """All that is in a module, but what MemScale has put there."""
         for name, value in sorted(vars(module).items()):
             if name not in OWN_ATTRIBUTES or name == "forward":
                 self._write(name)

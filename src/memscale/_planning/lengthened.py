@@ -162,7 +162,7 @@ class _Lengthener:
             if isinstance(event, Allocated):
                 serial = next(serials)
                 self._live.add(serial)
-                placed.append(dataclasses.replace(event, serial=serial) if at != position else event)
+                placed.append(Allocated(serial, event.num_bytes, event.place) if at != position else event)
             elif isinstance(event, Freed):
                 placed.append(self._freeing(self._serial_for(share, at, event.serial)))
             else:
@@ -176,9 +176,8 @@ class _Lengthener:
             return serial
         (phase, container_fqn, position), number = owned
         target = at + self._distance(share, position)
-        if target != position and not any(
-            {target, position, at} <= set(range(cut.start, cut.end)) for cut in self._cuts[container_fqn]
-        ):
+        first, last = min(target, position, at), max(target, position, at)
+        if target != position and not any(cut.start <= first and last < cut.end for cut in self._cuts[container_fqn]):
             if at != share[2]:
                 raise NotAlike("a block that is left out frees what lies beyond its equals")
             target = position

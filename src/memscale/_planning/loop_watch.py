@@ -71,7 +71,7 @@ class LoopWatch(StepWatcher):
         self._outputs: list[list[weakref.ref[torch.UntypedStorage]]] = []
         """The storages of each tensor of the last output of a training forward."""
         self._kept: dict[int, int] = {}
-        """Those of them that were alive when an optimizer stepped: their bytes by their place."""
+        """The bytes of outputs that were alive when an optimizer stepped, by their place."""
         self._has_stepped = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._first_bytes: int | None = None
@@ -90,6 +90,11 @@ class LoopWatch(StepWatcher):
         self._is_hooked = True
         self._output_hook.callback(model.register_forward_hook(_Returned(self), with_kwargs=True).remove)
         undo_with(model, watch_steps(self), self._undo)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has, since the last training forward, as long as outputs are followed."""
+        return self._has_stepped
 
     def stop(self) -> None:
         """Watch nothing any more. A second call does nothing."""

@@ -216,7 +216,7 @@ class ObservedSteps(StepWatcher):
         return is_covered and len(self._seen) >= max(1, self.config.warmup_steps)
 
     def make_plan(self, model: nn.Module, costs: OptimizerCosts) -> Plan:
-        """From what was seen under the careful plan; the highest of these steps counts."""
+        """The profile of what was seen under the careful plan; the highest of these steps counts."""
         costs = costs.by(self.travel)
         highest = max(self._seen, key=lambda step: step.trace.peak_bytes)
         profile = profile_observed(model, highest, costs.cost(), self.hardware.device_type, self._treatment)

@@ -20,9 +20,18 @@ from memscale._decide.eligible import has_next_tier
 from memscale._decide.travel import Travel, travels
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.bucket_steps import BucketRules
+from memscale._planning.fingerprint import options_of
 from memscale._planning.job import Job
 from memscale._profile import GuestCost, OptimizerCost
-from memscale._profile.optimizer_twin import Prepare, Trials, guest_cost, optimizer_cost, optimizer_over
+from memscale._profile.optimizer_twin import (
+    Prepare,
+    SteppedModel,
+    Trials,
+    Ways,
+    guest_cost,
+    optimizer_cost,
+    optimizer_over,
+)
 from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
@@ -52,6 +61,21 @@ RESIDENT_SHARES = tuple(number / 32 for number in range(1, 32))
 """Shares of the state that plans may leave on the device."""
 
 
+class KnownTrials:
+    """Steps of one model's optimizer that were tried. They are forgotten when it is another, or has other options."""
+
+    def __init__(self) -> None:
+        self._options: list[Any] = []
+        self._trials: dict[bool, Trials] = {False: {}, True: {}}
+
+    def of(self, job: Job) -> dict[bool, Trials]:
+        """Steps of the optimizer, and of what replaces it in 8 bits."""
+        options = [*options_of(job.optimizer), *options_of(job.replacement)]
+        if options != self._options:
+            self._options, self._trials = options, {False: {}, True: {}}
+        return self._trials
+
+
 class OptimizerCosts:
     """What one optimizer over one model costs in every way, each found once.
 
@@ -59,7 +83,8 @@ class OptimizerCosts:
     and its waiting state is packed.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, trials: KnownTrials | None = None) -> None:
+        """`trials`: those that were made before, for other batches; more are added."""
         self._job = job
         self.travel = travels(job.config, job.hardware)[0]
         """How state travels to the next tier and back."""
@@ -76,7 +101,7 @@ class OptimizerCosts:
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int], bool], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
-        self._trials: dict[bool, Trials] = {False: {}, True: {}}
+        self._trials = (trials or KnownTrials()).of(job)
         """Steps that were tried, of the optimizer and of what replaces it in 8 bits, however state travels."""
 
     @property
@@ -123,32 +148,34 @@ class OptimizerCosts:
         """What it takes to step the parameters with these ids on the device; None where that cannot be."""
         if not streamed or not self._has_next_tier or not _is_separable(self._optimizer):
             return None
-        prepare = self._preparation(self._optimizer)
-        how = self._of_guests(eight_bit=False)
-        trials = self._trials[False]
-        return guest_cost(self._model, self._optimizer, self._device_type, how, streamed, self._idle, prepare, trials)
+        return guest_cost(self._stepped(self._optimizer, streamed), self._of_guests(eight_bit=False))
+
+    def _stepped(self, optimizer: str | Optimizer, without: frozenset[int]) -> SteppedModel:
+        return SteppedModel(
+            self._model,
+            optimizer,
+            self._device_type,
+            left_out=without,
+            idle=self._idle,
+            prepare=self._preparation(optimizer),
+            num_shards=self.ranks.num_shards,
+            trials=self._trials[optimizer is not self._optimizer],
+        )
 
     def _find(self, eight_bit: bool, without: frozenset[int], *, guests: bool) -> OptimizerCost:
         optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
         packs = eight_bit and optimizer is self._optimizer
         is_separable = _is_separable(optimizer)
         can_move = self._has_next_tier and is_separable
-        return optimizer_cost(
-            self._model,
-            optimizer,
-            self._device_type,
+        ways = Ways(
             resident=self._stepping(moves=False) if packs else None,
             offloaded=self._stepping(moves=True, eight_bit=packs) if can_move else None,
             is_separable=is_separable,
             guests=self._of_guests(eight_bit=packs) if guests and can_move else None,
             in_buckets=self._in_step_buckets() if is_separable and not packs else None,
             in_backward=self._in_backward() if is_separable and not packs and self._steps_in_backward else None,
-            without=without,
-            idle=self._idle,
-            prepare=self._preparation(optimizer),
-            num_shards=self.ranks.num_shards,
-            trials=self._trials[optimizer is not self._optimizer],
         )
+        return optimizer_cost(self._stepped(optimizer, without), ways)
 
     def rules(self, step: PlannedStep, *, window_bytes: int) -> BucketRules | None:
         """How the optimizer itself steps where a plan asks for this; None: as a whole.

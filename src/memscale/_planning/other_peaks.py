@@ -54,7 +54,7 @@ def other_peaks(planner: Planner, plan: Plan, config: Config) -> dict[str, int]:
 
 
 def warn_of_other_peaks(plan: Plan) -> None:
-    """In the log: what is done between steps and takes more than training may."""
+    """Log what is done between steps and takes more than training may."""
     above = {name: peak for name, peak in plan.other_peaks.items() if peak > plan.budget_bytes}
     if above:
         said = "; ".join(f"{name} to {show_bytes(peak)} ({REMEDIES[name]})" for name, peak in above.items())

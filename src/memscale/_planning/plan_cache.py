@@ -75,7 +75,7 @@ class PlanSlot:
         return held.written_in(plan) if held.fits(hardware, config) else None
 
     def write(self, plan: Plan) -> None:
-        """Where that is possible; a plan that cannot be kept is made again."""
+        """Keep a plan where that is possible; one that cannot be kept is made again."""
         made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         try:
             content = {"format": _FORMAT, "key": self._path.stem, "made": made, "plan": _json.encode(plan)}
@@ -135,7 +135,7 @@ def clear() -> int:
 
 
 def _files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Those of ours, the oldest first."""
+    """The files of kept plans, the oldest first."""
     try:
         found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name))

@@ -41,7 +41,7 @@ def can_scale(small: Profile, large: Profile) -> bool:
 
 
 def _paired(small: Profile, large: Profile) -> dict[TraceKey, TraceKey]:
-    """For each trace of the large profile that of the small one. Tiles are matched by the rank of their size."""
+    """The trace of the small profile for each of the large one. Tiles are matched by the rank of their size."""
     keys = {ranked: key for key, ranked in _ranked(small).items()}
     return {key: keys[ranked] for key, ranked in _ranked(large).items() if ranked in keys}
 

@@ -17,6 +17,8 @@ allocated on the one that computes, too. See NOTE [stream order] in transfers.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +44,7 @@ from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import OPENED
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, FakeRehearsal, left_autocast, loss_of
-from memscale._profile.segments import SegmentRecorder
+from memscale._profile.segments import FakeRecorder
 from memscale._profile.shallow import Cut, shortened
 from memscale._torch import private
 from memscale._torch.live_bytes import Kind
@@ -58,11 +60,11 @@ CARD_TYPE = "cuda"
 """The devices whose kernels are known to allocate for themselves."""
 
 
-class LogRecorder(SegmentRecorder):
+class LogRecorder(FakeRecorder):
     """Records live storages as they come and go while a rehearsal runs, and where blocks begin."""
 
     def __init__(self, rehearsal: FakeRehearsal) -> None:
-        super().__init__(rehearsal.device_type, rehearsal.rounding_bytes, counts_fakes=rehearsal.is_fake)
+        super().__init__(rehearsal.device_type, rehearsal.rounding_bytes)
         self.storages = AllocationLog()
         self.log = self.storages
         self.storage_marks: list[Mark] = []
@@ -152,9 +154,7 @@ class EventRecorder(LogRecorder):
 
     def _place_of(self, func: Any) -> Place:
         phase, module_fqn, _ = self._place
-        if self.is_optimizing:
-            return Place("optimizer", "", str(func))
-        return Place(phase, module_fqn, str(func))
+        return _place("optimizer", "", func) if self.is_optimizing else _place(phase, module_fqn, func)
 
     def _see_sum(self, result: torch.Tensor, summands: tuple[Any, ...]) -> None:
         """See NOTE [sums of gradients]. A view's memory is also its base's, and is not added to."""
@@ -167,6 +167,11 @@ class EventRecorder(LogRecorder):
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
         """The mask of a dropout is allocated before its result."""
         super().see_all(tree[::-1] if self._is_dropout else tree, kind)
+
+
+@functools.lru_cache(maxsize=65536)
+def _place(phase: str, module_fqn: str, func: Any) -> Place:
+    return Place(phase, module_fqn, str(func))
 
 
 def record_steps(
@@ -218,9 +223,10 @@ def record_steps(
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
         recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
-        for num_stepped in (1, num_steps - 1) if learns else (num_steps,):
-            recorded += _record_parts(rehearsal, recorder, stepping, num_stepped, missing)
-        log.steps = recorded
+        leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
+        for num_stepped in (1, num_steps - 1) if learns or leaving is not None else (num_steps,):
+            recorded += _record_parts(rehearsal, recorder, stepping, num_stepped, missing, leaving)
+        log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
     return log
 
 
@@ -315,24 +321,20 @@ def _record_parts(
     optimizer: SteppedOptimizer | None,
     num_steps: int,
     missing: _Missing,
+    leaving: LeftGradients | None,
 ) -> list[list[Event]]:
     """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps."""
     log = recorder.events
+    recorder.recall = rehearsal.recall()
     with recorder:
         passed, held = log.begin_step(), recorder.storages.begin_step()
         recorder.marks, recorder.storage_marks = [], []
-        recorder.move_to("forward", "", 0)
-        if rehearsal.holds_gradients:
-            rehearsal.hold_gradients(recorder)
-        earlier = _stand_ins_of_outputs(rehearsal)
-        output = rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs)
-        kept, loss = rehearsal.kept_of(output), loss_of(output)
-        del output, earlier
-        recorder.move_to("backward", "", -1)
-        recorder.thread = "backward"
+        if leaving is not None:
+            leaving.begin(held)
+        elif rehearsal.holds_gradients:
+            _pass_through(rehearsal, recorder)  # an earlier batch of this step, whose gradients are added to
+        kept, loss = _pass_through(rehearsal, recorder)
         with left_autocast(rehearsal.device_type):
-            loss.backward()
-            recorder.thread = "forward"
             missing.make_gradients()
             stepped = []
             for _ in range(num_steps):
@@ -344,12 +346,74 @@ def _record_parts(
     del loss
     num_ending = len(let_go)
     del kept
-    for parameter in rehearsal.model.parameters():
-        parameter.grad = None
+    if leaving is None:
+        for parameter in rehearsal.model.parameters():
+            parameter.grad = None
     missing.clear_gradients()
     log.levels.append(missing.levels(held, let_go, num_ending))
     passed, *stepped, ended = missing.put_in(log, recorder.marks, passed, *stepped, ended)
     return [[*passed, *events, *ended] for events in stepped]
+
+
+def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Forward and backward of a batch; what the loop keeps of its output, and the loss."""
+    recorder.move_to("forward", "", 0)
+    earlier = _stand_ins_of_outputs(rehearsal)
+    output = rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs)
+    kept, loss = rehearsal.kept_of(output), loss_of(output)
+    del output, earlier
+    rehearsal.clear_late()
+    recorder.move_to("backward", "", -1)
+    recorder.thread = "backward"
+    with left_autocast(rehearsal.device_type):
+        loss.backward()
+    recorder.thread = "forward"
+    return kept, loss
+
+
+class LeftGradients:
+    """Gradients that a step leaves to the next one, which lets go of them between its forward and its backward.
+
+    NOTE [gradients that are left]: a step that is played several times finds what the one before has left. So the
+    gradients of one parameter have the same serial in all steps: each step frees it, and allocates it again.
+    """
+
+    def __init__(self, rehearsal: FakeRehearsal, events: AllocationLog, storages: AllocationLog) -> None:
+        self._model, self._events, self._storages = rehearsal.model, events, storages
+        self._serials: list[dict[int, int]] = []
+        """The serials of gradients when each recorded step begins, by the parameter's id."""
+
+    def begin(self, held: list[Event]) -> None:
+        """A step begins; `held` are the events of its storages, which get the gradients that are there already."""
+        left = self._left_in(self._storages)
+        held += [Allocated(serial, num_bytes) for serial, num_bytes in left.values()]
+        self._note()
+
+    def replacing_each_other(self, steps: list[list[Event]]) -> list[list[Event]]:
+        """The recorded steps, with one serial for all gradients of a parameter."""
+        self._note()
+        latest = self._serials[-1]
+        same = {serial: latest[key] for known in self._serials for key, serial in known.items() if key in latest}
+        return [[_renamed(event, same) for event in events] for events in steps]
+
+    def _note(self) -> None:
+        self._serials.append({key: serial for key, (serial, _) in self._left_in(self._events).items()})
+
+    def _left_in(self, log: AllocationLog) -> dict[int, tuple[int, int]]:
+        """Serial and bytes of the gradients that are there, by the parameter's id."""
+        found = {}
+        for parameter in self._model.parameters():
+            storage = None if parameter.grad is None else parameter.grad.untyped_storage()
+            serial = None if storage is None else log.serial_of(private.storage_key(storage))
+            if storage is not None and serial is not None:
+                found[id(parameter)] = (serial, storage.nbytes())
+        return found
+
+
+def _renamed(event: Event, serials: dict[int, int]) -> Event:
+    if isinstance(event, Allocated | Freed) and event.serial in serials:
+        return dataclasses.replace(event, serial=serials[event.serial])
+    return event
 
 
 def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
@@ -390,6 +454,7 @@ def highest_of(levels: Sequence[tuple[int, int]]) -> StepTrace:
 def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Missing) -> tuple[int, int]:
     passed = recorder.storages.begin_step()
     recorder.storage_marks = []
+    recorder.recall = rehearsal.recall()
     with recorder:
         recorder.move_to("forward", "", 0)
         rehearsal.pass_through(recorder)

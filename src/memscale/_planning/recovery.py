@@ -7,9 +7,10 @@ Others may have taken memory since the plan was made, or a step needs more than 
 - in **backward**: the forward is run again in the same way, inside `loss.backward()`, and the gradients that had come
   to the model's outputs are sent through the new graph. A parameter that had its gradient already gets no second one.
 
-Both are exact: the same weights, batch and random state give the same bits under any exact plan. In steps that do not
-run out of memory nothing is held on the device that the plan does not count: a copy of buffers that change, and of the
-outputs' gradients up to `_LARGEST_GRADIENT_BYTES`, goes to the host.
+Both are exact: the same weights, batch and random state give the same bits under any exact plan. Python state beside
+the model is put back before the repetition, and what cannot be compared is refused (steps_beside.py). In steps that do
+not run out of memory nothing is held on the device that the plan does not count: a copy of buffers that change, and of
+outputs and their gradients up to `_LARGEST_GRADIENT_BYTES`, goes to the host.
 
 NOTE [what is not repeated]: where the repetition might not be exact, the error is raised with the reason: the loss
 reaches parameters beside the model's output, or its own backward ran out of memory; an input needs a gradient; an input
@@ -44,8 +45,10 @@ from memscale._torch.moment import Moment
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
 from memscale._torch.snapshots import containers_copied, is_unchanged
+from memscale._torch.steps_beside import NotComparable, StepsBeside, Taken
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer.buckets import values_here
+from memscale.techniques.offload.optimizer.resumed_steps import watch_plain_steps
 from memscale.techniques.recompute import RecomputedForward
 from memscale.techniques.recompute.backward_errors import BackwardCall, rescue_with
 from memscale.techniques.recompute.module_state import Layout, Memory, ModuleState
@@ -103,11 +106,15 @@ class _Step:
 
     moment: Moment
     memory: Memory
+    taken: Taken
+    """The Python state beside the model."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=list)
     gradients: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Those that have come to its outputs, by the outputs' places."""
+    values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """What those outputs were."""
     before: dict[int, tuple[torch.Tensor | None, int]] = dataclasses.field(default_factory=dict)
     """By the id of a parameter: its gradient before the backward, and that one's version."""
     is_reached: bool = False
@@ -147,6 +154,7 @@ class Recovery:
         self._executor = executor
         self._replanner = replanner
         self._state = ModuleState(executor.model, on_host=True)
+        self._beside = StepsBeside(executor.model, self._held_by_attributes)
         self._step: _Step | None = None
         """The latest training forward, until its backward is over."""
         self._raw: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -162,10 +170,16 @@ class Recovery:
         undo.callback(model.register_forward_pre_hook(_Called(self), prepend=True, with_kwargs=True).remove)
         undo.callback(model.register_forward_hook(_Returned(self)).remove)
         rescue_with(self, self, model, undo)
+        watch_plain_steps(model, undo)
         undo.callback(self._forget)
 
     def _forget(self) -> None:
         self._step = self._raw = self._outputs_again = None
+        self._beside.forget()
+
+    def _held_by_attributes(self) -> list[Any]:
+        layout = Layout(self._executor.model)
+        return [value for value in (layout.read() or [])[layout.attributes] if not isinstance(value, _FIXED)]
 
     def devices(self) -> set[torch.device]:
         device = self._executor.settings.device
@@ -190,7 +204,7 @@ class Recovery:
         if raw is None or self._is_again:
             return inner()(*args, **kwargs)
         (device,) = self.devices()
-        step = _Step(Moment(device), self._state.before())
+        step = _Step(Moment(device), self._state.before(), self._beside.before())
         again_args, again_kwargs = tree_map(_same, (args, kwargs))  # a forward may change the containers themselves
         raw = tree_map(_same, raw)
         step.begin(args, kwargs)
@@ -204,9 +218,11 @@ class Recovery:
         with _in_words(failure, "forward"):
             self._prepare(module, step, Inputs(again_args, again_kwargs), failure, "forward")
         try:
-            output = inner()(*again_args, **again_kwargs)
+            with _in_words(failure, "forward"), _in_other_words(failure), self._beside.ran() as check:
+                output = inner()(*again_args, **again_kwargs)
+                check()
         except torch.OutOfMemoryError as error:
-            failure = error.with_traceback(None)
+            failure = _unless_in_words(error)
         else:
             self._remember(step, *raw)
             return output
@@ -224,6 +240,7 @@ class Recovery:
         if step.has_changed:
             step.problem = "the forward wrote to its input"
         model = self._executor.model
+        self._beside.after(step.taken)
         step.note_versions(model.parameters(), model.buffers())
         step.attributes = _Attributes(model, step.memory.layout)
         self._step = step
@@ -241,9 +258,11 @@ class Recovery:
         torch.accelerator.empty_cache()
         torch.accelerator.synchronize()
         try:
+            self._beside.refuse_changes(step.taken)
             self._state.restore(step.memory)
         except RuntimeError as error:
             raise _NotRepeatable(str(error)) from None
+        self._beside.show_before(step.taken)
         changed = self._tighten(model, inputs, inside=where == "forward")
         step.moment.restore()
         logger.warning(
@@ -331,6 +350,8 @@ class Recovery:
                 places = private.mark_of(leaf.grad_fn, _MARK) or {}
                 private.mark_node(leaf.grad_fn, _MARK, {**places, place: weakref.ref(step)})
                 step.outputs.append(weakref.ref(leaf))
+                if (value := _on_host(leaf)) is not None:
+                    step.values[place] = value
                 leaf.register_hook(_Arrived(weakref.ref(step), place))
 
     def begin(self) -> None:
@@ -403,16 +424,16 @@ class Recovery:
             with _in_words(failure, "backward"):
                 self._prepare(model, step, Inputs(step.args, step.kwargs), failure, "backward")
             self._replanner.is_repeating = True
-            with step.moment.repeated(), torch.enable_grad():
-                model(*step.args, **step.kwargs)
-            outputs, self._outputs_again = self._outputs_again or [], None
-            chosen = [(outputs[place], gradient.to(outputs[place].device)) for place, gradient in gradients.items()]
-            del outputs
-            _go_back(chosen, rest)
+            with _in_words(failure, "backward"):
+                self._forward_again(model, step, failure)
+                outputs, self._outputs_again = self._outputs_again or [], None
+                _refuse_other_values(step, outputs)
+                chosen = [(outputs[place], gradient.to(outputs[place].device)) for place, gradient in gradients.items()]
+                del outputs
+                _go_back(chosen, rest)
+                self._refuse_changes(step)
         except torch.OutOfMemoryError as error:
-            if error is failure or getattr(error, "_is_in_words", False):
-                raise
-            again = error.with_traceback(None)
+            again = _unless_in_words(error)
         else:
             return
         finally:
@@ -420,6 +441,34 @@ class Recovery:
             self._replanner.is_repeating = False
             now.restore()
         raise _in_numbers(again, "The batch was run again, and ran out of memory again", self._numbers(device))
+
+    def _forward_again(self, model: nn.Module, step: _Step, failure: torch.OutOfMemoryError) -> None:
+        with _in_other_words(failure), step.moment.repeated(), torch.enable_grad(), self._beside.ran() as check:
+            model(*step.args, **step.kwargs)
+            check()
+        self._beside.show_after(step.taken)
+
+    def _refuse_changes(self, step: _Step) -> None:
+        """The failed pass and its repetition have left what is beside the model as the forward had left it."""
+        try:
+            self._beside.refuse_changes(step.taken)
+        except NotComparable as error:
+            raise _NotRepeatable(f"{error}, by the backward itself") from None
+
+
+def _refuse_other_values(step: _Step, outputs: list[Any]) -> None:
+    """What the forward gave must be what it gave the first time, to the last bit."""
+    for place, before in step.values.items():
+        if not _is_same(before, outputs[place].detach().to("cpu")):
+            raise _NotRepeatable("the forward gave other values when it was run again with the same inputs")
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Bit for bit, so that NaN is NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    return torch.equal(*bits)
 
 
 def _refuse_hooks(model: nn.Module, step: _Step) -> None:
@@ -493,6 +542,27 @@ def _walk(starts: list[Any], step: _Step) -> tuple[list[tuple[Any, list[int]]], 
 
 
 @contextlib.contextmanager
+def _in_other_words(failure: torch.OutOfMemoryError) -> Iterator[None]:
+    """What else fails in a repetition is not the user's to see: the step ran out of memory."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, _NotRepeatable):
+        raise
+    except NotComparable as error:
+        raise _NotRepeatable(str(error)) from None
+    except Exception as error:
+        said = f"{type(error).__name__}: {shortened(str(error))}"
+        raise _NotRepeatable(f"run again, it failed with {said}") from None
+
+
+def _unless_in_words(error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+    """The error without its frames, which hold activations; one that says all is raised as it is."""
+    if getattr(error, "_is_in_words", False):
+        raise error
+    return error.with_traceback(None)
+
+
+@contextlib.contextmanager
 def _in_words(failure: torch.OutOfMemoryError, where: str) -> Iterator[None]:
     """What cannot be repeated is the error that it was, with the reason."""
     try:
@@ -556,8 +626,13 @@ class _Arrived:
         if step is None or gradient is None:  # of an output beside it, of the same node, that the loss does not use
             return
         step.is_reached = True
-        if gradient.layout is torch.strided and gradient.nbytes <= _LARGEST_GRADIENT_BYTES:
-            copy = torch.empty(
-                gradient.shape, dtype=gradient.dtype, device="cpu", pin_memory=gradient.device.type != "cpu"
-            )
-            step.gradients[self._place] = copy.copy_(gradient.detach(), non_blocking=True)
+        if (copy := _on_host(gradient)) is not None:
+            step.gradients[self._place] = copy
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy that is on its way to the host, in the order of the device's work; None if it would be large."""
+    if tensor.layout is not torch.strided or tensor.nbytes > _LARGEST_GRADIENT_BYTES:
+        return None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
+    return copy.copy_(tensor.detach(), non_blocking=True)

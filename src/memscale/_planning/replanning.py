@@ -32,10 +32,11 @@ from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan, plan_cache
 from memscale._planning.demand import Demand, read_demand
+from memscale._planning.held_gradients import GradientWatch, Stay, counted_for, held_bytes
 from memscale._planning.job import Job, device_of
 from memscale._planning.loop_watch import Found, LoopWatch
 from memscale._planning.observed_steps import ObservedSteps
-from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.optimizer_trials import KnownTrials, OptimizerCosts
 from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._planning.planner import Planner
 from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
@@ -50,7 +51,6 @@ from memscale._profile.ranks import ALONE, Group, Ranks, find_group, refuse_flat
 from memscale._progress import stage
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, is_redirected, refuse_compiler
-from memscale._torch.released_gradients import held_gradient
 from memscale._units import show_bytes
 from memscale.report import console
 
@@ -81,13 +81,17 @@ class _Known:
     plan: Plan
     plain: StepTrace | None = None
     """The step without techniques, where it was rehearsed."""
+    stay: Stay = "none"
+    """How long it counts gradients of earlier batches."""
+    is_bound: bool = False
+    """The plan's numbers are no less than what it takes, and may be more."""
 
 
 class Replanner(OwnHook):
     """A forward pre-hook: plans at the first training forward, and again when a forward comes that no plan covers (a
-    larger dimension, other trained parameters, another device), or one that is added to gradients which are there
-    already and for which the plan leaves no room. A model that cannot be rehearsed is observed in its first steps, and
-    so is one of which a step took more than its plan had promised."""
+    larger dimension, other trained parameters, another device), or one that begins with gradients which the plan does
+    not count and for which it leaves no room. A model that cannot be rehearsed is observed in its first steps, and so
+    is one of which a step took more than its plan had promised."""
 
     def __init__(
         self, executor: Executor, job: Job, reporter: Report | None = None, replica: nn.Module | None = None
@@ -102,6 +106,7 @@ class Replanner(OwnHook):
         self.config, self.hardware, self._trained_by = job.config, job.hardware, TrainedBy(job.optimizer)
         self.replacement, self.holds_gradients = job.replacement, job.holds_gradients
         self.reporter = reporter
+        self._trials = KnownTrials()
         self._known: list[_Known] = []
         """What was planned for; none of these demands covers another."""
         self._observed: ObservedSteps | None = None
@@ -125,9 +130,9 @@ class Replanner(OwnHook):
         self._is_planning = self._has_warned = False
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
-        self._is_tight = False
-        """All gradients beside the planned peak would exceed the budget; or nothing is done, and a plan that counts
-        them costs no more than the numbers that the card's allocator is promised to hold."""
+        self._gradients = GradientWatch("backward" if job.holds_gradients else "none")
+        self._ignores_held = False
+        """No plan that counts gradients of earlier batches fits."""
         executor.on_detach(self._stop_observing)
         executor.on_detach(self._watch.stop)
         executor.on_detach(self._loop_watch.stop)
@@ -144,6 +149,7 @@ class Replanner(OwnHook):
         self._excess = self._watch.end() or self._excess
         if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
+        self._gradients.look(model, has_stepped=self._loop_watch.has_stepped)
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
         inputs = Inputs(args, kwargs)
@@ -155,7 +161,7 @@ class Replanner(OwnHook):
             self._prepare(model, inputs)
         plan = self.executor.plan
         if plan is not None and not plan.provisional and self._observed is None:
-            self._watch.begin(plan, inputs, self._device(model))
+            self._watch.begin(plan, inputs, self._device(model), counts_held=self._holds)
             if not self._needs_observation:
                 self._loop_watch.begin()
 
@@ -184,8 +190,8 @@ class Replanner(OwnHook):
         known = self._loosened(model, inputs, known)
         if known.plan is not self.executor.plan:
             self._put_in_force(known.plan, inputs)
-        elif self._is_tight and _held_bytes(model):
-            self._plan_for_held(model, inputs)
+        if known.stay != self._gradients.stay and not (self._ignores_held or self.ranks.keeps_gradients):
+            self._count_held(model, inputs, known, is_largest=known.demand.inputs == demand.inputs)
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
         return read_demand(model, inputs, self._device(model), self._deciding, self.ranks)
@@ -206,7 +212,9 @@ class Replanner(OwnHook):
                 raise
             found = largest_that_fits(samples, lambda sample: self._fits(model, sample))
             fitting = "none fits" if found is None else f"the largest that fits is {shape_text(found)}"
-            raise DoesNotFitError(f"With {shape_text(samples[0])}: {error} Of the batches given, {fitting}.") from error
+            misfit = DoesNotFitError(f"With {shape_text(samples[0])}: {error} Of the batches given, {fitting}.")
+            misfit.batch_size = error.batch_size
+            raise misfit from error
         if self._observed is not None:
             return  # what fake tensors cannot show is seen as the batches come
         for sample in samples[1:]:
@@ -228,7 +236,7 @@ class Replanner(OwnHook):
         plan = known.plan
         is_settled = plan.rehearsed and not plan.provisional and plan.allocator is None
         goes_low = self.config.force_optimize  # as low as the mode allows, with every batch
-        if not is_settled or goes_low or self._deciding or self.holds_gradients:
+        if not is_settled or goes_low or self._deciding:
             return known
         if plan.predicted_slowdown < _WORTH_LOOSENING:
             return known
@@ -244,7 +252,8 @@ class Replanner(OwnHook):
         self._is_planning = True
         try:
             with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__} for a shape"):
-                planner = Planner(self._job(model), largest)
+                job = self._job(model)
+                planner = Planner(job, largest, OptimizerCosts(job, self._trials))
                 looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
         except StaticProfileError as error:  # a size that the model does not take, though smaller ones do
             logger.debug("no plan for this shape: %s", str(error))
@@ -253,7 +262,7 @@ class Replanner(OwnHook):
             self._is_planning = False
         if looser is None:
             return None
-        new = _Known(self._demand(model, largest), looser, planner.profile.plain)
+        new = _Known(self._demand(model, largest), looser, planner.profile.plain, self._counted)
         self._remember(new)
         logger.info(
             "batches up to %s get a plan of their own, with %d of the %d actions of the plan for larger ones",
@@ -263,21 +272,74 @@ class Replanner(OwnHook):
         )
         return new
 
-    def _plan_for_held(self, model: nn.Module, inputs: Inputs) -> None:
-        """The loop adds up gradients over several batches, or keeps them during forward: the plan is to count them."""
-        self._is_tight, self.holds_gradients = False, True
+    # ---- gradients of earlier batches
+
+    def _count_held(self, model: nn.Module, inputs: Inputs, known: _Known, *, is_largest: bool) -> None:
+        """The loop adds up gradients over several batches, or keeps them during forward: plans are to count them.
+
+        What is done stays as it is where that fits; else it is planned again. `is_largest`: these inputs are as large
+        as those that were planned for.
+        """
+        if not is_largest and known.is_bound:
+            return
+        earlier = self.holds_gradients, self.loop, self._known
+        self._hold_until(self._gradients.stay)
+        counted = self._counting(model, inputs, known, is_largest=is_largest)
+        if counted.plan.fits:
+            logger.info("this loop keeps gradients between batches: the plan's numbers count them from here on")
+            self._promise(counted, known, inputs)
+            return
         logger.info("this loop keeps gradients between batches: planning again, so that the plan counts them")
-        earlier, self._known = self._known, []
+        self._known = []
         try:
             self.plan(model, inputs, inside=True)
         except DoesNotFitError as error:
-            self.holds_gradients, self._known = False, earlier
+            (self.holds_gradients, self.loop, self._known), self._ignores_held = earlier, True
+            self._promise(counted, known, inputs)
             warnings.warn(
-                f"this loop keeps gradients between batches ({show_bytes(_held_bytes(model))}), which the current plan "
-                "does not count, and no plan that counts them fits the budget: the peak may be above the predicted one "
-                f"by that much. {error}",
+                f"this loop keeps gradients between batches ({show_bytes(held_bytes(model))}), for which the current "
+                f"plan has no room, and no plan that counts them fits the budget: the peak will be above it. {error}",
                 stacklevel=2,
             )
+
+    def _promise(self, counted: _Known, known: _Known, inputs: Inputs) -> None:
+        """The plan that is in force, with other numbers."""
+        self._known = [counted if one is known else one for one in self._known]
+        if counted.plan.allocator == known.plan.allocator:
+            self.executor.plan = counted.plan
+        else:
+            self._put_in_force(counted.plan, inputs)
+
+    def _hold_until(self, stay: Stay) -> None:
+        """Plans that are made from here on count gradients of earlier batches so long."""
+        self.holds_gradients = stay != "none"
+        self.loop, self._seen_loop = (
+            dataclasses.replace(loop, clears_late=stay == "forward") for loop in (self.loop, self._seen_loop)
+        )
+
+    def _counting(self, model: nn.Module, inputs: Inputs, known: _Known, *, is_largest: bool) -> _Known:
+        """What was planned for, with gradients of earlier batches in its numbers."""
+        if is_largest and not self._needs_observation and known.plan.rehearsed:
+            plan = self._counted_plan(model, inputs, known.plan)
+            if plan is not None:
+                return _Known(known.demand, plan, known.plain, self._counted)
+        more = 0 if known.stay == "backward" else held_bytes(model)
+        plan = with_more(known.plan, more, is_of_loop=False)
+        needed_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0)
+        plan = dataclasses.replace(plan, fits=needed_bytes <= plan.budget_bytes)
+        return dataclasses.replace(known, plan=plan, is_bound=True)
+
+    def _counted_plan(self, model: nn.Module, inputs: Inputs, plan: Plan) -> Plan | None:
+        self._is_planning = True
+        try:
+            with console.progress(self.config.enable_logging), stage(f"counting what {type(model).__name__} takes"):
+                counted = counted_for(Planner(self._job(model), inputs), plan, self.config)
+        except StaticProfileError as error:
+            logger.debug("gradients of earlier batches are not counted: %s", str(error))
+            return None
+        finally:
+            self._is_planning = False
+        return counted
 
     # ---- what the loop holds
 
@@ -365,7 +427,7 @@ class Replanner(OwnHook):
             if slot is not None and not profiles[-1].deciding_inputs:
                 slot.write(plan)
         demand = self._demand(model, inputs)
-        self._remember(self._widened(_Known(demand, plan, plain)))
+        self._remember(self._widened(_Known(demand, plan, plain, self._counted)))
         self._put_in_force(plan, (begun or inputs) if inside else None)
         self._announce(plan)
 
@@ -385,9 +447,20 @@ class Replanner(OwnHook):
         return self._observed is not None
 
     def _job(self, model: nn.Module) -> Job:
-        holds = self.holds_gradients or self.ranks.keeps_gradients
         config, optimizer = self._travelling(), self._trained_by.find(model)
-        return Job(model, config, self.hardware, optimizer, self.replacement, holds, self.ranks, self.loop)
+        return Job(model, config, self.hardware, optimizer, self.replacement, self._holds, self.ranks, self.loop)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether plans count gradients of earlier batches."""
+        return self.holds_gradients or self.ranks.keeps_gradients
+
+    @property
+    def _counted(self) -> Stay:
+        """How long plans that are made now count them."""
+        if not self._holds:
+            return "none"
+        return "forward" if self.loop.clears_late else "backward"
 
     def _travelling(self) -> Config:
         """What waits in memory that is not pinned goes on to block: to be moved, it would have to fit the device."""
@@ -406,7 +479,8 @@ class Replanner(OwnHook):
         self._is_planning = True
         try:
             with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__}"):
-                return make_plan(self._job(model), inputs, on_profile=on_profile)
+                job = self._job(model)
+                return make_plan(job, inputs, costs=OptimizerCosts(job, self._trials), on_profile=on_profile)
         finally:
             self._is_planning = False
 
@@ -465,7 +539,7 @@ class Replanner(OwnHook):
         if "plan" not in answer:
             return False
         plan = Plan.from_json(answer["plan"])
-        self._remember(_Known(self._demand(model, common), plan))
+        self._remember(_Known(self._demand(model, common), plan, None, self._counted))
         self._put_in_force(plan, begun)
         self._announce(plan)
         return True
@@ -504,10 +578,9 @@ class Replanner(OwnHook):
         self._is_planning = True
         try:
             device, static = torch.device(self.hardware.device_type), self.config.use_static_profiling
-            holds = self.holds_gradients or self.ranks.keeps_gradients
             shards = self.ranks.num_shards
             return open_rehearsal(
-                model, inputs, device, static=static, holds_gradients=holds, num_shards=shards, loop=self.loop
+                model, inputs, device, static=static, holds_gradients=self._holds, num_shards=shards, loop=self.loop
             )[1]
         finally:
             self._is_planning = False
@@ -577,11 +650,6 @@ class Replanner(OwnHook):
                 self.executor.apply(plan)
             else:
                 self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
-        trained = [parameter for parameter in self.executor.model.parameters() if parameter.requires_grad]
-        gradient_bytes = sum(parameter.nbytes for parameter in trained)
-        most_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0) + gradient_bytes
-        is_cheap = not plan.actions and plan.predicted_reserved_bytes is not None
-        self._is_tight = not self.holds_gradients and (most_bytes > plan.budget_bytes or is_cheap)
 
     def _remember(self, new: _Known) -> None:
         """Plans for smaller batches stay if they do less. See NOTE [plans by shape]."""
@@ -640,7 +708,7 @@ class Replanner(OwnHook):
             plan = self._observed_plan(model, steps)
             if plan is not None:
                 for seen in steps.demands:
-                    self._remember(_Known(seen, plan))
+                    self._remember(_Known(seen, plan, None, self._counted))
                 self._put_in_force(plan, inputs)
                 self._announce(plan)
             if was_planned and (plan is None or plan.rehearsed):
@@ -671,12 +739,12 @@ class Replanner(OwnHook):
             self._observed = None
 
     def _costs(self, model: nn.Module) -> OptimizerCosts:
-        return OptimizerCosts(self._job(model))
+        return OptimizerCosts(self._job(model), self._trials)
 
 
-def with_more(plan: Plan, num_bytes: int) -> Plan:
-    """The plan where so much more is on the device all the time."""
-    names = ("loop_bytes", "baseline_peak_bytes", "predicted_peak_bytes", *_OF_ALLOCATOR)
+def with_more(plan: Plan, num_bytes: int, *, is_of_loop: bool = True) -> Plan:
+    """The plan where so much more is on the device all the time. `is_of_loop`: which the loop holds for itself."""
+    names = ("baseline_peak_bytes", "predicted_peak_bytes", *_OF_ALLOCATOR, *(("loop_bytes",) if is_of_loop else ()))
     known = {name: getattr(plan, name) for name in names}
     changed: dict[str, Any] = {name: number + num_bytes for name, number in known.items() if number is not None}
     return dataclasses.replace(plan, **changed)
@@ -687,8 +755,3 @@ def _words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:
         return "holds more on the device than the model and its training need"
     until = "until the next outputs come" if now.into_next else "through backward and the optimizer's step"
     return f"keeps outputs of the model {until}"
-
-
-def _held_bytes(model: nn.Module) -> int:
-    leaves = [parameter for parameter in model.parameters() if parameter.is_leaf]  # others have none
-    return sum(gradient.nbytes for gradient in map(held_gradient, leaves) if gradient is not None)

@@ -159,7 +159,7 @@ def loosened(planner: Planner, plan: Plan, config: Config) -> Plan | None:
     travel = travel_of(plan, config, planner.hardware)
     way, config = planner.by(travel), travel.said_in(config)
     rungs = _rungs(plan.actions)
-    _look_into(way, plan.actions, config)
+    look_into(way, plan.actions, config)
     spare_bytes = budget_bytes(way.hardware, config) - way.first_reserve(config)
     model, profile = way.cost_model(), way.profile
     choice = choice_of(plan.actions, profile)
@@ -180,7 +180,7 @@ def predicted_ms(planner: Planner, plan: Plan, config: Config) -> float:
     """How long a step with the planner's batch is predicted to take under a plan that was made for another."""
     travel = travel_of(plan, config, planner.hardware)
     way, config = planner.by(travel), travel.said_in(config)
-    _look_into(way, plan.actions, config)
+    look_into(way, plan.actions, config)
     return way.cost_model().evaluate(choice_of(plan.actions, way.profile)).step_ms
 
 
@@ -202,7 +202,7 @@ def _group(action: Action) -> str:
     return f"({technique.name})"
 
 
-def _look_into(planner: OneWay, actions: tuple[Action, ...], config: Config) -> None:
+def look_into(planner: OneWay, actions: tuple[Action, ...], config: Config) -> None:
     """Try what the plan does, and nothing else."""
     choice = choice_of(actions, planner.profile)
     treatments = planner.treatments(config)

@@ -47,7 +47,8 @@ class Stage:
         if not self.rehearsal.is_fake or self.rehearsal.holds_gradients or self.rehearsal.sharding is not None:
             return None  # what is held is gathered or held belongs to all blocks
         blocks, loop = self.rehearsal.blocks, self.rehearsal.loop
-        return open_shallow(self._model, self._inputs, self.device_type, blocks, self.plain, loop)
+        caches = self.rehearsal.caches
+        return open_shallow(self._model, self._inputs, self.device_type, blocks, self.plain, loop, caches)
 
     @functools.cached_property
     def tiles(self) -> Tiles:

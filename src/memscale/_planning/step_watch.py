@@ -38,8 +38,8 @@ TOLERATED_BYTES = 8192
 """A step may be above its promise by the larger of the two: rounding is not worth a word."""
 _TOLERATED_SHARE_OF_CARD = 0.1
 _TOLERATED_BYTES_OF_CARD = 64 * 1024 * 1024
-"""On a real card by their sum: plans promise live bytes, and its allocator counts unsplit blocks and the libraries'
-workspaces as well."""
+"""A step on a real card may be above by their sum: plans promise live bytes, and its allocator counts unsplit blocks
+and the libraries' workspaces as well."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,9 @@ class _Window:
     """The peak of the process so far."""
     input_bytes: int
     holds_gradients: bool
-    """Gradients of an earlier batch are there; the plan need not count them."""
+    """Gradients of an earlier batch are there."""
+    counts_held: bool
+    """The plan counts them."""
 
 
 class StepWatch(StepWatcher):
@@ -77,8 +79,8 @@ class StepWatch(StepWatcher):
         self._undo = contextlib.ExitStack()
         self._is_hooked = False
 
-    def begin(self, plan: Plan, inputs: Inputs, device: torch.device) -> None:
-        """A training step begins, which this plan is made for."""
+    def begin(self, plan: Plan, inputs: Inputs, device: torch.device, *, counts_held: bool = False) -> None:
+        """A training step begins, which this plan is made for. `counts_held`: also gradients of earlier batches."""
         model = self._model()
         if model is None or device.type == "cpu":
             return
@@ -95,6 +97,7 @@ class StepWatch(StepWatcher):
             peak_bytes=counted[1],
             input_bytes=bytes_on(inputs.tensors(), device.type),
             holds_gradients=first is not None and held_gradient(first) is not None,
+            counts_held=counts_held,
         )
 
     def end(self) -> Excess | None:
@@ -159,7 +162,7 @@ class StepWatch(StepWatcher):
         state = self._state_before(optimizer)
         ours = bytes_on([*model.parameters(), *model.buffers(), *state], device_type) + window.input_bytes + held
         others_bytes = max(0, window.allocated_bytes - ours)
-        shown_bytes = peak_bytes - others_bytes - held
+        shown_bytes = peak_bytes - others_bytes - (0 if window.counts_held else held)
         if _is_above(shown_bytes, window.plan):
             self._excess = Excess(window.plan, shown_bytes)
 

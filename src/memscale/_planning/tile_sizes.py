@@ -27,7 +27,7 @@ class Tiles:
     head_rows: tuple[int, ...]
     """The smallest and the largest tile worth having."""
     inside: tuple[TileAttention | TileMlp, ...]
-    """In two tiles each."""
+    """Actions that each cut something inside the blocks into two tiles."""
     num_inside: tuple[int, ...]
 
 
@@ -76,7 +76,7 @@ def _whole_names(shallow: ShallowRehearsal | None, module_fqn: str) -> list[str]
 
 
 def _head_rows(num_rows: int, suggested: int) -> tuple[int, ...]:
-    """From tiles that are small but still fast to the largest that are smaller than the batch."""
+    """Sizes of tiles, from small ones that are still fast to the largest that are smaller than the batch."""
     largest = _power_of_two_below(num_rows)
     smallest = min(largest, max(suggested, min(MIN_TILE_ROWS, num_rows // 4), 1))
     return tuple(sorted({smallest, largest}))

@@ -82,9 +82,11 @@ class LoopHolds:
     outputs: tuple[int, ...] = ()
     """Tensors of the model's output, by their place in it, that stay bound while backward and the optimizer run."""
     into_next: bool = False
-    """These stay until the next forward has returned, as in `outputs = model(**batch)`."""
+    """The outputs that stay until the next forward has returned, as in `outputs = model(**batch)`."""
     other_bytes: int = 0
     """What is there all the time: copies of the model, tensors that are kept for later."""
+    clears_late: bool = False
+    """Gradients of earlier batches, where it keeps them, are let go of between forward and backward."""
 
 
 NOTHING_HELD = LoopHolds()
@@ -129,7 +131,7 @@ class StepTrace:
         )
 
     def _levels(self) -> Iterator[tuple[str, str, int, int]]:
-        """For each segment: its place, how far it rises, and how high that is above the start of the step."""
+        """The place of each segment, how far it rises, and how high that is above the start of the step."""
         live = 0
         for segment in self.segments:
             yield segment.phase, segment.module_fqn, segment.peak_bytes, live + segment.peak_bytes
@@ -231,7 +233,7 @@ class GuestCost:
     """What it takes to step streamed parameters on the device, which they visit with their gradients and state."""
 
     step_bytes: int
-    """On the device at the peak of such a step: parameters, gradients, state and temporaries."""
+    """The bytes on the device at the peak of such a step: parameters, gradients, state and temporaries."""
     in_bytes: int
     """What comes in a step."""
     out_bytes: int

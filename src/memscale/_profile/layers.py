@@ -54,8 +54,9 @@ def compiled_parts(model: nn.Module) -> frozenset[str]:
 
 def refuse_compiled_around_blocks(model: nn.Module) -> None:
     """What is done to a block must not be inside compiled code. See NOTE [around compiled code] in overrides.py."""
-    blocks = find_blocks(model)
-    for part in sorted(compiled_parts(model)):
+    parts = compiled_parts(model)
+    blocks = find_blocks(model) if parts else {}
+    for part in sorted(parts):
         inside = [name for name in blocks if name != part and (not part or name.startswith(f"{part}."))]
         if inside:
             what = f"{type(model).__name__}.{part}" if part else f"this {type(model).__name__}"

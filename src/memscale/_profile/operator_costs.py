@@ -55,17 +55,46 @@ class Work:
     """Copies from the host, or from another device."""
     fetched_bytes: int = 0
 
-    def add(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, device_type: str) -> None:
-        """Count an operator, if it is the device's."""
-        facts = _facts_of(func)
-        if facts.is_free:
+    def add(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+        device_type: str,
+        known: private.Remembered | None = None,
+    ) -> None:
+        """Count an operator, if it is the device's. `known`: what is remembered of it."""
+        if _facts_of(func).is_free:
             return
+        if known is None:
+            self._count(func, args, kwargs, result, device_type, fake_repeats.count())
+            return
+        work: Work | None = known.notes.get(device_type)
+        if work is None:
+            work = known.notes[device_type] = Work()
+            work._count(func, args, kwargs, result, device_type, 1)
+        self._add_times(work, fake_repeats.count())
+
+    def _add_times(self, work: Work, times: int) -> None:
+        self.num_launches += times * work.num_launches
+        self.flops += times * work.flops
+        self.half_flops += times * work.half_flops
+        self.matmul_bytes += times * work.matmul_bytes
+        self.other_bytes += times * work.other_bytes
+        self.num_random += times * work.num_random
+        self.num_sends += times * work.num_sends
+        self.sent_bytes += times * work.sent_bytes
+        self.num_fetches += times * work.num_fetches
+        self.fetched_bytes += times * work.fetched_bytes
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, device_type: str, times: int) -> None:
+        facts = _facts_of(func)
         given = tensors_of((*args, *kwargs.values()))
         made = [tensor for tensor in tensors_of((result,)) if not any(tensor is one for one in given)]
         places = {private.device_type_of(tensor) for tensor in (*given, *made)}
         if device_type not in places:
             return
-        times = fake_repeats.count()
         if facts.is_copy and len(places) > 1:
             self._add_crossing(made[0] if made else args[0], device_type, times)
             return
@@ -149,8 +178,9 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
+@private.without_compiler
 class Books(LiveBytes):
-    """Live bytes, and what is computed."""
+    """Live bytes, and what is computed, on fake tensors."""
 
     def __init__(self, device_type: str, rounding_bytes: int) -> None:
         super().__init__(device_type, rounding_bytes, counts_fakes=True)
@@ -158,5 +188,5 @@ class Books(LiveBytes):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().run(func, args, kwargs)
-        self.work.add(func, args, kwargs, result, self.device_type)
+        self.work.add(func, args, kwargs, result, self.device_type, self.known)
         return result

@@ -17,10 +17,9 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from memscale._profile.operator_costs import tensors_of
 from memscale._torch.each_operator import EachOperator
 from memscale._torch.overrides import OwnHook
 
@@ -32,8 +31,9 @@ class Readings:
         self._model = model
         # Modules are compared by id, because a user's module may define its own equality.
         self._running: dict[int, int] = {}
+        self._mode = EachOperator(self._see)
         self._seen: dict[int, set[frozenset[int]]] = {}
-        """By the id of a parameter: the modules that ran when an operator read it."""
+        """The modules that ran when an operator read a parameter, by the id of the parameter."""
 
     def watch(self, undo: contextlib.ExitStack) -> None:
         """Take down what is read, until undone. Who calls `module.forward` does not let the module run."""
@@ -42,18 +42,27 @@ class Readings:
         for module in self._model.modules():
             undo.callback(module.register_forward_pre_hook(_Step(self._running, 1)).remove)
             undo.callback(module.register_forward_hook(_Step(self._running, -1), always_call=True).remove)
-        undo.enter_context(EachOperator(self._see))
+        undo.callback(self._model.register_forward_pre_hook(self._begin).remove)
+        undo.callback(self._model.register_forward_hook(self._end, always_call=True).remove)
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        """The mode is above those that were active before, and gone when backward runs: modes take time."""
+        if self._running[id(model)] == 1:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._running[id(model)]:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._running.get(id(self._model)):
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and id(leaf) in self._seen:
-                    running = frozenset(key for key, count in self._running.items() if count)
-                    self._seen[id(leaf)].add(running)
+        for leaf in tensors_of((*args, *kwargs.values())):
+            if id(leaf) in self._seen:
+                running = frozenset(key for key, count in self._running.items() if count)
+                self._seen[id(leaf)].add(running)
         return func(*args, **kwargs)
 
     def outside(self, module_fqns: Iterable[str]) -> frozenset[str]:
-        """Of these modules, those with a parameter that was read while none of its owners among them ran."""
+        """The modules among these with a parameter that was read while none of its owners among them ran."""
         owners: dict[int, dict[int, str]] = {}
         for module_fqn in module_fqns:
             module = self._model.get_submodule(module_fqn)

@@ -24,13 +24,14 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.read_elsewhere import Readings
-from memscale._profile.segments import SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
+from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
 from memscale._profile.values import (
     LOWEST_DRAW,
     MIDDLE_DRAW,
     SEED,
+    Recollection,
     Values,
     assume_value,
     keep_value,
@@ -39,7 +40,7 @@ from memscale._profile.values import (
 )
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
-from memscale._torch.live_bytes import LiveBytes, rounding_of
+from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of
 from memscale._torch.overrides import plain_attributes
 from memscale._torch.state_beside import Beside
 from memscale._units import round_up
@@ -98,6 +99,13 @@ class Rehearsal:
         self.sharding: Sharding | None = None
         """How ranks that train together share the model out; None: each has all of it."""
 
+    def _recorder(self, traffic: Traffic) -> SegmentRecorder:
+        return SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake, traffic=traffic)
+
+    def recall(self) -> Recall | None:
+        """What spares operators their way, for a recorder that is entered now; None: nothing does."""
+        return None
+
     def books(self) -> LiveBytes:
         """Empty books for this stage's tensors."""
         return LiveBytes(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake)
@@ -124,7 +132,7 @@ class Rehearsal:
         return max(traces, key=lambda trace: trace.peak_bytes)
 
     def _record(self, traffic: Traffic, held: list[torch.Tensor]) -> StepTrace:
-        recorder = SegmentRecorder(self.device_type, self.rounding_bytes, counts_fakes=self.is_fake, traffic=traffic)
+        recorder = self._recorder(traffic)
         with contextlib.ExitStack() as undo:
             undo.callback(self._clear_gradients)
             undo.callback(recorder.remove_tensor_hooks)
@@ -135,6 +143,7 @@ class Rehearsal:
             recorder.see_all(self.inputs.tensors(), "other")
             recorder.see_all(held, "optimizer state")
             recorder.open()
+            recorder.recall = self.recall()
             with recorder:
                 kept = self.pass_through(recorder)
             trace = recorder.close()
@@ -151,6 +160,7 @@ class Rehearsal:
         output = self.model(*self.inputs.args, **self.inputs.kwargs)
         kept, loss = self.kept_of(output), loss_of(output)
         del output
+        self.clear_late()
         recorder.move_to("backward", "", -1)
         with left_autocast(self.device_type):
             loss.backward()
@@ -191,6 +201,7 @@ class Rehearsal:
             books = self.books()
             books.see_all(self._there_anyway())
             before_bytes = books.total_bytes
+            books.recall = self.recall()
             with torch.no_grad(), books:
                 self.model(*self.inputs.args, **kwargs)
         return books.peak_bytes - before_bytes
@@ -201,6 +212,16 @@ class Rehearsal:
             if parameter.requires_grad and name not in self.untrained:
                 parameter.grad = torch.zeros_like(parameter)
                 recorder.see(parameter.grad, "gradients")
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Steps leave their gradients to the next forward, after which they go."""
+        return self.holds_gradients and self.loop.clears_late
+
+    def clear_late(self) -> None:
+        """Take the gradients of earlier batches away after forward, where the loop does."""
+        if self.leaves_gradients:
+            self._clear_gradients()
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
@@ -223,8 +244,14 @@ class FakeRehearsal(Rehearsal):
     is_fake = True
 
     def __init__(
-        self, model: nn.Module, inputs: Inputs, device_type: str, blocks: Collection[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        device_type: str,
+        blocks: Collection[str] | None = None,
+        caches: Caches | None = None,
     ) -> None:
+        """`caches`: those of the model's code, where they are known from another stage of the same model."""
         self.mode = private.fake_tensor_mode()
         # A card that is not in this machine is played by fake CPU tensors and its kernels' savings.
         self.emulates_gpu = not device_exists(device_type)
@@ -234,7 +261,7 @@ class FakeRehearsal(Rehearsal):
             fake_model.train()
         fake_inputs = _fake_inputs(inputs, self.mode, torch.device(on))
         self.values = Values()
-        self._caches = Caches(fake_model)
+        self.caches = caches or Caches(fake_model)
         self._beside = Beside.of_model(fake_model)
         self._is_worst_draw_known = False
         super().__init__(fake_model, fake_inputs, on, rounding_of(device_type), blocks)
@@ -295,6 +322,14 @@ class FakeRehearsal(Rehearsal):
                 raise NotImplementedError("random numbers of Python's or NumPy's generator decide how large a step is")
         self.values.seed, self.num_calls = SEED, num_calls
 
+    def _recorder(self, traffic: Traffic) -> SegmentRecorder:
+        return FakeRecorder(self.device_type, self.rounding_bytes, traffic=traffic)
+
+    def recall(self) -> Recall | None:
+        """Where the stage's own modes are all that is active: others see operators, too."""
+        is_bare = private.active_modes() == [self.mode, self.values]
+        return Recollection(self.mode, self.values) if is_bare else None
+
     @contextlib.contextmanager
     def stage(self) -> Iterator[None]:
         kernels: Any = gpu_kernels() if self.emulates_gpu else cpu_kernels(self.model)
@@ -305,7 +340,7 @@ class FakeRehearsal(Rehearsal):
             self._beside.kept(),
             private.never_while_compiled(),
             private_values(),
-            self._caches.without_fakes(),
+            self.caches.without_fakes(),
             super().stage(),
             host_rng_kept(),
             drawn_by_host(self.values),

@@ -1,6 +1,6 @@
 """A step cut into segments: what each layer's forward and backward hold, allocate, compute and move.
 
-    recorder = SegmentRecorder(device_type, rounding_bytes, counts_fakes=True)
+    recorder = SegmentRecorder(device_type, rounding_bytes, counts_fakes=False)     # or `FakeRecorder`
     recorder.watch(module_fqn, module, undo)        # hooks that tell where the step is
     recorder.open()
     with recorder:                                  # sees every operator
@@ -81,7 +81,7 @@ class SegmentRecorder(LiveBytes):
         result = super().run(func, args, kwargs)
         if func in WIDE_LOSSES and widen(result, args):
             self.see(result)
-        self._work.add(func, args, kwargs, result, self.device_type)
+        self._work.add(func, args, kwargs, result, self.device_type, self.known)
         return result
 
     def open(self) -> None:
@@ -216,6 +216,22 @@ class SegmentRecorder(LiveBytes):
         """An input's gradient is complete. Inputs shared with other layers complete later: then it is not our turn."""
         if self._place == ("backward", module_fqn, call):
             self.move_to("backward", "", 0)
+
+
+@private.without_compiler
+class FakeRecorder(SegmentRecorder):
+    """Live bytes and costs of a step on fake tensors."""
+
+    def __init__(self, device_type: str, rounding_bytes: int, *, traffic: Traffic = no_traffic) -> None:
+        super().__init__(device_type, rounding_bytes, counts_fakes=True, traffic=traffic)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Two of three times it is asked where a tensor is, which is no operator."""
+        if private.is_device_question(func) and private.is_fake(args[0]):
+            return private.device_answer(args[0])
+        return self.run(func, args, kwargs or {})
 
 
 class _Hook(OwnHook):

@@ -25,6 +25,7 @@ from memscale._plan import Action, Reason
 from memscale._profile import NOTHING_HELD, LoopHolds, Phase, Segment, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import fingerprint
+from memscale._profile.leftovers import Caches
 from memscale._profile.rehearsal import Attach, FakeRehearsal, Rehearsal
 
 logger = logging.getLogger("memscale")
@@ -43,7 +44,7 @@ class Cut:
     start: int
     end: int
     num_kept: int = KEPT
-    """At either end."""
+    """How many blocks are kept at either end."""
 
     @property
     def left_out(self) -> range:
@@ -63,7 +64,7 @@ class Cut:
 
     @property
     def stands_in(self) -> str:
-        """Its name."""
+        """The name of the block that stands in for those that are left out."""
         return self.name(self.stand_in)
 
 
@@ -184,10 +185,16 @@ class ShallowRehearsal:
     """A stage with a shorter copy of the model; what is tried there is stretched to the depth of the whole."""
 
     def __init__(
-        self, model: nn.Module, inputs: Inputs, device_type: str, blocks: Collection[str], cuts: list[Cut]
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        device_type: str,
+        blocks: Collection[str],
+        cuts: list[Cut],
+        caches: Caches | None = None,
     ) -> None:
         self.cuts = cuts
-        self.stage = FakeRehearsal(model, inputs, device_type, blocks)
+        self.stage = FakeRehearsal(model, inputs, device_type, blocks, caches)
         for cut in cuts:
             container = self.stage.model.get_submodule(cut.container_fqn)
             children = list(container._modules.values())
@@ -215,13 +222,17 @@ def open_shallow(
     blocks: Collection[str],
     plain: StepTrace,
     loop: LoopHolds = NOTHING_HELD,
+    caches: Caches | None = None,
 ) -> ShallowRehearsal | None:
-    """None where the model has no long runs of equal blocks, or a shorter model does not behave like the whole."""
+    """None where the model has no long runs of equal blocks, or a shorter model does not behave like the whole.
+
+    `caches`: those of the model's code, where they are known from the whole model's stage.
+    """
     cuts = find_cuts(model, blocks)
     if not cuts:
         return None
     try:
-        shallow = ShallowRehearsal(model, inputs, device_type, blocks, cuts)
+        shallow = ShallowRehearsal(model, inputs, device_type, blocks, cuts, caches)
         shallow.stage.loop = loop
         stretched = shallow.stretch(shallow.stage.run())
     except Exception as error:  # a forward that counts its blocks, for one

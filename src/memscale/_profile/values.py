@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +53,7 @@ MAX_INTEGERS = 2**20
 MAX_FLOATS = 2**12
 """Floats too, if they are constants or buffers; what is computed from known numbers may be as large as integers."""
 HIGHEST_DRAW, MIDDLE_DRAW, LOWEST_DRAW = 1.0 - 2.0**-10, 0.5, 2.0**-10
-"""Inside of the interval in every dtype: a probability of 0 or 1 stays certain."""
+"""A number inside of the interval in every dtype: a probability of 0 or 1 stays certain."""
 SEED = 0
 """Draws that decide nothing are the same in every rehearsal."""
 
@@ -172,6 +173,7 @@ def _limit(tensor: torch.Tensor) -> int:
     return MAX_FLOATS if tensor.dtype.is_floating_point or tensor.dtype.is_complex else MAX_INTEGERS
 
 
+@private.without_compiler
 class Values(TorchDispatchMode):
     """Computes values beside shapes, and answers questions about them, above a mode of fake tensors."""
 
@@ -196,6 +198,20 @@ class Values(TorchDispatchMode):
             yield
         finally:
             self._is_off = False
+
+    def leaves_alone(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether nothing is to be done here beside forgetting what is written to; all tensors are fake."""
+        if self._is_off:
+            return True
+        if not _is_plain(func):
+            return False
+        tensors = tensors_of((*args, *kwargs.values()))
+        return any("_memscale_value" not in vars(tensor) for tensor in tensors)
+
+    def note_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The operator ran, and nothing is known of what it has written."""
+        if not self._is_off and func._schema.is_mutable:
+            _forget_written(func, args, kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -286,6 +302,30 @@ class Values(TorchDispatchMode):
             if func in _EMPTY:  # what lies in fresh memory must not decide anything
                 result.zero_()
             return result
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    """Whether an operator does nothing special here, as long as one of its arguments has no value."""
+    return func.namespace == "aten" and not (func in FAKE_KERNELS or func in FROM_SHAPES or func in ASSUMPTIONS)
+
+
+class Recollection:
+    """Knows what operators give on a stage of fake tensors; `values` are computed beside them, if any are."""
+
+    def __init__(self, mode: Any, values: Values | None = None) -> None:
+        self._mode, self._values = mode, values
+
+    def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> private.Remembered | None:
+        known: private.Remembered | None = self._mode.recall(func, args, kwargs)
+        if known is None or self._values is None or self._values.leaves_alone(func, args, kwargs):
+            return known
+        return None
+
+    def again(self, known: private.Remembered, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._values is not None:
+            self._values.note_written(func, args, kwargs)
+        return known.again(self._mode, args)
 
 
 def _real(leaf: Any) -> Any:

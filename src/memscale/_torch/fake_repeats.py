@@ -1,4 +1,4 @@
-"""For how many the piece of work stands that runs now: a rehearsal runs equal pieces once. No torch."""
+"""How many equal pieces of work the one that runs now stands for: a rehearsal runs equal pieces once. No torch."""
 
 from __future__ import annotations
 

@@ -53,6 +53,19 @@ class Log(Protocol):
     def free(self, key: int) -> None: ...
 
 
+class Recall(Protocol):
+    """Knows what operators on fake tensors give, where that is said by shapes alone.
+
+    Answers here, in the mode that is asked first, spare an operator the way through all modes below.
+    """
+
+    def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> private.Remembered | None:
+        """None: the operator has to run."""
+
+    def again(self, known: private.Remembered, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator gives, and all that it does."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Entry:
     num_bytes: int
@@ -71,6 +84,10 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self.rounding_bytes = rounding_bytes
         self.log: Log | None = None
+        self.recall: Recall | None = None
+        """Knows what some operators on fake tensors give; None: every operator runs."""
+        self.known: private.Remembered | None = None
+        """What is remembered of the last operator, if it was not run; else None."""
         self.total_bytes = 0
         self.peak_bytes = 0
         self.by_kind: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -89,13 +106,23 @@ class LiveBytes(TorchDispatchMode):
         a mode into two functions more, so there is only one."""
         if self.opens_kernels and func.namespace == "bitsandbytes" and _is_opened(func, args):
             with self:
-                return private.run_opened(func, "cpu", args, kwargs)
-        result = func(*args, **kwargs)
+                result = private.run_opened(func, "cpu", args, kwargs)
+            self.known = None  # that was of what is inside
+            return result
+        result = self._remembered(func, args, kwargs)
+        if self.known is None:
+            result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self.see(result)
         elif isinstance(result, tuple | list):
             self.see_all(result)
         return result
+
+    def _remembered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator gives, where that is `known`."""
+        recall = self.recall
+        known = self.known = None if recall is None else recall.find(func, args, kwargs)
+        return None if known is None or recall is None else recall.again(known, func, args, kwargs)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is in the books."""
@@ -113,7 +140,7 @@ class LiveBytes(TorchDispatchMode):
             return
         if private.device_type_of(tensor) != self.device_type:
             return
-        if hasattr(tensor, "__tensor_flatten__"):
+        if not self.counts_fakes and hasattr(tensor, "__tensor_flatten__"):
             # A wrapper subclass shows a storage of its nominal size; its bytes are in the tensors that it holds.
             names = tensor.__tensor_flatten__()[0]
             self.see_all([getattr(tensor, name) for name in names], kind)

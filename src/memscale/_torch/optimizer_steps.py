@@ -65,7 +65,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def living_optimizers() -> list[Optimizer]:
-    """All that the process has. Those that nobody has stepped since we look are found by no hook."""
+    """All optimizers of the process. Those that nobody has stepped since we look are found by no hook."""
     # By type, not isinstance: asking a lazy proxy for its __class__ may run user code.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
 

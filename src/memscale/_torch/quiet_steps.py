@@ -18,7 +18,7 @@ from memscale._torch import private
 
 
 class _Gate:
-    """In the place of one hook: passes everything on, but for the steps of threads that are quiet."""
+    """Stands in the place of one hook, and passes everything on but for the steps of threads that are quiet."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook

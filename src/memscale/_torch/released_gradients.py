@@ -24,7 +24,7 @@ _ADDING = frozenset({_aten.add_.Tensor, _aten.add.Tensor})
 
 
 class ReleasedGradient(torch.Tensor):
-    """In the place of a gradient whose parameter was stepped."""
+    """Stands in the place of a gradient whose parameter was stepped."""
 
     parameter: weakref.ref[torch.Tensor]
 

@@ -129,7 +129,7 @@ def clones_of(values: dict[KeyT, Any], shared: frozenset[KeyT]) -> dict[KeyT, An
 
 
 def sharing_keys(values: dict[KeyT, Any]) -> frozenset[KeyT]:
-    """Those whose tensors share memory with another one."""
+    """The keys whose tensors share memory with another one."""
     storages = {key: _storage_of(value) for key, value in values.items() if isinstance(value, torch.Tensor)}
     counts = collections.Counter(storages.values())
     return frozenset(key for key, storage in storages.items() if counts[storage] > 1)

@@ -43,7 +43,7 @@ from memscale._torch.snapshots import ABSENT, is_generator, set_state, state_of
 _MAX_VISITED = 20_000
 _MAX_DEPTH = 8
 """How many steps from the model's code are followed."""
-_MAX_ELEMENTS = 100_000
+MAX_ELEMENTS = 100_000
 """The most elements of a container whose contents are remembered."""
 _MAX_LOOKED_INTO = 1_000
 """The most elements of a container whose elements are looked at themselves."""
@@ -54,12 +54,15 @@ _CONTAINERS = (
 _BUILTIN_KINDS = (collections.OrderedDict, dict, list, set, collections.deque)
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memscale", "simgpu"})
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module()))
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
+CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
 """Bindings to these are taken for definitions, not for state. See NOTE [what was loaded stays]."""
 
 
 class Entry(Protocol):
     """One thing that may change."""
+
+    of: Any
+    """What it belongs to: a container, an object, a class, the namespace of a Python module."""
 
     def take(self) -> Any:
         """What it is now."""
@@ -72,13 +75,13 @@ class Entry(Protocol):
 
 class _Generator:
     def __init__(self, generator: Any) -> None:
-        self._generator = generator
+        self.of = generator
 
     def take(self) -> Any:
-        return state_of(self._generator)
+        return state_of(self.of)
 
     def put(self, before: Any) -> None:
-        set_state(self._generator, before)
+        set_state(self.of, before)
 
     def is_as(self, before: Any) -> bool:
         return _same_state(self.take(), before)
@@ -95,21 +98,21 @@ class _Contents:
     may do more in its own, such as load what it lists."""
 
     def __init__(self, container: Any) -> None:
-        self._container = container
+        self.of = container
         self._kind: Any = next(kind for kind in _BUILTIN_KINDS if isinstance(container, kind))
 
     def __len__(self) -> int:
-        return int(self._kind.__len__(self._container))
+        return int(self._kind.__len__(self.of))
 
     def elements(self) -> list[Any]:
         """The elements, without the keys of a dictionary."""
-        return list(self._kind.values(self._container)) if self._is_dict() else self.take()
+        return list(self._kind.values(self.of)) if self._is_dict() else self.take()
 
     def take(self) -> list[Any]:
-        return list(self._kind.items(self._container) if self._is_dict() else self._kind.__iter__(self._container))
+        return list(self._kind.items(self.of) if self._is_dict() else self._kind.__iter__(self.of))
 
     def put(self, before: Any) -> None:
-        container, kind = self._container, self._kind
+        container, kind = self.of, self._kind
         kind.clear(container)
         if self._is_dict():
             for key, value in before:
@@ -131,53 +134,53 @@ class _Contents:
 
 class _Array:
     def __init__(self, array: Any) -> None:
-        self._array = array
+        self.of = array
 
     def take(self) -> Any:
-        return self._array.copy()
+        return self.of.copy()
 
     def put(self, before: Any) -> None:
-        self._array[...] = before
+        self.of[...] = before
 
     def is_as(self, before: Any) -> bool:
-        return bool(self._array.tobytes() == before.tobytes())
+        return bool(self.of.tobytes() == before.tobytes())
 
 
 class _Buffer:
     """A `bytearray` or an `array.array`."""
 
     def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
+        self.of = buffer
 
     def take(self) -> Any:
-        return self._buffer[:]
+        return self.of[:]
 
     def put(self, before: Any) -> None:
-        self._buffer[:] = before
+        self.of[:] = before
 
     def is_as(self, before: Any) -> bool:
-        return bytes(self._buffer) == bytes(before)
+        return bytes(self.of) == bytes(before)
 
 
 class _Cell:
     """A variable of an enclosing function."""
 
     def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
+        self.of = cell
 
     def take(self) -> Any:
         try:
-            return self._cell.cell_contents
+            return self.of.cell_contents
         except ValueError:
             return ABSENT
 
     def put(self, before: Any) -> None:
-        if isinstance(self.take(), _CODE):
+        if isinstance(self.take(), CODE):
             return
         if before is not ABSENT:
-            self._cell.cell_contents = before
+            self.of.cell_contents = before
         elif self.take() is not ABSENT:
-            del self._cell.cell_contents
+            del self.of.cell_contents
 
     def is_as(self, before: Any) -> bool:
         return self.take() is before
@@ -187,20 +190,20 @@ class _Globals:
     """Names in a Python module that some code mentions, bound or not."""
 
     def __init__(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
-        self._namespace = namespace
-        self._names = [name for name in names if not isinstance(namespace.get(name), _CODE)]
+        self.of = namespace
+        self._names = [name for name in names if not isinstance(namespace.get(name), CODE)]
 
     def take(self) -> Any:
-        return [self._namespace.get(name, ABSENT) for name in self._names]
+        return [self.of.get(name, ABSENT) for name in self._names]
 
     def put(self, before: Any) -> None:
         for name, value in zip(self._names, before, strict=True):
-            if isinstance(self._namespace.get(name), _CODE):
+            if isinstance(self.of.get(name), CODE):
                 continue
             if value is ABSENT:
-                self._namespace.pop(name, None)
+                self.of.pop(name, None)
             else:
-                self._namespace[name] = value
+                self.of[name] = value
 
     def is_as(self, before: Any) -> bool:
         return all(map(operator.is_, self.take(), before))
@@ -210,18 +213,18 @@ class _Attributes:
     """The attributes of a class or an object, those that come and go included."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner = owner
+        self.of = owner
 
     def take(self) -> Any:
-        return {name: value for name, value in vars(self._owner).items() if _is_state(name, value)}
+        return {name: value for name, value in vars(self.of).items() if _is_state(name, value)}
 
     def put(self, before: Any) -> None:
         now = self.take()
         for name in now.keys() - before.keys():
-            _delete(self._owner, name)
+            _delete(self.of, name)
         for name, value in before.items():
-            if now.get(name, ABSENT) is not value and not isinstance(vars(self._owner).get(name), _CODE):
-                _bind(self._owner, name, value)
+            if now.get(name, ABSENT) is not value and not isinstance(vars(self.of).get(name), CODE):
+                _bind(self.of, name, value)
 
     def is_as(self, before: Any) -> bool:
         now = self.take()
@@ -232,7 +235,7 @@ class _Slots:
     """Attributes of an object that its class has slots for."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner = owner
+        self.of = owner
         self._slots = _slots_of(type(owner))
 
     def take(self) -> list[Any]:
@@ -241,19 +244,19 @@ class _Slots:
     def put(self, before: Any) -> None:
         for slot, value in zip(self._slots, before, strict=True):
             now = self._get(slot)
-            if now is value or isinstance(now, _CODE):
+            if now is value or isinstance(now, CODE):
                 continue
             if value is ABSENT:
-                slot.__delete__(self._owner)
+                slot.__delete__(self.of)
             else:
-                slot.__set__(self._owner, value)
+                slot.__set__(self.of, value)
 
     def is_as(self, before: Any) -> bool:
         return all(map(operator.is_, self.take(), before))
 
     def _get(self, slot: Any) -> Any:
         try:
-            return slot.__get__(self._owner)
+            return slot.__get__(self.of)
         except AttributeError:
             return ABSENT
 
@@ -270,7 +273,7 @@ def _is_special(name: str) -> bool:
 
 
 def _is_state(name: str, value: Any) -> bool:
-    return not (_is_special(name) or name in _COMMON_ATTRIBUTES or isinstance(value, _CODE))
+    return not (_is_special(name) or name in _COMMON_ATTRIBUTES or isinstance(value, CODE))
 
 
 def _bind(owner: Any, name: str, value: Any) -> None:
@@ -287,18 +290,28 @@ def _delete(owner: Any, name: str) -> None:
         vars(owner).pop(name)
 
 
+FRESH_STATES = (_Generator, _Array, _Buffer)
+"""Entries whose state is a copy that nobody else holds."""
+
+
 class Beside:
     """All that was found. See the module's docstring."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.entries: list[Entry] = []
+        self.code: set[types.CodeType] = set()
+        """All code that was read."""
+        self.others: list[Any] = []
+        """What was met and not looked into."""
+        self.is_cut = False
+        """There is more, further away."""
         self._lru_caches: list[Any] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []
         """What was seen, so that no other object gets its id while we look."""
         self._waiting: collections.deque[tuple[Any, int]] = collections.deque()
         self._mentioned: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-        self._names = {"forward"}
+        self._names = {"forward", "backward", "setup_context"}
         """Names that some code mentions. A method is looked into when its name is among them."""
         self._methods: dict[str, list[tuple[Any, int]]] = {}
         """The methods that no code has mentioned yet."""
@@ -306,13 +319,15 @@ class Beside:
         while self._waiting and len(self._seen) < _MAX_VISITED:
             self._visit(*self._waiting.popleft())
         self.entries += [_Globals(namespace, names) for namespace, names in self._mentioned.values()]
+        self.is_cut = self.is_cut or bool(self._waiting)
         self._alive, self._mentioned, self._methods = [], {}, {}
         self._waiting.clear()
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Beside:
-        """The state beside everything that a step of this model runs, hooks of all modules included."""
+        """The state beside everything that a step of this model runs, hooks of any module and parameter included."""
         hooks = [hook for _, hooks in private.global_module_hooks() for hook in hooks.values()]
+        hooks += [hook for parameter in model.parameters() for hook in (parameter._backward_hooks or {}).values()]
         return cls([*_roots(model), *hooks])
 
     @classmethod
@@ -340,6 +355,8 @@ class Beside:
     def _wait(self, values: Iterable[Any], depth: int) -> None:
         if depth < _MAX_DEPTH:
             self._waiting.extend((value, depth) for value in values)
+        elif any(not issubclass(type(value), (*_UNINTERESTING, *CODE)) for value in values):
+            self.is_cut = True
 
     def _visit(self, value: Any, depth: int) -> None:
         if id(value) in self._seen or _is_proxy(type(value)) or isinstance(value, _UNINTERESTING):
@@ -355,7 +372,7 @@ class Beside:
         elif _is_small_array(value):
             self.entries.append(_Array(value))
         elif isinstance(value, bytearray | array.array):
-            self.entries += [_Buffer(value)] if len(value) <= _MAX_ELEMENTS else []
+            self.entries += [_Buffer(value)] if len(value) <= MAX_ELEMENTS else []
         elif isinstance(value, tuple | frozenset):
             self._wait(value if len(value) <= _MAX_LOOKED_INTO else (), depth + 1)
         elif (inside := _definitions_in(value)) is not None:
@@ -366,6 +383,8 @@ class Beside:
             self._visit_class(value, depth)
         elif _is_plain_object(value):
             self._visit_object(value, depth)
+        else:
+            self.others.append(value)
 
     def _visit_object(self, value: Any, depth: int) -> None:
         if isinstance(value, _BUILTIN_KINDS):
@@ -375,17 +394,18 @@ class Beside:
             self._wait([each for name, each in vars(value).items() if _is_state(name, each)], depth + 1)
         slots = _Slots(value)
         self.entries.append(slots)
-        self._wait([each for each in slots.take() if not isinstance(each, _CODE)], depth + 1)
+        self._wait([each for each in slots.take() if not isinstance(each, CODE)], depth + 1)
         self._wait(type(value).__mro__, depth + 1)
 
     def _visit_container(self, contents: _Contents, depth: int) -> None:
-        if len(contents) <= _MAX_ELEMENTS:
+        if len(contents) <= MAX_ELEMENTS:
             self.entries.append(contents)
         if len(contents) <= _MAX_LOOKED_INTO:
             self._wait(contents.elements(), depth + 1)
 
     def _visit_class(self, cls: type, depth: int) -> None:
         self.entries.append(_Attributes(cls))
+        self._wait(cls.__mro__[1:], depth + 1)
         for name, value in vars(cls).items():
             if _is_state(name, value) or _is_special(name) or name in self._names:
                 self._wait([value], depth + 1)
@@ -393,8 +413,9 @@ class Beside:
                 self._methods.setdefault(name, []).append((value, depth + 1))
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if not _is_own(function.__globals__.get("__name__")):
+        if not is_own(function.__globals__.get("__name__")):
             return
+        self.code.update(_code_in(function.__code__))
         cells = [_Cell(cell) for cell in function.__closure__ or ()]
         self.entries += cells
         self._wait([cell.take() for cell in cells], depth + 1)
@@ -407,7 +428,7 @@ class Beside:
         self._mention(function.__globals__, names, depth)
         for name in names:
             module = function.__globals__.get(name)
-            if isinstance(module, types.ModuleType) and _is_own(module.__name__):
+            if isinstance(module, types.ModuleType) and is_own(module.__name__):
                 self._mention(vars(module), [each for each in names if each in vars(module)], depth)
 
     def _mention(self, namespace: dict[str, Any], names: Iterable[str], depth: int) -> None:
@@ -470,7 +491,7 @@ def _definitions_in(value: Any) -> list[Any] | None:
 _LruCache = type(functools.lru_cache(lambda: None))
 
 
-def _is_own(module_name: str | None) -> bool:
+def is_own(module_name: str | None) -> bool:
     """Whether this Python module may hold state of a model's code."""
     return module_name is not None and module_name.partition(".")[0] not in _FOREIGN
 
@@ -481,7 +502,7 @@ def _is_proxy(kind: type) -> bool:
 
 
 def _is_own_class(value: Any) -> bool:
-    return isinstance(value, type) and _is_own(value.__module__)
+    return isinstance(value, type) and is_own(value.__module__)
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -491,6 +512,14 @@ def _is_plain_object(value: Any) -> bool:
 def _is_small_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray and value.nbytes <= _MAX_ARRAY_BYTES
+
+
+def _code_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """It, and that of the functions inside of it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _code_in(const)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -73,7 +73,7 @@ class StepMeter:
         self.num_steps = 0
         self.num_samples = 0
         self.seconds = 0.0
-        """In steps and between them, without pauses."""
+        """The seconds in steps and between them, without pauses."""
         self._mark = 0.0
         self._measured_bytes: int | None = None
         self._is_due = False

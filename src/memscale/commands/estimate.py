@@ -30,7 +30,7 @@ class Together:
 
     @property
     def is_alone(self) -> bool:
-        """Then nothing is shared out, and all that holds of a plain model holds."""
+        """Whether one process trains it: then nothing is shared out, and all that holds of a plain model holds."""
         return self.world_size in (None, 1)
 
     def check(self, snapshot: pathlib.Path | None) -> None:

@@ -23,7 +23,7 @@ def run(target: str, interval: float, *, once: bool) -> None:
 
 
 def _show(seen: Iterator[watch.Frame]) -> None:
-    """On a terminal a view that changes, elsewhere frame after frame."""
+    """Show a view that changes on a terminal, and frame after frame elsewhere."""
     if not sys.stdout.isatty():
         for frame in seen:
             print("\n".join([*watch.frame_lines(frame), ""]), flush=True)

@@ -3,8 +3,9 @@
     trainer = memscale.wrap(trainer)
     trainer.train()
 
-The model is planned at the first training step, from the real batch and with the trainer's own optimizer. What the
-trainer does already is recognised: under `gradient_checkpointing` nothing is checkpointed again, under `bf16` or `fp16`
+The model is planned with the trainer's own optimizer: when training begins, for the lengths of the dataset, where they
+are known (trainer_lengths.py), else at the first training step, from the real batch. What the trainer does already is
+recognised: under `gradient_checkpointing` nothing is checkpointed again, under `bf16` or `fp16`
 the trainer's autocast and scaler stay in charge. Peak memory, reduction and samples per second appear in its logs.
 
 With `use_8bit_optimizer`, what the trainer's `create_optimizer` makes is replaced by bitsandbytes' own 8-bit class at
@@ -37,6 +38,7 @@ from memscale._config import Config
 from memscale._errors import DoesNotFitError, MemScaleError, install_command
 from memscale._torch.host_rng import HostRng
 from memscale._torch.step_meter import ForwardMeter, StepMeter
+from memscale.integrations.trainer_lengths import Coming, batches_of
 from memscale.techniques.offload.optimizer.separable import own_way_of
 from memscale.techniques.optimizer8bit.convert import Conversion, NoCounterpart, convert
 
@@ -70,15 +72,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-Attach = Callable[[nn.Module, Config, Optimizer | None, Optimizer | None, bool], Attached]
-"""Wraps a model without planning: the plan is made at its first training forward. Given are the model, the config, the
-optimizer, the one that it replaces, if any, and whether gradients are added up over several batches."""
+Attach = Callable[..., Attached]
+"""Wraps a model without planning: the plan is made at its first training forward, or for the longest `batch=` and its
+`lengths=`. Given are the model, the config, the optimizer, the one that it replaces, if any, and whether gradients are
+added up over several batches."""
 
 
-def wrap_trainer(trainer: Trainer, config: Config, attach: Attach) -> Trainer:
-    """Wrap the trainer's model and stand beside its training. `memscale.detach(trainer)` undoes both."""
+def wrap_trainer(trainer: Trainer, config: Config, attach: Attach, *, reads_lengths: bool = True) -> Trainer:
+    """Wrap the trainer's model and stand beside its training. `memscale.detach(trainer)` undoes both.
+
+    `reads_lengths`: when training begins, plan for the lengths of the trainer's dataset, where they are known.
+    """
     config = _respecting_the_trainer(trainer.args, trainer.model, trainer.accelerator.mixed_precision, config)
-    session = _Session(trainer.args, config, attach)
+    session = _Session(trainer.args, config, attach, reads_lengths=reads_lengths)
     if trainer.model is not None:
         session.attach_to(trainer.model, None)
     session.install(trainer)
@@ -98,11 +104,19 @@ def _respecting_the_trainer(args: TrainingArguments, model: Any, precision: str,
     return config.replace(**changes) if changes else config
 
 
+def _autocast_of(args: TrainingArguments) -> contextlib.AbstractContextManager[Any]:
+    """What the trainer's forwards run under."""
+    if not (args.bf16 or args.fp16):
+        return contextlib.nullcontext()
+    return torch.autocast(args.device.type, torch.bfloat16 if args.bf16 else torch.float16)
+
+
 class _Session:
     """One trainer while it is wrapped, or one training of a trainer that has the callback."""
 
-    def __init__(self, args: TrainingArguments, config: Config, attach: Attach) -> None:
+    def __init__(self, args: TrainingArguments, config: Config, attach: Attach, *, reads_lengths: bool = True) -> None:
         self._args = args
+        self._reads_lengths = reads_lengths
         self._trainer: weakref.ref[Trainer] | None = None
         """None: a callback does not know it."""
         self._attach = attach
@@ -134,7 +148,7 @@ class _Session:
             self._undo.callback(_restore_method, reference, "create_optimizer", creation)
             self._undo.callback(self._give_back_optimizer)
 
-    def attach_to(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def attach_to(self, model: nn.Module, optimizer: Optimizer | None, coming: Coming | None = None) -> None:
         earlier, self.executor = self.executor, None  # it goes without ending the session
         if earlier is not None:
             earlier.detach()  # our own: nobody wrapped the model twice
@@ -142,7 +156,9 @@ class _Session:
         if self.conversion is not None:
             config = config.replace(use_8bit_optimizer=True)  # it is, whether the plan needs it or not
         accumulates = self._args.gradient_accumulation_steps > 1
-        executor = self._attach(model, config, optimizer, self.replaced, accumulates)
+        known = {} if coming is None else coming._asdict()
+        with contextlib.nullcontext() if coming is None else _autocast_of(self._args):
+            executor = self._attach(model, config, optimizer, self.replaced, accumulates, **known)
         executor.on_detach(self._on_detach, executor)
         told = model.register_forward_pre_hook(ForwardMeter(self.meter, self._baseline_bytes), with_kwargs=True)
         executor.on_detach(told.remove)
@@ -182,12 +198,18 @@ class _Session:
         elif getattr(trainer.optimizer, "optimizer", None) is conversion.optimizer:
             trainer.optimizer.optimizer = replaced  # accelerate's is around it
 
-    def begin(self, model: nn.Module, optimizer: Any) -> None:
+    def begin(self, model: nn.Module, optimizer: Any, loader: Any) -> None:
         """Training begins: the trainer has its optimizer now, and perhaps another model (`model_init`)."""
         inner = getattr(optimizer, "optimizer", optimizer)  # under accelerate's
         inner = inner if isinstance(inner, Optimizer) else None
-        if self.executor is None or inner is not self.optimizer or model is not self._wrapped_model():
-            self.attach_to(model, inner)
+        coming: Coming | None = None
+        if self._reads_lengths:
+            trainer = self._trainer() if self._trainer is not None else None
+            counts_items = getattr(trainer, "model_accepts_loss_kwargs", None)
+            coming = batches_of(loader, self._args, model, counts_items=counts_items)
+        is_other = inner is not self.optimizer or model is not self._wrapped_model()
+        if coming is not None or self.executor is None or is_other:
+            self.attach_to(model, inner, coming)
         self._load_state()
         if inner is not None and (own_way := own_way_of(inner)):
             logger.info("the Trainer's %s is left alone: %s", type(inner).__name__, own_way)
@@ -246,7 +268,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         self.session = session
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.session.begin(kwargs["model"], kwargs.get("optimizer"))
+        self.session.begin(kwargs["model"], kwargs.get("optimizer"), kwargs.get("train_dataloader"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.session.meter.step_ends()
@@ -311,7 +333,7 @@ class MemScaleCallback(_Callback):
             self.session.report_to = str(self.memscale_report)
         if state.global_step:
             self.session.resume_from = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        self.session.begin(model, optimizer)
+        self.session.begin(model, optimizer, kwargs.get("train_dataloader"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)

@@ -106,7 +106,7 @@ def find_endpoint(target: str) -> str:
 
 
 def _ports_of(pid: int) -> list[int]:
-    """On which a process listens, its children's included."""
+    """The ports on which a process listens, its children's included."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]

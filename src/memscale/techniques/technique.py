@@ -101,17 +101,17 @@ class PlannedStep:
     """How the optimizer steps under a plan, as far as that differs from how it steps by itself."""
 
     moves: bool = False
-    """Its state waits on the next tier."""
+    """Whether optimizer state waits on the next tier."""
     resident_share: float = 0.0
     """The share of what could wait there that stays on the device."""
     packs: bool = False
-    """Its state waits in 8 bits."""
+    """Whether optimizer state waits in 8 bits."""
     in_buckets: bool = False
     """A few parameters are stepped at a time."""
     streams: bool = False
     """Some of its parameters are not on the device."""
     guests: bool = False
-    """Those visit the device to be stepped."""
+    """Whether streamed parameters visit the device to be stepped."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Technique:
     traits: Callable[[Any], Mapping[str, Any]] | None = None
     """The fields of `Treatment` that its action on a block sets."""
     recomputes: bool = False
-    """Its blocks are computed again in backward."""
+    """Whether its blocks are computed again in backward."""
     option: RunOption | None = None
     state: StateRule | None = None
     step: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
@@ -187,7 +187,7 @@ class Technique:
     place: int
     """The order of attaching: what is inside a block comes before what recomputes or moves the block as a whole."""
     places_model: bool = False
-    """It puts the model where it computes."""
+    """Whether it puts the model where it computes."""
 
     words: Callable[[Any], str]
     """What one action does: "checkpoint"."""

@@ -41,3 +41,31 @@ def test_compiled_code_runs_as_written_where_nobody_compiles() -> None:
     function(torch.ones(1))
     assert len(graphs) == 1
     torch.compiler.reset()
+
+
+def test_what_is_never_compiled_runs_as_written() -> None:
+    graphs: list[Any] = []
+    calls: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @private.never_compiled
+    def written(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    function = torch.compile(lambda x: written(x + 1) * 2, backend=backend)
+    for _ in range(2):
+        function(torch.ones(1))
+    assert calls == [False, False]
+    assert len(graphs) == 2, "one before the break, and one after it"
+    torch.compiler.reset()
+
+
+def test_a_module_compiled_in_place_keeps_its_call_under_this_name() -> None:
+    module = nn.Linear(2, 2)
+    assert getattr(module, private.COMPILED_CALL) is None
+    module.compile(backend="eager")
+    assert callable(vars(module)[private.COMPILED_CALL])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._torch import private
+from tests.modes import Counting
 
 
 def test_flop_formulas() -> None:
@@ -18,18 +19,8 @@ def test_flop_formulas() -> None:
     assert private.flop_formula(torch.ops.aten.relu.default) is None
 
 
-class _Counts(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_an_outermost_mode_lets_others_come_and_go() -> None:
-    ours, first, second = _Counts(), _Counts(), _Counts()
+    ours, first, second = Counting(), Counting(), Counting()
     with first:
         assert private.can_take_outermost_mode()
         private.insert_outermost_mode(ours)
@@ -47,3 +38,63 @@ def test_an_outermost_mode_lets_others_come_and_go() -> None:
 def test_fake_tensor_modes_have_a_fixed_place() -> None:
     with private.fake_tensor_mode():
         assert not private.can_take_outermost_mode()
+
+
+def test_operators_run_without_any_mode_inside() -> None:
+    ours = Counting()
+    with private.fake_tensor_mode(), ours:
+        with private.real_tensors():
+            assert not private.is_fake(torch.ones(1))
+        assert ours.count == 0
+        assert private.is_fake(torch.ones(1))
+
+
+def test_composite_operators_are_told_from_those_with_kernels() -> None:
+    assert private.is_composite(torch.ops.aten.linear.default)
+    assert not private.is_composite(torch.ops.aten.mm.default)
+    assert private.has_own_kernel("aten::mm", "cpu")
+    assert not private.has_own_kernel("aten::linear", "cpu")
+
+
+def test_an_opened_kernel_shows_the_operators_that_it_is_written_in() -> None:
+    ours = Counting()
+    matrix = torch.rand(3, 4)
+    with ours:
+        inside = private.run_opened(torch.ops.aten.addmm.default, "cpu", (torch.ones(2), matrix, matrix.t()[:, :2]), {})
+    assert torch.equal(inside, torch.addmm(torch.ones(2), matrix, matrix.t()[:, :2]))
+
+
+def test_subclasses_are_called_as_plain_tensors_are() -> None:
+    seen: list[str] = []
+
+    class Told(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    told = torch.ones(2).as_subclass(Told)
+    seen.clear()
+    with private.without_torch_function():
+        torch.exp(told)
+    assert not seen
+    torch.exp(told)
+    assert seen == ["exp"]
+
+
+def test_tracing_transforms_and_forward_mode_are_seen() -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((private.is_tracing(), private.inside_functional_transform(), private.in_forward_mode()))
+        return (x * 2).sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.ones(2))
+    assert seen == [(False, False, False), (False, True, False), (False, False, True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer releases say that tracing is old
+        torch.jit.trace(look, torch.ones(2), check_trace=False)
+    assert seen[3] == (True, False, False)

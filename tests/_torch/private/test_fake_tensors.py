@@ -66,3 +66,8 @@ def test_errors_that_ask_for_values_are_told_from_errors_about_inputs() -> None:
             except Exception as error:
                 errors.append(error)
     assert [private.asks_for_values(error) for error in errors] == [True, True, False, False]
+
+
+def test_a_fake_tensor_knows_its_mode() -> None:
+    with private.fake_tensor_mode() as mode:
+        assert private.fake_mode_of(torch.empty(2)) is mode

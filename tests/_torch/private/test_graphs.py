@@ -38,3 +38,55 @@ def test_backward_passes_can_be_watched():
     assert torch.equal(gradient, torch.full((2,), 2.0))
     assert torch.equal(x.grad, torch.full((2,), 3.0))
     assert torch.autograd.Variable._execution_engine is engine
+
+
+class _Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def test_nodes_of_operators_are_told_from_custom_ones() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert private.is_own_node((x * 2).grad_fn)
+    assert not private.is_own_node(_Custom.apply(x).grad_fn)
+
+
+def test_what_is_left_on_a_node_stays_there() -> None:
+    y = torch.ones(2, requires_grad=True) * 2
+    assert private.mark_of(y.grad_fn, "ours") is None
+    private.mark_node(y.grad_fn, "ours", 7)
+    assert private.mark_of(y.grad_fn, "ours") == 7
+
+
+def test_a_node_can_be_run_before_those_that_were_made_later() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    early, late = x * 2, x * 3
+    early.register_hook(lambda gradient: order.append("early"))
+    late.register_hook(lambda gradient: order.append("late"))
+    loss = (early + late).sum()
+    loss.backward(retain_graph=True)
+    private.run_first(early.grad_fn)
+    loss.backward()
+    assert order == ["late", "early", "early", "late"]
+
+
+def test_a_backward_pass_says_whether_its_graph_is_kept_and_when_it_ends() -> None:
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def look(gradient: torch.Tensor) -> None:
+        seen.append(private.keeps_graph())
+        private.at_end_of_backward(lambda: seen.append("end"))
+
+    y.register_hook(look)
+    x.register_hook(lambda gradient: seen.append("last"))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [True, "last", "end", False, "last", "end"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -26,3 +27,12 @@ def test_hooks_of_every_optimizer_are_seen() -> None:
     ]
     for handle in handles:
         handle.remove()
+
+
+def test_hooks_of_one_optimizer_are_in_order() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    steps = [optimizer.register_step_pre_hook(lambda *args: None) for _ in range(2)]
+    assert list(private.step_pre_hooks(optimizer)) == [handle.id for handle in steps]
+    first, last = (optimizer.register_load_state_dict_pre_hook(lambda *args: None) for _ in range(2))
+    assert not private.is_last_load_hook(optimizer, first.id)
+    assert private.is_last_load_hook(optimizer, last.id)

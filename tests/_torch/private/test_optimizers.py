@@ -44,3 +44,16 @@ def test_what_pytorch_chooses_for_parameters_on_the_host() -> None:
     assert not private.is_foreach_by_default([nn.Parameter(torch.ones(2))], differentiable=False)
     assert private.is_foreach_by_default([], differentiable=False)
     assert not private.is_foreach_by_default([], differentiable=True)
+
+
+def test_loaded_state_is_cast_as_the_optimizer_casts_it() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight])
+    groups, loaded = optimizer.state_dict()["param_groups"], torch.ones(2)
+    assert private.cast_optimizer_value(optimizer, weight, loaded, 0, groups, "exp_avg").dtype == torch.float64
+    assert private.cast_optimizer_value(optimizer, weight, loaded, 0, groups, "step").dtype == torch.float32
+
+
+def test_a_scaler_copies_its_scale_with_this_class() -> None:
+    replicator = private.scale_replicator()(torch.tensor(2.0))
+    assert replicator.get(torch.device("cpu")) == 2.0

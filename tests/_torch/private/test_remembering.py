@@ -41,6 +41,20 @@ def _shown(result: Any, given: tuple[torch.Tensor, ...]) -> Any:
         lambda x, y: torch.zeros_like(x.t()),
         lambda x, y: x.new_empty(0),
         lambda x, y: torch.conj(x.to(torch.complex64)),
+        lambda x, y: torch._foreach_sqrt([x, y.t()]),
+        lambda x, y: torch._foreach_add([x, y], 1.0),
+        lambda x, y: (torch._foreach_add_([x, y], 1.0), x)[1],
+        lambda x, y: torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *[x.expand(1, 2, 4, 6)] * 4,
+            None,
+            x.expand(1, 2, 4, 6),
+            x.new_empty(1, 2, 4),
+            x.new_empty(()).long(),
+            x.new_empty(()).long(),
+            0.0,
+            [True, True, True, False],
+        )[:3],
+        lambda x, y: torch.tensor(2.5),
     ],
 )
 def test_what_is_remembered_of_operators_is_what_pytorch_says(operator: Callable[..., Any]) -> None:
@@ -64,6 +78,14 @@ def test_another_dtype_device_or_layout_is_not_taken_for_what_is_remembered() ->
                     assert result.stride() == tensor.stride()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse])
+def test_sparse_results_are_not_remembered(make: Callable[..., Any]) -> None:
+    with private.fake_tensor_mode():
+        for _ in range(2):
+            assert make(torch.empty(4, 6)).layout is not torch.strided
+
+
 def test_a_default_dtype_counts_for_what_is_remembered() -> None:
     with private.fake_tensor_mode():
         numbers = torch.ones(3, dtype=torch.long)
@@ -73,3 +95,34 @@ def test_a_default_dtype_counts_for_what_is_remembered() -> None:
             assert (numbers / 2).dtype == torch.float64
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+def test_a_tensor_that_is_made_again_is_as_pytorch_makes_it() -> None:
+    with private.fake_tensor_mode():
+        x = torch.empty(3, 5)
+        made = [x * 2 for _ in range(3)]
+    first, *again = made
+    for second in again:
+        assert type(first) is type(second) is private.fake_tensor_class()
+        assert vars(first) == vars(second)
+        assert (first.requires_grad, first.is_leaf, first._version) == (second.requires_grad, second.is_leaf, 0)
+
+
+def test_a_number_can_be_asked_for_until_it_is_written_to() -> None:
+    with private.fake_tensor_mode():
+        number = torch.tensor(2.5)
+        assert number.item() == 2.5
+        assert (number + 1).item() == 3.5
+        number.add_(torch.empty(()))
+        with pytest.raises(private.data_dependent_errors()):
+            number.item()
+
+
+def test_a_tensor_over_a_storage_shares_it() -> None:
+    with private.fake_tensor_mode():
+        whole = torch.empty(12)
+        part = private.tensor_over(whole.untyped_storage(), torch.float32, whole.device, 4, (2, 3), (3, 1))
+        assert private.storage_key(part.untyped_storage()) == private.storage_key(whole.untyped_storage())
+        assert (tuple(part.shape), part.stride(), part.storage_offset()) == ((2, 3), (3, 1), 4)
+        assert part.device == whole.device
+        assert not part._is_view()

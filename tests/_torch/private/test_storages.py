@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from memscale._torch import private
@@ -34,3 +36,27 @@ def test_a_storage_says_how_many_hold_it() -> None:
     assert private.num_holders(tensor.untyped_storage()) == alone + 1
     del view
     assert private.num_holders(tensor.untyped_storage()) == alone == private.NUM_HOLDERS_IN_DISPATCH
+
+
+def test_a_tensor_over_a_storage_is_no_view() -> None:
+    base = torch.arange(6.0)
+    over = private.tensor_over(base.untyped_storage(), base.dtype, base.device, 2, (2, 2), (2, 1))
+    assert torch.equal(over, base[2:].view(2, 2))
+    assert over._base is None
+    with private.fake_tensor_mode() as mode:
+        fake = torch.empty(6)
+        shown = private.tensor_over(fake.untyped_storage(), fake.dtype, fake.device, 2, (2, 2), (2, 1))
+        assert private.storage_key(shown.untyped_storage()) == private.storage_key(fake.untyped_storage())
+        assert mode.cache_enabled
+
+
+def test_a_wrapper_has_the_shape_of_another_tensor_and_no_memory() -> None:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError
+
+    geometry = torch.empty(4, 6, dtype=torch.float16)[1:, ::2]
+    empty = private.wrapper_tensor(Empty, geometry, geometry.device)
+    assert (empty.shape, empty.stride(), empty.dtype) == (geometry.shape, geometry.stride(), geometry.dtype)
+    assert empty.untyped_storage().nbytes() == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
 import torch
 
 from memscale._torch import private
@@ -18,3 +21,14 @@ def test_version_counters_are_shared_by_views_and_not_by_unsafe_chunks_or_data()
     ):
         assert private.share_version_counter(one, other) is is_shared
         assert one._version == other._version == 0
+
+
+@pytest.mark.parametrize("is_faked", [False, True])
+def test_a_witness_shares_the_counter_and_no_memory(is_faked: bool) -> None:
+    with private.fake_tensor_mode() if is_faked else contextlib.nullcontext():
+        tensor = torch.zeros(4, requires_grad=True) * 1
+        detached, witness = private.detach_with_version(tensor), private.version_witness(tensor)
+        assert not detached.requires_grad
+        assert witness.numel() == 0
+        tensor.add_(1)
+        assert tensor._version == detached._version == witness._version == 1

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,6 +24,16 @@ from tests.parity import equal, seed
 
 DEVICE = torch.device("simgpu", 0)
 WIDTH, VOCABULARY = 32, 64
+MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+class Boom(Exception):
+    """What `explode` raises."""
+
+
+def explode(*_: Any) -> None:
+    """A hook that fails."""
+    raise Boom
 
 
 class Block(nn.Module):

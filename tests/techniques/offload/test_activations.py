@@ -37,8 +37,10 @@ from tests.models import SUITE, Case
 from tests.parity import seed
 from tests.techniques.offload.runs import (
     DEVICE,
+    Boom,
     Gpt,
     backward,
+    explode,
     gradients,
     let_autograd_finish,
     on,
@@ -574,14 +576,6 @@ def test_every_wait_is_needed(why: str | None, far_apart: bool, monkeypatch: pyt
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
-class Boom(Exception):
-    pass
-
-
-def _explode(*_: Any) -> None:
-    raise Boom
-
-
 @pytest.mark.parametrize("way", WAYS[:3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_leaves_nothing(where: str, way: str, tmp_path: pathlib.Path):
@@ -591,9 +585,9 @@ def test_an_exception_leaves_nothing(where: str, way: str, tmp_path: pathlib.Pat
     with offloaded(model, way, tmp_path):
         before = settle()
         if where == "forward":
-            handle = model.blocks[2].up.register_forward_hook(_explode)
+            handle = model.blocks[2].up.register_forward_hook(explode)
         else:
-            handle = model.blocks[1].up.register_full_backward_hook(_explode)
+            handle = model.blocks[1].up.register_full_backward_hook(explode)
         with pytest.raises(Boom):
             backward(model)
         handle.remove()

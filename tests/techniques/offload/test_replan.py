@@ -36,6 +36,7 @@ from tests._torch.test_overrides import snapshot
 from tests.parity import plan_of, seed
 from tests.techniques.offload.runs import (
     DEVICE,
+    MODES,
     Gpt,
     backward,
     let_autograd_finish,
@@ -50,7 +51,6 @@ BUCKET_BYTES = 8192
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 CHECKPOINTED = tuple(Checkpoint(fqn) for fqn in BLOCKS)
 STREAMED = tuple(StreamParameters(fqn) for fqn in BLOCKS)
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
 def state_away(why: str = "asked for") -> OffloadOptimizer:

@@ -8,13 +8,16 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as optimizer_internals
 
+import simgpu
 from memscale.techniques.offload.optimizer.adopted_optimizer import BucketSizes
 from memscale.techniques.offload.optimizer.adoption import Adoption, adopt
 from memscale.techniques.offload.optimizer.buckets import Waiting
+from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.techniques.offload.tiers import device_of, on_host, opened, same
 
@@ -205,6 +208,34 @@ def wide_net(num_layers: int = 8, width: int = 128) -> nn.Module:
 def give_gradients(net: nn.Module) -> None:
     for index, p in enumerate(net.parameters()):
         p.grad = torch.full_like(p, 0.01 * (index + 1))
+
+
+def step_peak_bytes(net: nn.Module, optimizer: O.Optimizer) -> int:
+    """How far device memory rises above its start while gradients that are given now are stepped."""
+    give_gradients(net)
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    optimizer.step()
+    return torch.accelerator.max_memory_allocated() - before
+
+
+def is_caught(
+    monkeypatch: pytest.MonkeyPatch, why: str, directory: pathlib.Path, run: Callable[[Transfers], Any]
+) -> bool:
+    """Whether simgpu reports a race, or the result differs, when a run leaves the wait of this name out."""
+    with opened("simgpu host async", directory) as transfers:
+        expected = run(transfers)
+    torch.accelerator.synchronize()
+    assert simgpu.take_reports() == []
+    original = stream_order.order
+    with monkeypatch.context() as patch, opened("simgpu host async", directory) as transfers:
+        patch.setattr(
+            stream_order, "order", lambda who, event, name: None if name == why else original(who, event, name)
+        )
+        result = run(transfers)
+    torch.accelerator.synchronize()
+    return bool(simgpu.take_reports()) or not same(result, expected)
 
 
 class Lion(O.Optimizer):

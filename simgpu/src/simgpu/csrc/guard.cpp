@@ -65,7 +65,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     const int lane = lane_of_stream(stream), device = device_of_lane(lane);
     return stream_at(device, exchange_stream(device, stream_of_lane(lane)));
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return &runtime().lanes[lane_of_stream(stream)]; }
+  // Without `override`: PyTorch 2.10 has no such function.
+  void* getStreamNativeHandle(const c10::Stream stream) const { return &runtime().lanes[lane_of_stream(stream)]; }
 
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock;

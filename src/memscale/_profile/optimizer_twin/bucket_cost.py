@@ -31,7 +31,7 @@ class BucketCost:
     made_bytes: int = 0
     """The most bytes that exist while the state is made."""
     moves: bool = True
-    """Its state waits elsewhere, where buckets do."""
+    """Whether its state waits elsewhere, where buckets do."""
     guest_bytes: int = 0
     """The bytes of its parameters, where these live elsewhere, too: they visit the device with their gradients."""
     num_guests: int = 0

@@ -42,11 +42,11 @@ class BucketTrials:
         return [self._try_bucket(how, bucket) for bucket in self.filled(how)]
 
     def filled(self, how: Stepping) -> Iterator[dict[int, nn.Parameter]]:
-        """Those with parameters that are trained. The others take their room in a bucket, too."""
+        """The buckets with parameters that are trained. The others take their room in a bucket, too."""
         yield from (bucket for _, bucket in self.every(how) if bucket)
 
     def every(self, how: Stepping) -> Iterator[tuple[int, dict[int, nn.Parameter]]]:
-        """The bytes of its parameters, and those that are trained."""
+        """Each bucket: the bytes of its parameters, and those of them that are trained."""
         for indices in how.split([parameter.nbytes for parameter in self._twin.resident]):
             members = [self._twin.resident[index] for index in indices]
             trained = {id(p): self._twin.fakes[id(p)] for p in members if id(p) in self._twin.fakes}

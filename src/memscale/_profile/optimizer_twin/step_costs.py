@@ -27,6 +27,24 @@ class _StepCost:
     """What they read and write."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ways:
+    """How an optimizer may step. None: it does not in that way."""
+
+    resident: Stepping | None = None
+    """How it steps while its state is on the device; None: all parameters at once, as it does by itself."""
+    offloaded: Stepping | None = None
+    """How it steps while its state waits elsewhere."""
+    in_buckets: Stepping | None = None
+    """How it steps in buckets whose state stays where it is."""
+    in_backward: Stepping | None = None
+    """How it steps inside the backward pass."""
+    guests: Stepping | None = None
+    """How streamed parameters visit the device to be stepped there; None: they are stepped on the host."""
+    is_separable: bool = True
+    """Whether it can be stepped in parts."""
+
+
 class StepCosts:
     """A twin's steps at once, in buckets, with its state elsewhere and inside backward."""
 
@@ -34,20 +52,27 @@ class StepCosts:
         self._twin = twin
         self._buckets = BucketTrials(twin, guests)
 
-    def cost(
-        self, resident: Stepping | None, offloaded: Stepping | None, *, is_separable: bool = True
-    ) -> OptimizerCost:
-        """What the step takes where its state is on the device, and, if it may wait elsewhere, where it is not."""
+    def cost(self, ways: Ways) -> OptimizerCost:
+        """What the step takes in each of these ways."""
+        cost = self._resident(ways.resident, is_separable=ways.is_separable)
+        cost = cost if ways.offloaded is None else self._with_offloaded(cost, ways.offloaded)
+        cost = cost if ways.in_buckets is None else self._with_buckets(cost, ways.in_buckets)
+        if ways.in_backward is None:
+            return cost
+        return dataclasses.replace(cost, in_backward=self._in_backward(ways.in_backward))
+
+    def _resident(self, resident: Stepping | None, *, is_separable: bool) -> OptimizerCost:
+        """What the step takes where its state is on the device."""
         parameters = list(self._twin.fakes.values())
         if not parameters and not self._buckets.guests:
-            return OptimizerCost(self._twin.name, 0, 0, 0, None if offloaded is None else 0)
+            return OptimizerCost(self._twin.name, 0, 0, 0)
         split = self._looped() if self._twin.picked and resident is None and not is_separable else None
         if resident is not None:
             step = self._stepped(resident)
         else:
             at_once = split if split is not None and self._twin.split else self._whole(self._twin.again())
             step = self._with_guests(at_once)
-        cost = OptimizerCost(
+        return OptimizerCost(
             self._twin.name,
             step.state_bytes,
             step.step_bytes,
@@ -58,10 +83,11 @@ class StepCosts:
             split_step_bytes=None if split is None else split.step_bytes,
             split_launches=(split or step).num_launches,
         )
-        return cost if offloaded is None else self._with_offloaded(cost, offloaded)
 
     def _with_offloaded(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
         """The cost with what a step takes whose state waits elsewhere."""
+        if not self._twin.fakes and not self._buckets.guests:
+            return dataclasses.replace(cost, offloaded_step_bytes=0)
         buckets = self._buckets.try_all(how)
         pieces = [self._buckets.try_pieces(how, bucket) for bucket in self._buckets.filled(how)]
         every = list(itertools.chain(*pieces))
@@ -93,7 +119,7 @@ class StepCosts:
         turns = [*itertools.chain(*mixed), *self._buckets.guests]
         return StateShare(resident_share, *self._buckets.in_turn(how, turns), staying)
 
-    def with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
+    def _with_buckets(self, cost: OptimizerCost, how: Stepping) -> OptimizerCost:
         """The cost with that of a step in buckets whose state stays, where one at once needs a copy of everything."""
         if not self._twin.fakes or not any(group.get("foreach") for group in self._twin.optimizer.param_groups):
             return cost  # one parameter after the other takes no less in buckets
@@ -105,7 +131,7 @@ class StepCosts:
             num_step_buckets=len(buckets),
         )
 
-    def in_backward(self, how: Stepping) -> BackwardStep:
+    def _in_backward(self, how: Stepping) -> BackwardStep:
         """The cost of stepping in backward, in buckets whose state stays."""
         buckets = self._buckets.try_all(how)
         most_bytes = max((bucket.step_bytes for bucket in buckets), default=0)

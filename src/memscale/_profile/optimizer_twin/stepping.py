@@ -47,7 +47,7 @@ class Stepping(Protocol):
         """Whether parameters that are larger than a bucket travel in stretches."""
 
     def split(self, sizes: list[int]) -> list[list[int]]:
-        """From the sizes of parameters to the indices of those that are stepped together."""
+        """The indices of parameters that are stepped together, given their sizes."""
 
     def stretches(
         self, optimizer: Optimizer, together: Sequence[torch.Tensor]

@@ -15,6 +15,7 @@ from memscale._profile.optimizer_twin.same_optimizer import host_counters, same_
 from memscale._profile.optimizer_twin.stepping import Prepare
 from memscale._profile.rehearsal import device_exists
 from memscale._profile.sharding import share_rows
+from memscale._profile.values import Recollection
 from memscale._torch import private
 from memscale._torch.any_value import AnyValue
 from memscale._torch.live_bytes import rounding_of
@@ -56,24 +57,36 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SteppedModel:
+    """A model, the optimizer that steps it, and the device that this happens on."""
+
+    model: nn.Module
+    optimizer: str | Optimizer
+    """The optimizer, or one of the names in `OPTIMIZERS`."""
+    device_type: str
+    left_out: Collection[int] = ()
+    """The ids of parameters that are streamed."""
+    idle: Collection[int] = ()
+    """The ids of parameters that get no gradient."""
+    prepare: Prepare | None = None
+    """Called before any step."""
+    num_shards: int = 1
+    """The optimizer steps one of so many shares of each parameter."""
+    trials: Trials = dataclasses.field(default_factory=dict)
+    """Steps of the same optimizer on this device that are known; more are added."""
+
+
 class Twin:
     """The same optimizer over fake parameters, choosing its implementation as the real device would."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: str | Optimizer,
-        device_type: str,
-        left_out: Collection[int],
-        idle: Collection[int],
-        prepare: Prepare | None = None,
-        num_shards: int = 1,
-        trials: Trials | None = None,
-    ) -> None:
-        self.left_out = left_out
-        self._num_shards = num_shards
-        self._idle = idle
-        self._prepare = prepare
+    def __init__(self, stepped: SteppedModel) -> None:
+        model, optimizer, device_type = stepped.model, stepped.optimizer, stepped.device_type
+        left_out = self.left_out = stepped.left_out
+        self._num_shards = stepped.num_shards
+        self._idle = stepped.idle
+        self._prepare = stepped.prepare
+        self._trials = stepped.trials
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
         self.device_type = device_type
         self.mode = private.fake_tensor_mode()
@@ -93,7 +106,6 @@ class Twin:
             members = [group["params"] for group in optimizer.param_groups]
             groups = [{**group, "params": self._fake_all(group["params"])} for group in optimizer.param_groups]
             self.optimizer = same_class(optimizer, groups)
-        self._trials = {} if trials is None else trials
         self.members = members
         self.resident = [p for p in each_once(members) if id(p) not in left_out]
         self.picked = self._pick_foreach()
@@ -128,7 +140,7 @@ class Twin:
                 if self._num_shards > 1 and shape:
                     shape = torch.Size((share_rows(parameter, self._num_shards), *shape[1:]))
                 empty = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=self.device)
-            fakes[id(parameter)] = nn.Parameter(empty)
+                fakes[id(parameter)] = nn.Parameter(empty)
         return fakes[id(parameter)]
 
     def again(self, looped: Collection[int] = ()) -> Optimizer:
@@ -161,6 +173,8 @@ class Twin:
             books.see_all([parameters, [parameter.grad for parameter in parameters]])
             before = books.total_bytes
             books.reset_peak()
+            if private.active_modes() == [self.mode]:
+                books.recall = Recollection(self.mode)
             with books, AnyValue():
                 if self._prepare is not None:
                     self._prepare(optimizer, trained)

@@ -15,8 +15,10 @@ from memscale._torch.private.compiling import (
     never_compiled,
     never_while_compiled,
     uncompile_forward,
+    without_compiler,
 )
 from memscale._torch.private.dispatch import (
+    active_modes,
     can_take_outermost_mode,
     flop_formula,
     has_own_kernel,
@@ -72,7 +74,7 @@ from memscale._torch.private.ranks import (
     unsharded_between,
     why_not_rehearsed,
 )
-from memscale._torch.private.remembering import fake_tensor_mode
+from memscale._torch.private.remembering import Remembered, fake_tensor_mode
 from memscale._torch.private.storages import (
     NUM_HOLDERS_IN_DISPATCH,
     num_holders,
@@ -85,7 +87,9 @@ from memscale._torch.private.versions import detach_with_version, share_version_
 __all__ = [
     "COMPILED_CALL",
     "NUM_HOLDERS_IN_DISPATCH",
+    "Remembered",
     "active_ddp",
+    "active_modes",
     "allocator_bytes",
     "asks_for_values",
     "at_end_of_backward",
@@ -149,6 +153,7 @@ __all__ = [
     "unsharded_between",
     "version_witness",
     "why_not_rehearsed",
+    "without_compiler",
     "without_torch_function",
     "wrapper_tensor",
 ]

@@ -10,7 +10,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,20 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     ordinary: Callable[..., Any] = _disable_dynamo(function)
     return ordinary
+
+
+_Mode = TypeVar("_Mode", bound=type)
+
+
+def without_compiler(mode: _Mode) -> _Mode:
+    """A dispatch mode that is active only while nothing is compiled (`never_while_compiled`).
+
+    PyTorch keeps the compiler out of every `__torch_dispatch__` by two functions around it, through which each operator
+    goes; here it goes straight to the mode's own.
+    """
+    dispatch: Any = mode.__torch_dispatch__  # type: ignore[attr-defined]
+    mode.__torch_dispatch__ = inspect.unwrap(dispatch)  # type: ignore[attr-defined]
+    return mode
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -20,6 +20,13 @@ def real_tensors() -> Any:
     return _disable_current_modes()
 
 
+def active_modes() -> list[Any]:
+    """The dispatch modes of this thread, from the first that was entered to the last, which is asked first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
+
+
 def can_take_outermost_mode() -> bool:
     """Whether nobody traces this thread (fake tensors, functionalization, proxies): those modes have fixed places."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

@@ -1,6 +1,6 @@
 """Tensors without memory: what they are, where they say that they lie, and what they cannot answer.
 
-Relies on: `torch._subclasses.fake_tensor` and its errors.
+Relies on: `torch._subclasses.fake_tensor` and its errors, and the place of its mode among the dispatch modes.
 """
 
 from __future__ import annotations
@@ -45,15 +45,28 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, fake_tensor.FakeTensor)
 
 
-def device_type_of(tensor: torch.Tensor) -> str:
-    """The type of its device; asking a fake tensor in the usual way would run an operator."""
+def active_fake_mode() -> Any:
+    """The mode that makes tensors fake now; None: they are real."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Its device; asking a fake tensor in the usual way would run an operator."""
     device: torch.device = tensor.fake_device if is_fake(tensor) else tensor.device  # type: ignore[attr-defined]
-    return device.type
+    return device
+
+
+def device_type_of(tensor: torch.Tensor) -> str:
+    """The type of its device."""
+    return device_of(tensor).type
+
+
+_DEVICE_QUESTION = torch.ops.prim.device.default
 
 
 def is_device_question(func: Any) -> bool:
     """Whether a mode was handed not an operator but somebody's question where a fake tensor lies."""
-    return func is torch.ops.prim.device.default
+    return func is _DEVICE_QUESTION
 
 
 def device_answer(tensor: torch.Tensor) -> torch.device:

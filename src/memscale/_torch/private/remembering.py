@@ -1,12 +1,14 @@
 """A mode for fake tensors that remembers what operators make of shapes.
 
-Relies on: `FakeTensorMode.dispatch`, the constructor of `FakeTensor`, the tags and schemas of operators.
+Relies on: `FakeTensorMode.dispatch`, the constructor of `FakeTensor` and what it puts into the tensor's `__dict__`,
+`Tensor._make_subclass`, the tags and schemas of operators.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +23,8 @@ def fake_tensor_mode() -> Any:
 
 
 _MAX_MADE = 100_000
+_META = torch.device("meta")
+_LIFT = torch.ops.aten.lift_fresh.default
 
 
 class _RememberingMode(fake_tensor.FakeTensorMode):
@@ -29,34 +33,121 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
     PyTorch's mode does so, too, but looking up takes it longer than all else that a rehearsal does with an operator.
     """
 
-    _made: ClassVar[dict[tuple[Any, ...], _Made | tuple[_Made, ...] | None]] = {}
+    _made: ClassVar[dict[tuple[Any, ...], Remembered]] = {}
     """Results by operator and shapes of arguments; all modes share them, since nothing in them belongs to one mode."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        """What a new fake tensor has, by device. PyTorch sets it name by name, which takes longer than all else."""
+        warns = self._allow_unsafe_data_ptr_access
+        self._guard_data: Callable[[torch.Tensor], None] = (
+            torch._C._set_warn_deprecated_on_mutable_data_ptr if warns else torch._C._set_throw_on_mutable_data_ptr
+        )
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # a question for a shape would go through everybody's modes
             key = _key_of(self, func, args, kwargs) if _depends_on_shapes(func) else None
-            if key is not None and key in self._made:
-                return self._make_again(self._made[key], args)
+            known = None if key is None else self._made.get(key)
+            if known is not None:
+                return known.again(self, args)
+            if func is _LIFT and _is_number(args[0]):
+                return self._lift(args[0])
+            if key is not None and _writes_lists(func):
+                self._made[key] = Remembered(None)
+                return None
             result = super().dispatch(func, types, args, kwargs)
             made = NotImplemented if key is None else _describe(args, kwargs, result)
             if made is not NotImplemented and key is not None:
                 if len(self._made) >= _MAX_MADE:
                     self._made.clear()
-                self._made[key] = made
+                self._made[key] = Remembered(made)
             return result
 
-    def _make_again(self, made: _Made | tuple[_Made, ...] | None, args: Any) -> Any:
+    def recall(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Remembered | None:
+        """What is remembered of an operator with such arguments; None: nothing is, or not all of it."""
+        if not _depends_on_shapes(func):
+            return None
+        with torch._C.DisableTorchFunction():
+            key = _key_of(self, func, args, kwargs)
+        return None if key is None else self._made.get(key)
+
+    def _lift(self, number: torch.Tensor) -> Any:
+        """What `torch.tensor(0.0)` gives: the optimizer's counters. PyTorch's own way takes half a millisecond."""
         guard = torch._C._DisableTorchDispatch()
         try:
+            made = self.wrap(torch.empty_strided((), (), dtype=number.dtype, device=_META), number.device)
+            made.constant = number.clone()
+        finally:
+            del guard
+        self.fake_tensor_converter.add_constant_storage_mapping(made)
+        return made
+
+    def over(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        device: torch.device,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> Any:
+        """A tensor over the storage of another fake one, which is no view of it; modes above do not see it made."""
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            return self.wrap(torch.empty(0, dtype=dtype, device=_META).set_(storage, offset, shape, stride), device)
+        finally:
+            del guard
+
+    def wrap(self, hollow: torch.Tensor, device: torch.device) -> Any:
+        """What `FakeTensor(self, hollow, device)` gives, for a tensor on the meta device that needs no gradient."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            made = fake_tensor.FakeTensor(self, hollow, device)
+            self._attributes[device] = {name: value for name, value in vars(made).items() if name != "fake_mode"}
+            return made
+        fake = fake_tensor.FakeTensor
+        made = torch.Tensor._make_subclass(fake, hollow, False, dispatch_device=True, device_for_backend_keys=device)
+        self._guard_data(made)
+        vars(made).update(attributes)
+        made.fake_mode = self
+        return made
+
+
+@dataclasses.dataclass(slots=True)
+class Remembered:
+    """What an operator gives for arguments of some shapes."""
+
+    made: _Made | tuple[_Made | None, ...] | list[_Made | None] | None
+    notes: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    """What others have found out of the same operator with such arguments."""
+
+    def again(self, mode: _RememberingMode, args: Any) -> Any:
+        """The results for these arguments."""
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            made = self.made
             if made is None or isinstance(made, _Made):
-                return None if made is None else made.again(self, args)
-            return tuple(one.again(self, args) for one in made)
+                return None if made is None else made.again(mode, args)
+            return type(made)([None if one is None else one.again(mode, args) for one in made])
         finally:
             del guard
 
 
 _VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a real tensor on the host that holds one number, and has no graph."""
+    is_plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
+    return is_plain and not (value.dim() or value.requires_grad or value.is_conj() or value.is_neg())
+
+
+@functools.cache
+def _writes_lists(func: Any) -> bool:
+    """Whether an operator of many tensors writes to them and gives nothing: on fake ones it does nothing."""
+    return func._schema.name.startswith("aten::_foreach_") and func._schema.is_mutable and not func._schema.returns
 
 
 @functools.cache
@@ -121,32 +212,33 @@ class _Made:
     view_of: int | None = None
     """The argument whose memory it shows."""
 
-    def again(self, mode: Any, args: Any) -> Any:
+    def again(self, mode: _RememberingMode, args: Any) -> Any:
         if self.same_as is not None:
             return args[self.same_as]
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
         if self.view_of is not None:
             made.set_(args[self.view_of].untyped_storage(), self.offset, self.shape, self.stride)
-        return fake_tensor.FakeTensor(mode, made, self.device)
+        return mode.wrap(made, self.device)
 
 
 def _describe(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """What is to be remembered of a result; NotImplemented where it cannot be made again from that."""
     if result is None:
         return None
-    if type(result) is tuple:
-        made = tuple(_describe(args, kwargs, one) for one in result)
-        return made if all(isinstance(one, _Made) for one in made) else NotImplemented
+    if type(result) in (tuple, list):
+        made = [_describe(args, kwargs, one) for one in result]
+        is_flat = all(one is None or isinstance(one, _Made) for one in made)
+        return type(result)(made) if is_flat else NotImplemented
     fake = fake_tensor.FakeTensor
-    if type(result) is not fake:
-        return NotImplemented
+    if type(result) is not fake or result.layout is not torch.strided:
+        return NotImplemented  # what is sparse has no strides
     size, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
     facts = (size, stride, int(offset), result.dtype, result.fake_device)
     same = [index for index, arg in enumerate(args) if arg is result]
     if same:
         return _Made(*facts, same_as=same[0])
     is_plain = result.constant is None and not (result.requires_grad or result.is_conj() or result.is_neg())
-    if not is_plain or result.layout is not torch.strided:
+    if not is_plain:
         return NotImplemented
     key = storage_key(result.untyped_storage())
     shown = [i for i, arg in enumerate(args) if type(arg) is fake and storage_key(arg.untyped_storage()) == key]

@@ -6,11 +6,11 @@ Relies on: the address and the use count of a C++ storage, `Tensor.set_` inside 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from memscale._torch.private.fake_tensors import fake_mode_of, is_fake
+from memscale._torch.private.fake_tensors import active_fake_mode, fake_mode_of, is_fake
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -31,6 +31,21 @@ def wrapper_tensor(cls: type[Any], geometry: torch.Tensor, device: torch.device)
     )
 
 
+@runtime_checkable
+class OverStorages(Protocol):
+    """A mode of fake tensors that makes them over storages of others by itself."""
+
+    def over(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        device: torch.device,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> torch.Tensor: ...
+
+
 def tensor_over(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
@@ -40,11 +55,14 @@ def tensor_over(
     stride: tuple[int, ...],
 ) -> torch.Tensor:
     """A tensor over this storage that is no view of another tensor."""
+    active = active_fake_mode()
+    if isinstance(active, OverStorages) and (device.type == "cpu" or device.index is not None):
+        return active.over(storage, dtype, device, offset, shape, stride)
     tensor = torch.empty(0, dtype=dtype, device=device)
     if not is_fake(tensor):
         return tensor.set_(storage, offset, shape, stride)
-    mode = fake_mode_of(tensor)  # its cache would keep the storage
-    cached, mode.cache_enabled = mode.cache_enabled, False
+    mode = fake_mode_of(tensor)
+    cached, mode.cache_enabled = mode.cache_enabled, False  # its cache would keep the storage
     try:
         return tensor.set_(storage, offset, shape, stride)
     finally:

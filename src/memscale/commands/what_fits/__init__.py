@@ -111,7 +111,7 @@ class Answer:
     num_parameters: int
     fits: bool
     total_bytes: int | None = None
-    """On the card, with its context."""
+    """The bytes on the card, with its context."""
     host_bytes: int | None = None
     step_ms: float | None = None
     slowdown: float | None = None
@@ -164,7 +164,7 @@ def wanted(cards: Iterable[int], families: Iterable[str], kinds: Iterable[Kind] 
 
 
 def is_settled(log: Log, question: Question) -> bool:
-    """It has an answer, or follows: from a smaller model that does not fit, or from a larger one that does."""
+    """Whether it has an answer, or one follows from a smaller model that does not fit or a larger one that does."""
     models = FAMILIES[question.family]
     place = models.index(question.model)
     for other, model in enumerate(models):

@@ -34,11 +34,11 @@ class Cell:
     best: Answer | None
     """The largest that was found to fit."""
     is_final: bool
-    """All larger ones were planned for, or follow."""
+    """Whether all larger models were planned for, or have answers that follow."""
 
 
 def cells(log: Log, kind: Kind) -> list[Cell]:
-    """Those that something is known of."""
+    """The cells that something is known of."""
     found = []
     for size, card in CARDS.items():
         for family, models in FAMILIES.items():

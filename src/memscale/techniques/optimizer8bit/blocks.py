@@ -25,7 +25,7 @@ CHUNK_ELEMENTS = 1 << 20
 _GRID = 1 << 16
 """bitsandbytes' CPU kernel rounds to this many values between -1 and 1 before it looks up the nearest in the map."""
 _KERNEL_DEVICES = ("cpu", "cuda", "xpu")
-"""For which bitsandbytes brings kernels; a plan may be made where it is not installed."""
+"""The devices for which bitsandbytes brings kernels; a plan may be made where it is not installed."""
 _NEIGHBOURS = (0, 1, -1, 2, -2)
 
 

@@ -259,7 +259,7 @@ class Conversion:
         return state
 
     def _widened_state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """All of it, as torch would have it."""
+        """The whole state, as torch would have it."""
         return {
             parameter: self._widened(parameter, entry)
             for parameter, entry in self.optimizer.state.items()

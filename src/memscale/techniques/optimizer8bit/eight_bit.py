@@ -159,7 +159,7 @@ class EightBit:
 
 
 class Chooser:
-    """For one optimizer."""
+    """Chooses how the state of one optimizer is packed."""
 
     def __init__(self, eligible: frozenset[int], moments: dict[str, bool], block_size: int) -> None:
         self.eligible = eligible

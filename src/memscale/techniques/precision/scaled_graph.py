@@ -35,7 +35,7 @@ _LEAF = "torch::autograd::AccumulateGrad"
 _FRESH_CAST = "ToCopyBackward0"
 _REENTRANT = "CheckpointFunctionBackward"
 _INSIDE = "memscale: scaled by"
-"""In the metadata of a node whose incoming gradients are scaled."""
+"""The key in the metadata of a node whose incoming gradients are scaled."""
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -154,7 +154,7 @@ class Unscale:
         return tuple(result)
 
     def _multiply(self, gradient: torch.Tensor, multiplier: float, incoming: tuple[Any, ...]) -> torch.Tensor:
-        """In place where the gradient is certainly nobody else's: a cast has just made it."""
+        """Multiply, in place where the gradient is certainly nobody else's: a cast has just made it."""
         is_fresh = self.is_cast and incoming[0] is not None and incoming[0].dtype != gradient.dtype
         return gradient.mul_(multiplier) if is_fresh else gradient * multiplier
 

@@ -51,7 +51,7 @@ class Rescuer(Protocol):
         ...
 
     def end(self) -> None:
-        """It has ended well."""
+        """Called when it has ended well."""
         ...
 
     def rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:

@@ -231,7 +231,7 @@ class ModuleState:
         self._forget()
 
     def before(self) -> Memory:
-        """To be called right before the forward."""
+        """Remember what is there; to be called right before the forward."""
         values = self._layout.read()
         if values is None:
             values = self._look_again()
@@ -304,7 +304,9 @@ class ModuleState:
                 if isinstance(copied, torch.Tensor):
                     before[slot].copy_(copied)
         _put((layout.table(slot[0]), slot[1], before[slot]) for slot in memory.copies if slot in before)
-        _put((layout.table(n), name, stand_in_for(value)) for (n, name), value in memory.attributes.items())
+        for slot, kept in memory.attributes.items():  # what objects and containers held is put back below
+            value = kept.stand_in() if isinstance(kept, KeptTensor) else before.get(slot, ABSENT)
+            _put([(layout.table(slot[0]), slot[1], value)])
         for generator, state in memory.generators:
             set_state(generator, state)
         for held in memory.held.values():
@@ -369,7 +371,8 @@ class _Buffers:
         return may_change_silently(value) and not (self._on_host and value.nbytes > LARGEST_HOST_COPY_BYTES)
 
     def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:
-        """Looked for anew only when there are other tensors than last time: asking for storages takes its time."""
+        """The slots that share memory, looked for anew only when there are other tensors than last time: that takes
+        time."""
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
         known = [ref() for ref in self._looked_at]
         if len(tensors) != len(known) or not all(map(_is, tensors, known)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import pathlib
 import signal
@@ -19,11 +20,20 @@ from memscale._errors import OffloadError, PartialStepError, StoreFullError, Sto
 from memscale.techniques.offload.optimizer.adoption import adopt, adopt_optimizer
 from memscale.techniques.offload.optimizer.buckets import rounded, split_into_buckets
 from memscale.techniques.offload.store.host import HostStore
-from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.transfers import Transfers
 from tests.lanes import STEPS_OF_A_LEAK
 from tests.techniques.offload.tiers import on_host, opened, same
-from tests.techniques.offload.training import BUCKET_BYTES, O, Training, adopted, give_gradients, plain, wide_net
+from tests.techniques.offload.training import (
+    BUCKET_BYTES,
+    O,
+    Training,
+    adopted,
+    give_gradients,
+    is_caught,
+    plain,
+    step_peak_bytes,
+    wide_net,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +58,8 @@ def test_device_bytes_of_the_state_fall_to_the_buckets(asynchronous, tmp_path):
             peaks = []
             for _ in range(3):
                 give_gradients(net)
-                torch.accelerator.synchronize()
                 before = torch.accelerator.memory_allocated()
-                torch.accelerator.reset_peak_memory_stats()
-                optimizer.step()
-                peaks.append(torch.accelerator.max_memory_allocated() - before)
+                peaks.append(step_peak_bytes(net, optimizer))
                 after = torch.accelerator.memory_allocated() - before
                 assert after == (step_bytes if len(peaks) == 1 else 0)
             assert adoption.stats.largest_bucket_bytes == bucket_state
@@ -122,32 +129,19 @@ def run_watched(transfers: Transfers, *, steps: int = 4, bucket_bytes: int = 2 *
     return on_host([list(net.parameters()), optimizer.state_dict()])
 
 
-def is_caught(monkeypatch: pytest.MonkeyPatch, why: str, directory: pathlib.Path, bucket_bytes: int) -> bool:
-    import simgpu
-
-    with opened("simgpu host async", directory) as transfers:
-        expected = run_watched(transfers, bucket_bytes=bucket_bytes)
-    torch.accelerator.synchronize()
-    assert simgpu.take_reports() == []
-    original = stream_order.order
-    with monkeypatch.context() as patch, opened("simgpu host async", directory) as transfers:
-        patch.setattr(
-            stream_order, "order", lambda who, event, name: None if name == why else original(who, event, name)
-        )
-        result = run_watched(transfers, bucket_bytes=bucket_bytes)
-    torch.accelerator.synchronize()
-    return bool(simgpu.take_reports()) or not same(result, expected)
+def is_caught_in(monkeypatch: pytest.MonkeyPatch, why: str, directory: pathlib.Path, bucket_bytes: int) -> bool:
+    return is_caught(monkeypatch, why, directory, functools.partial(run_watched, bucket_bytes=bucket_bytes))
 
 
 @pytest.mark.parametrize("why", WAITS)
 def test_every_wait_is_needed(why, tmp_path, monkeypatch):
     """Without any one of the waits, simgpu reports a race or the numbers are wrong."""
-    caught = [is_caught(monkeypatch, why, tmp_path, bucket_bytes) for bucket_bytes in (2 * 65_536, 1 << 30)]
+    caught = [is_caught_in(monkeypatch, why, tmp_path, bucket_bytes) for bucket_bytes in (2 * 65_536, 1 << 30)]
     assert any(caught), caught
 
 
 def test_leaving_out_nothing_is_not_caught(tmp_path, monkeypatch):
-    assert not is_caught(monkeypatch, "no such wait", tmp_path, 2 * 65_536)
+    assert not is_caught_in(monkeypatch, "no such wait", tmp_path, 2 * 65_536)
 
 
 # ------------------------------------------------------------------------------------------------------ faults

@@ -23,9 +23,9 @@ from tests.techniques.offload.training import (
     BUCKET_BYTES,
     O,
     Training,
-    give_gradients,
     no_hooks_left,
     plain,
+    step_peak_bytes,
     wide_net,
 )
 
@@ -96,12 +96,7 @@ def peaks_of(bucket_bytes: int | None) -> list[int]:
         if bucket_bytes is not None:
             adopt(net, None, None, bucket_bytes, undo)
         for _ in range(3):
-            give_gradients(net)
-            torch.accelerator.synchronize()
-            before = torch.accelerator.memory_allocated()
-            torch.accelerator.reset_peak_memory_stats()
-            optimizer.step()
-            peaks.append(torch.accelerator.max_memory_allocated() - before)
+            peaks.append(step_peak_bytes(net, optimizer))
     return peaks
 
 

@@ -24,9 +24,12 @@ from tests.lanes import STEPS_OF_A_LEAK, in_turns
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
+    MODES,
+    Boom,
     Gpt,
     Run,
     backward,
+    explode,
     gradients,
     let_autograd_finish,
     on,
@@ -42,7 +45,6 @@ from tests.techniques.offload.runs import (
 
 ACCELERATOR = torch.accelerator
 GPT = Case("gpt", Gpt, lambda n: {"ids": tokens(n)}, lambda logits: logits.square().mean())
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
 @pytest.fixture(autouse=True)
@@ -259,14 +261,6 @@ def test_every_wait_is_needed(why: str | None, monkeypatch: pytest.MonkeyPatch):
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
-class Boom(Exception):
-    pass
-
-
-def _explode(*_: Any) -> None:
-    raise Boom
-
-
 @MODES
 def test_an_exception_in_forward_leaves_nothing(asynchronous: bool):
     plain, model = pair(Gpt)
@@ -274,7 +268,7 @@ def test_an_exception_in_forward_leaves_nothing(asynchronous: bool):
         backward(model)
         backward(plain)
         before = settle()
-        handle = model.blocks[1].up.register_forward_hook(_explode)
+        handle = model.blocks[1].up.register_forward_hook(explode)
         for context in (contextlib.nullcontext(), torch.no_grad()):
             with context, pytest.raises(Boom):
                 model(tokens())
@@ -294,7 +288,7 @@ def test_an_exception_in_backward_leaves_nothing(asynchronous: bool):
         for index, block in enumerate(model.blocks):
             x = block(x)
             if index == 1:
-                x.register_hook(_explode)
+                x.register_hook(explode)
         with pytest.raises(Boom):
             x.sum().backward()
         model.zero_grad()

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import memscale
 from memscale._errors import MemScaleError
 from memscale._plan import StreamParameters
-from tests.techniques.offload.runs import DEVICE, gradients, let_autograd_finish, pair, same, streamed
+from tests.techniques.offload.runs import DEVICE, MODES, gradients, let_autograd_finish, pair, same, streamed
 
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 SIZE = 16
 
 

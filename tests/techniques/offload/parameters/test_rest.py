@@ -26,6 +26,7 @@ from tests.lanes import in_turns, pairwise
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
+    MODES,
     VOCABULARY,
     Gpt,
     Run,
@@ -41,7 +42,6 @@ from tests.techniques.offload.runs import (
 )
 
 ACCELERATOR = torch.accelerator
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 TILE_ROWS = 8
 
 

@@ -24,6 +24,7 @@ from tests.lanes import in_turns
 from tests.models import SUITE, Case
 from tests.techniques.offload.runs import (
     DEVICE,
+    MODES,
     WIDTH,
     Block,
     Gpt,
@@ -41,8 +42,6 @@ from tests.techniques.offload.runs import (
     weights,
     without_caches,
 )
-
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
 @pytest.fixture(autouse=True)
@@ -512,6 +511,19 @@ def test_moving_a_streamed_model_moves_what_is_resident(asynchronous: bool):
         for step in range(2):
             backward(plain, step)
         assert same(gradients(model), gradients(plain))
+
+
+@MODES
+@pytest.mark.parametrize("moves", [["cpu"], ["cpu", DEVICE], [DEVICE]])
+def test_a_model_that_was_moved_while_it_was_streamed_is_left_where_it_was_moved_to(moves, asynchronous: bool):
+    model = pair(Gpt)[1].to(DEVICE)
+    with streamed(model, asynchronous):
+        backward(model)
+        for place in moves:
+            model.to(place)
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {torch.device(moves[-1]).type}
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {torch.device(moves[-1]).type}
+    assert not any(parameter.is_pinned() for parameter in model.parameters())
 
 
 @MODES

@@ -14,9 +14,8 @@ from torch import nn
 from memscale._plan import StreamParameters
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.offload.parameters.streamer import Streamer
-from tests.techniques.offload.runs import DEVICE, gradients, let_autograd_finish, pair, same
+from tests.techniques.offload.runs import DEVICE, MODES, gradients, let_autograd_finish, pair, same
 
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 SIZE = 16
 
 

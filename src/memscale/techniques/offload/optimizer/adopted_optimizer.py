@@ -44,6 +44,7 @@ from memscale.techniques.offload.optimizer.buckets import (
 from memscale.techniques.offload.optimizer.guests import Guests, stand_in_part, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
+from memscale.techniques.offload.optimizer.resumed_steps import run_resumed
 from memscale.techniques.offload.optimizer.separable import (
     SplitStep,
     State,
@@ -233,7 +234,7 @@ class AdoptedOptimizer:
         call.evaluate_closure()
         self._update_buckets(optimizer)
         split = SplitStep(optimizer)
-        self._step_buckets(optimizer, split, call)
+        run_resumed(optimizer, lambda: self._step_buckets(optimizer, split, call))
         self.visits.stats.num_steps += 1
         self._raise_failures("the step is complete")
         call.give_back_loss()

@@ -34,6 +34,7 @@ from memscale.techniques.offload.optimizer.implementations import (
     differs_from_whole,
     foreach_of_whole,
 )
+from memscale.techniques.offload.optimizer.resumed_steps import run_resumed
 from memscale.techniques.offload.optimizer.separable import (
     NotSeparable,
     SplitStep,
@@ -119,7 +120,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     call.evaluate_closure()
     stepped: Optimizer = optimizer
     if differs_from_whole(optimizer, foreach_of_whole(optimizer)):
-        _step_in_parts(optimizer, call)
+        run_resumed(optimizer, lambda: _step_in_parts(optimizer, call))
         stepped = idle_shadow(optimizer)
     call.give_back_loss()
     return (stepped, *call.args), call.kwargs

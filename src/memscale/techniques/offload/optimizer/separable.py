@@ -71,6 +71,11 @@ _ELEMENT_BY_ELEMENT = _KNOWN_SEPARABLE - {
 }
 
 
+def is_known_separable(optimizer: Optimizer) -> bool:
+    """Whether it is one of PyTorch's own that update a parameter from its own values."""
+    return type(optimizer) in _KNOWN_SEPARABLE
+
+
 def steps_each_element(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates each element from that element, its gradient and its state alone."""
     return type(optimizer) in _ELEMENT_BY_ELEMENT

@@ -33,6 +33,8 @@ from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, 
 
 CPU = torch.device("cpu")
 LARGEST_SEGMENT_BYTES = 1 << 30
+Place = tuple[int, str]
+"""A module's id and the name of a tensor in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +53,11 @@ class Slot:
 
     def get(self) -> Any:
         return self.table().get(self.name)
+
+    @property
+    def place(self) -> Place:
+        """What two slots of the same place agree in."""
+        return id(self.module()), self.name
 
 
 def slots_of(modules: Iterable[nn.Module], *, buffers: bool = False) -> list[Slot]:
@@ -99,6 +106,9 @@ class Homes:
         """The ids of the parameters that are home."""
         self._next: set[int] | None = None
         """The ids of the parameters that the next plan streams; None means that there is no next plan."""
+        self._streamed_places: set[Place] = set()
+        self._sent_to: dict[Place, torch.device] = {}
+        """Where the user has moved streamed parameters meanwhile. See NOTE [moved while streamed]."""
         self.host = CPU
 
     # -------------------------------------------------------------------------------------------------- moving in
@@ -113,6 +123,7 @@ class Homes:
         came_from = {id(slot.get()): device for slot, device in self._devices}  # see NOTE [from plan to plan]
         self._devices = [(slot, came_from.get(id(slot.get()), slot.get().device)) for slot in slots]
         self._next = None
+        self._streamed_places = {slot.place for slot in slots if id(slot.get()) in streamed}
         parameters = [slot.get() for slot in slots if not slot.is_buffer]
         staying = [parameter for parameter in parameters if id(parameter) in streamed]
         if any(private.is_fake(parameter) for parameter in staying):
@@ -211,7 +222,10 @@ class Homes:
         self._next = None
 
     def restore(self) -> None:
-        """Move everything back to the device that it came from. What does not fit stays home, and that is raised."""
+        """Move everything back to the device that it came from, or that the user has moved it to meanwhile.
+
+        What does not fit stays home, and that is raised.
+        """
         if self._next is not None:
             self._rearrange(self._next)
             return
@@ -221,11 +235,30 @@ class Homes:
             if id(tensor) in self._replaced:
                 slot.table()[slot.name] = self._replaced[id(tensor)]
             elif tensor is not None and not private.is_fake(tensor):
-                by_device.setdefault(device, []).append(tensor)
+                by_device.setdefault(self._destination(slot, tensor, device), []).append(tensor)
         self._devices, self._replaced, self._streamed = [], {}, set()
+        self._streamed_places, self._sent_to = set(), {}
         # What belongs on the host moves first, because that makes room on the device.
         for device, tensors in sorted(by_device.items(), key=lambda item: item[0].type != "cpu"):
             self._move_out(tensors, device)
+
+    def _destination(self, slot: Slot, tensor: torch.Tensor, came_from: torch.device) -> torch.device:
+        if slot.place in self._streamed_places:
+            return self._sent_to.get(slot.place, came_from)
+        return came_from if tensor.device == self.device else tensor.device
+
+    def note_move(self, slots: Iterable[Slot], device: torch.device) -> None:
+        """The user moves the module of these slots to `device`.
+
+        NOTE [moved while streamed]: `model.cpu()` leaves streamed parameters where they are, and says where they are to
+        be once they are not streamed (Lightning does this before it tells callbacks that a fit is over). A move to the
+        device that computes says nothing new: a model that was too large for it came from elsewhere.
+        """
+        for slot in slots:
+            if device == self.device:
+                self._sent_to.pop(slot.place, None)
+            else:
+                self._sent_to[slot.place] = device
 
     def _rearrange(self, streamed: set[int]) -> None:
         """Bring home what the next plan streams, and move the rest out. See NOTE [from plan to plan]."""
@@ -349,6 +382,7 @@ class StayHome(MethodOverride):
         parameters = [parameter for slot in self._slots if (parameter := slot.get()) is not None]
         staying = {id(parameter) for parameter in parameters}
         staying_gradients = {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
+        self._homes.note_move(self._slots, fn(torch.empty((), device=self._homes.device)).device)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in staying:

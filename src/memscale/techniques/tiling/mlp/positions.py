@@ -22,7 +22,7 @@ from memscale.techniques.tiling.common import dropout_call, dropped
 aten = torch.ops.aten
 
 _PRODUCTS = {aten.mm.default: 1, aten.addmm.default: 2, aten.bmm.default: 1, aten.linear.default: 1}
-"""Where the weight stands."""
+"""The place of the weight among the arguments."""
 _LAST_DIM = {
     aten.mean.dim: 1,
     aten.sum.dim_IntList: 1,

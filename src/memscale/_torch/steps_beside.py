@@ -1,0 +1,337 @@
+"""Python state beside a model, from one training forward to the next, so that a forward can be run again exactly.
+
+    beside = StepsBeside(model, attributes)
+    taken = beside.before()             # at each training forward
+    beside.after(taken)                 # when it is over
+    ...
+    beside.refuse_changes(taken)        # raises where what happened since cannot be known, or was not the forward
+    beside.show_before(taken)
+    with beside.ran() as check:         # the forward, again
+        ...
+    check()                             # raises where it used what cannot be compared
+    beside.show_after(taken)
+
+`Beside` finds what the model's code can reach by name, and what its attributes hold (state_beside.py). Looking at all
+of it takes milliseconds, which is too long for every step. So it is looked at in the first forward, and then in ever
+fewer: what has changed by then is noted in every forward that follows, which is nothing for most models. What is found
+to have changed only when a step has failed may have been changed by that step, and the step is not run again.
+
+No tensor and no object is kept alive: they are held by weak references. One that is gone cannot be put back.
+
+NOTE [what cannot be compared]: iterators, context variables, thread-locals, weak dictionaries, large containers. They
+are looked for among the model's attributes, and among the names that code mentions which has really run: mere mentions
+are too many. Code that ran and had not been found by its name is looked at in the same way.
+"""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import contextlib
+import contextvars
+import dataclasses
+import dis
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memscale._torch.snapshots import ABSENT, version_of
+from memscale._torch.state_beside import CODE, FRESH_STATES, MAX_ELEMENTS, Beside, Entry, is_own
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_OPAQUE = (
+    collections.abc.Iterator, contextvars.ContextVar, threading.local, weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary, weakref.WeakSet,
+)  # fmt: skip
+_CONTAINERS = (list, dict, set, collections.deque, bytearray)
+_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
+_MAX_DEPTH = 4
+_MAX_SEARCHED = 10_000
+"""How deep, and how many values, are searched for tensors in a container that cannot be held weakly."""
+
+
+class NotComparable(RuntimeError):
+    """Whether a forward, run again, sees what it saw cannot be said."""
+
+
+class _Held:
+    """A value, without keeping tensors and objects alive."""
+
+    __slots__ = ("_is_weak", "_value", "_version")
+
+    def __init__(self, value: Any) -> None:
+        self._version = version_of(value)
+        self._is_weak = not issubclass(type(value), (*_SCALARS, *CODE)) and value is not ABSENT
+        if self._is_weak:
+            try:
+                value = weakref.ref(value)
+            except TypeError:  # a builtin container, or an object with slots
+                self._is_weak = False
+                value = _LOST if _leads_to_tensors(value) else value
+        self._value = value
+
+    def get(self) -> Any:
+        """The value; `_LOST` if it is gone."""
+        if not self._is_weak:
+            return self._value
+        value = self._value()
+        return _LOST if value is None or version_of(value) != self._version else value
+
+    def is_now(self, value: Any) -> bool:
+        held = self.get()
+        return held is value or (type(held) is type(value) and isinstance(held, _SCALARS) and bool(held == value))
+
+
+_LOST = object()
+
+
+def _contents_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if type(value) is types.CellType:
+        value = _contents_of(value)
+        return () if value is ABSENT else (value,)
+    if issubclass(type(value), dict):
+        return dict.values(value)
+    if type(value) in (list, tuple, set, frozenset, collections.deque):
+        return tuple(value)
+    is_module = issubclass(type(value), nn.Module)  # lives as long as somebody trains it
+    return () if is_module else getattr(value, "__dict__", {}).values()
+
+
+def _leads_to_tensors(value: Any) -> bool:
+    """Whether holding it would hold memory of a device: then it is not held."""
+    waiting, seen = [(value, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if seen > _MAX_SEARCHED or (issubclass(type(value), torch.Tensor) and value.device.type != "cpu"):
+            return True
+        if depth >= _MAX_DEPTH or issubclass(type(value), (*_SCALARS, *CODE)):
+            continue
+        waiting += [(each, depth + 1) for each in _parts_of(value)]
+    return False
+
+
+_Key: TypeAlias = tuple[type, int]
+
+
+def _key(entry: Entry) -> _Key:
+    return type(entry), id(entry.of)
+
+
+class _State:
+    """What one entry held at one moment."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        state = entry.take()
+        self._state = state if isinstance(entry, FRESH_STATES) else _map(_Held, state)
+
+    def again(self) -> _State:
+        """What it holds now."""
+        return _State(self._entry)
+
+    def leads_to_tensors(self) -> bool:
+        owner = self._entry.of
+        is_alive_anyway = isinstance(owner, (*CODE, nn.Module)) or _is_namespace(owner)
+        return not is_alive_anyway and _leads_to_tensors(owner)
+
+    def is_now(self) -> bool:
+        if isinstance(self._entry, FRESH_STATES):
+            return self._entry.is_as(self._state)
+        return _agree(self._state, self._entry.take())
+
+    def is_lost(self) -> bool:
+        """Whether something that it held is gone, and cannot be put back."""
+        return not isinstance(self._entry, FRESH_STATES) and any(held.get() is _LOST for held in _leaves(self._state))
+
+    def put(self) -> None:
+        fresh = isinstance(self._entry, FRESH_STATES)
+        self._entry.put(self._state if fresh else _map(_Held.get, self._state))
+
+
+def _is_namespace(owner: Any) -> bool:
+    return isinstance(owner, dict) and "__builtins__" in owner
+
+
+def _map(function: Callable[[Any], Any], state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: function(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [tuple(map(function, value)) if _is_pair(value) else function(value) for value in state]
+    return function(state)
+
+
+def _leaves(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [*state.values()]
+    if isinstance(state, list):
+        return [part for value in state for part in (value if _is_pair(value) else (value,))]
+    return [state]
+
+
+def _is_pair(value: Any) -> bool:
+    """A key and its value: what a dictionary's contents are taken as."""
+    return type(value) is tuple and len(value) == 2
+
+
+def _agree(held: Any, now: Any) -> bool:
+    if isinstance(held, dict) and held.keys() != now.keys():
+        return False
+    first = _leaves(held)
+    second = [now[name] for name in held] if isinstance(held, dict) else _leaves(now)
+    return len(first) == len(second) and all(map(_Held.is_now, first, second))
+
+
+@dataclasses.dataclass
+class Taken:
+    """What one training forward found, and what it left, of the state that changes."""
+
+    before: dict[_Key, _State]
+    after: dict[_Key, _State] = dataclasses.field(default_factory=dict)
+
+
+class StepsBeside:
+    """See the module's docstring. `attributes` gives the values that the model's attributes hold now."""
+
+    def __init__(self, model: nn.Module, attributes: Callable[[], Iterable[Any]]) -> None:
+        self._model = weakref.ref(model)
+        self._attributes = attributes
+        self.forget()
+
+    def forget(self) -> None:
+        """Look again at the next forward."""
+        self._code: frozenset[types.CodeType] = frozenset()
+        self._first: dict[_Key, _State] = {}
+        """What everything held at the first forward."""
+        self._moving: set[_Key] = set()
+        """What changes."""
+        self._num_forwards = 0
+
+    def before(self) -> Taken:
+        self._num_forwards += 1
+        if self._num_forwards == 1:
+            self._look()
+            return Taken(dict(self._first))
+        if self._num_forwards & (self._num_forwards - 1) == 0:
+            self._moving.update(self._changed())
+            self._drop_tensors()
+        return Taken({key: self._first[key].again() for key in self._moving})
+
+    def after(self, taken: Taken) -> None:
+        if self._num_forwards == 1:
+            self._drop_tensors()
+        changed = [key for key in (taken.before if self._num_forwards > 1 else self._changed()) if key in self._first]
+        taken.after = {key: self._first[key].again() for key in changed}
+
+    def _look(self) -> None:
+        beside = self._beside()
+        self._code = frozenset(beside.code)
+        found = [*beside.entries, *Beside.inside(self._attributes()).entries]
+        self._first = {_key(entry): _State(entry) for entry in found}
+        self._drop_tensors()
+
+    def _beside(self) -> Beside:
+        model = self._model()
+        assert model is not None, "its step runs"
+        return Beside.of_model(model)
+
+    def _drop_tensors(self) -> None:
+        """Do not hold what leads to memory of the device: a list to which a hook appends. See `refuse_changes`."""
+        held = [key for key, state in self._first.items() if state.leads_to_tensors()]
+        for key in held:
+            del self._first[key]
+            self._moving.discard(key)
+
+    def _changed(self) -> list[_Key]:
+        return [key for key, state in self._first.items() if not state.is_now()]
+
+    def refuse_changes(self, taken: Taken) -> None:
+        """Raise `NotComparable` unless all is as the forward found it, or left it, or can be put back."""
+        known = taken.after or taken.before
+        strange = [key for key in self._changed() if key not in known]
+        self._moving.update(strange)
+        if strange:
+            raise NotComparable("state beside the model changed in this step that had not changed before")
+        if any(not state.is_now() for state in taken.after.values()):
+            raise NotComparable("state beside the model changed after its forward")
+        states = [*taken.before.values(), *taken.after.values()]
+        if any(state.is_lost() for state in states if not state.is_now()):
+            raise NotComparable("state beside the model held something that is gone")
+        self._refuse_unknown()
+
+    def _refuse_unknown(self) -> None:
+        inside = Beside.inside(self._attributes())
+        if inside.is_cut or any(map(_is_opaque, inside.others)):
+            raise NotComparable("an attribute of the model holds what cannot be compared, an iterator for example")
+        found = [*self._beside().entries, *inside.entries]
+        if any(_key(entry) not in self._first for entry in found):
+            self.forget()
+            raise NotComparable("there is state beside the model that holds tensors, or was not there at first")
+
+    def show_before(self, taken: Taken) -> None:
+        _put(taken.before)
+
+    def show_after(self, taken: Taken) -> None:
+        _put(taken.after)
+
+    @contextlib.contextmanager
+    def ran(self) -> Iterator[Callable[[], None]]:
+        """Note which code runs inside; what is given raises `NotComparable` where that used what is not compared."""
+        seen: dict[types.CodeType, tuple[dict[str, Any], list[Any]]] = {}
+        if sys.getprofile() is not None:
+            raise NotComparable("a profiler is at work (sys.setprofile), so it is not seen which code runs")
+        sys.setprofile(functools.partial(_note, seen))
+        try:
+            yield functools.partial(self._refuse_code, seen)
+        finally:
+            sys.setprofile(None)
+
+    def _refuse_code(self, seen: dict[types.CodeType, tuple[dict[str, Any], list[Any]]]) -> None:
+        for code, (namespace, free) in seen.items():
+            name = f"{namespace.get('__name__')}.{code.co_name}"
+            values = [namespace[name] for name in code.co_names if name in namespace] + free
+            if any(map(_is_opaque, values)):
+                raise NotComparable(f"{name} uses what cannot be compared, an iterator for example")
+            if code not in self._code and (_stores(code) or Beside.inside(values).entries):
+                raise NotComparable(f"{name} uses state that had not been found before it ran")
+
+
+def _put(states: dict[_Key, _State]) -> None:
+    for state in states.values():
+        if not state.is_now():
+            state.put()
+
+
+def _note(seen: dict[Any, Any], frame: types.FrameType, event: str, _: Any) -> None:
+    if event == "call" and frame.f_code not in seen and is_own(frame.f_globals.get("__name__")):
+        free = [frame.f_locals[name] for name in frame.f_code.co_freevars if name in frame.f_locals]
+        seen[frame.f_code] = frame.f_globals, free
+
+
+@functools.lru_cache(maxsize=4096)
+def _stores(code: types.CodeType) -> bool:
+    """Whether it binds names of its Python module, or of functions around it."""
+    return any(
+        each.opname in _STORES and (each.opname.endswith("GLOBAL") or each.argval in code.co_freevars)
+        for each in dis.get_instructions(code)
+    )
+
+
+def _is_opaque(value: Any) -> bool:
+    """See NOTE [what cannot be compared]."""
+    kind = type(value)
+    return issubclass(kind, _OPAQUE) or (issubclass(kind, _CONTAINERS) and len(value) > MAX_ELEMENTS)

@@ -1,0 +1,268 @@
+"""An optimizer's step that runs out of device memory goes on where it stopped, instead of being left half-applied.
+
+    watch_plain_steps(model, undo)              # from now on, for steps that are not taken over by anybody
+    run_resumed(optimizer, step)                # for who runs a step
+
+A step changes some tensors and makes others, operator by operator. PyTorch's AdamW has decayed the weights and updated
+both moments of all parameters before it makes its first temporaries, so an error there leaves every parameter
+half-way, in silence. An operator that only makes tensors has changed nothing when it fails. So it is tried again, after
+memory was released: first what the allocator keeps, then all gradients that the operator does not use, which wait in
+host memory for the rest of the step or until an operator asks for them. They are as many bytes as the weights, which is
+what the steps of `torch.optim` need at once.
+
+An operator that writes to tensors is not tried again, since nobody knows how far it came. Those of `torch.optim` take
+no memory. If a step fails for good, state that it began to make is removed; if it had changed anything by then, the
+error is `PartialStepError`.
+
+NOTE [which steps]: those of the optimizers of `torch.optim` that update a parameter from its own values; the user's own
+step hooks come first, as in adoption.py. Not with `differentiable=True`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memscale._errors import PartialStepError, shortened
+from memscale._torch import private
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, parameters_of, watch_steps
+from memscale._torch.overrides import undo_with
+from memscale._units import show_bytes
+from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
+from memscale.techniques.offload.optimizer.separable import (
+    StepCall,
+    idle_shadow,
+    is_known_separable,
+    is_shadow,
+    is_taken_over,
+)
+
+logger = logging.getLogger("memscale")
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return private.storage_key(tensor.untyped_storage())
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if type(leaf) in (torch.Tensor, nn.Parameter)]
+
+
+class _Aside:
+    """Gradients that wait in host memory, by the memory that they had on the device."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def has(self, gradient: torch.Tensor) -> bool:
+        return gradient.layout is torch.strided and _key(gradient) in self._waiting
+
+    def take(self, gradients: Iterable[torch.Tensor]) -> int:
+        """Send these away. Returns how many bytes are free for it."""
+        num_bytes = 0
+        for gradient in gradients:
+            storage, key = gradient.untyped_storage(), _key(gradient)
+            if key not in self._waiting and storage.nbytes():
+                self._waiting[key] = storage, _bytes_of(storage, gradient.device).to("cpu", copy=True)
+                num_bytes += storage.nbytes()
+                storage.resize_(0)
+        return num_bytes
+
+    def bring_back(self, used: Iterable[torch.Tensor] | None = None) -> None:
+        """Those that these tensors lie in; None: all."""
+        keys = list(self._waiting) if used is None else [key for key in map(_key, used) if key in self._waiting]
+        for key in keys:
+            storage, host = self._waiting[key]
+            storage.resize_(host.numel())
+            _bytes_of(storage, storage.device).copy_(host)
+            del self._waiting[key]
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class _Resuming(TorchDispatchMode):
+    """Sees every operator of a step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._optimizer = optimizer
+        self._aside = _Aside()
+        state = [value for entry in optimizer.state.values() for value in _tensors_in(_plain(entry))]
+        self._held = {_key(tensor) for tensor in [*parameters_of(optimizer), *state] if _has_memory(tensor)}
+        self._known = set(optimizer.state)
+        self.has_changed = False
+        """Whether the step has written to a parameter, or to state that was there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._aside:
+            self._aside.bring_back(filter(_has_memory, _tensors_in((args, kwargs))))
+        writes = func._schema.is_mutable
+        if writes and not self.has_changed:
+            self.has_changed = any(_key(each) in self._held for each in _written(func, args, kwargs))
+        for make_room in (_release, self._put_aside, None):
+            try:
+                return func(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if writes or make_room is None:
+                    raise
+                failure = error.with_traceback(None)
+            make_room(args, kwargs, failure)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _put_aside(self, args: Any, kwargs: Any, failure: Exception) -> None:
+        used = {_key(each) for each in _tensors_in((args, kwargs)) if _has_memory(each)}
+        found = [parameter.grad for parameter in parameters_of(self._optimizer) if parameter.grad is not None]
+        movable = [each for each in found if type(each) is torch.Tensor and each.layout is torch.strided]
+        free = self._aside.take(each for each in movable if each.device.type != "cpu" and _key(each) not in used)
+        logger.warning(
+            "out of memory in the step of %s (%s): %s of gradients wait in host memory, and the step goes on",
+            type(self._optimizer).__name__,
+            shortened(str(failure)),
+            show_bytes(free),
+        )
+
+    def end(self) -> None:
+        """The gradients are where they were."""
+        try:
+            self._aside.bring_back()
+        except torch.OutOfMemoryError:
+            _release((), {}, None)
+            self._bring_back_or_drop()
+
+    def _bring_back_or_drop(self) -> None:
+        try:
+            self._aside.bring_back()
+        except torch.OutOfMemoryError as error:
+            for parameter in parameters_of(self._optimizer):
+                if parameter.grad is not None and self._aside.has(parameter.grad):
+                    parameter.grad = None
+            raise torch.OutOfMemoryError(
+                f"{shortened(str(error))} Gradients that waited in host memory for the step of "
+                f"{type(self._optimizer).__name__} found no room on the device, and are None now"
+            ) from None
+
+    def undo(self) -> None:
+        """Forget state that the step began to make."""
+        for parameter in set(self._optimizer.state) - self._known:
+            del self._optimizer.state[parameter]
+
+
+def _plain(entry: Any) -> Any:
+    return dict(entry) if isinstance(entry, dict) else ()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not private.is_fake(tensor) and tensor.device.type != "meta"
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in _tensors_in([given.get(name) for name in names]) if _has_memory(each)]
+
+
+def _release(args: Any, kwargs: Any, failure: Exception | None) -> None:
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+
+
+def run_resumed(optimizer: Optimizer, step: Callable[[], Any]) -> None:
+    """Run this step of the optimizer: it goes on where it runs out of memory."""
+    parameters = parameters_of(optimizer)
+    if all(parameter.device.type == "cpu" for parameter in parameters) or any(map(private.is_fake, parameters)):
+        step()
+        return
+    mode = _Resuming(optimizer)
+    try:
+        with mode:
+            step()
+    except torch.OutOfMemoryError as error:
+        failure = error.with_traceback(None)  # its frames hold what the step has made
+    except BaseException:
+        mode.end()
+        raise
+    else:
+        mode.end()
+        return
+    if not mode.has_changed:
+        mode.undo()
+    mode.end()
+    if not mode.has_changed:
+        raise failure
+    raise PartialStepError(
+        f"the step of {type(optimizer).__name__} ran out of memory half-way ({shortened(str(failure))}), although its "
+        "gradients waited in host memory: some parameters are updated, others are not. Load a checkpoint of the model "
+        "and of the optimizer before going on"
+    ) from failure
+
+
+class _PlainSteps(StepWatcher):
+    """The steps of a model's optimizers which nobody else has taken over. See NOTE [which steps]."""
+
+    order = StepOrder.TAKE_OVER
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        model = self._model()
+        if model is None or not _is_plain_step(optimizer):
+            return False
+        return owns_any(optimizer, model.parameters())
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._hooks:
+            self._hooks[optimizer] = optimizer.register_step_pre_hook(_take_step)
+        private.step_pre_hooks(optimizer).move_to_end(self._hooks[optimizer].id)
+
+    def stop(self) -> None:
+        for hook in list(self._hooks.values()):
+            hook.remove()
+        self._hooks.clear()
+
+
+def _is_plain_step(optimizer: Optimizer) -> bool:
+    """Whether nobody else runs the steps of this optimizer. Those of streamed parameters run in parts (in_parts.py)."""
+    if is_shadow(optimizer) or is_taken_over(optimizer) or not is_known_separable(optimizer):
+        return False
+    streamed = devices_of_streamed()
+    return not any(id(parameter) in streamed for parameter in parameters_of(optimizer))
+
+
+def _take_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the step here, and let an idle one follow."""
+    is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    if not _is_plain_step(optimizer) or is_shadow(args[0]) or is_differentiable or torch.compiler.is_compiling():
+        return None
+    call = StepCall(args[1:], kwargs)
+    call.evaluate_closure()
+    step: Any = type(optimizer).step
+    run_resumed(optimizer, lambda: step.__wrapped__(optimizer, *call.args, **call.kwargs))
+    call.give_back_loss()
+    return (idle_shadow(optimizer), *call.args), call.kwargs
+
+
+def watch_plain_steps(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Until undone, or until the model is gone, plain steps of its optimizers go on where they run out of memory."""
+    watcher = _PlainSteps(model)
+    undo.callback(watcher.stop)
+    undo_with(model, watch_steps(watcher), undo)
