@@ -265,9 +265,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     start = run
     if options.forked:
+        if options.device != "cpu":
+            parser.error("--forked is for the CPU: no device can be used in a fork")
         torch.set_num_threads(1)
-        for module in (("simgpu",) if options.device == "simgpu" else ()) + ("memscale._planning.planner",):
-            importlib.import_module(module)
+        importlib.import_module("memscale._planning.planner")
         start = run_forked
     with tempfile.TemporaryDirectory() as directory:
         places = survive(pathlib.Path(directory), options.device, options.kills, options.seed, options.steps, run=start)
