@@ -60,7 +60,7 @@ class GradientWatch:
         return self.stay
 
     def _was_let_go(self) -> bool | None:
-        """Whether the gradient that was followed has made place for another; None: nobody can tell.
+        """Whether the gradient that was followed was let go before a backward came; None: none was followed, or there.
 
         One that was added to is the same tensor until `zero_grad()`, after which there is none, or a new one that the
         loop made in its next batch, which began without.
