@@ -22,10 +22,10 @@ CASES: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[2] / "docs" / "results" / "random_cards.json").read_text()
 )["cases"]
 TRAINED = [case for case in CASES if case["outcome"] == "trained"]
-BELOW = {(1, 1): -0.021, (1, 44): -0.038}
+BELOW = {(1, 1): -0.021, (1, 44): -0.038, (1, 80): -0.014}
 """Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. Their loops add
 up gradients: the first batch is trained by a plan that does not count them, and the allocator keeps what that took."""
-BLOCKS = {(1, 123): -0.025, (1, 54): -0.006, (1, 22): -0.025, (1, 24): -0.007, (1, 163): -0.009}
+BLOCKS = {(1, 123): -0.025, (1, 190): -0.006, (1, 54): -0.006, (1, 22): -0.025, (1, 24): -0.007, (1, 163): -0.009}
 """The same by at most 2 MiB, as much as a small segment or two blocks that were not split. The cause was not found."""
 ABOVE = {(1, 44): (0.019, 0.03), (1, 64): (0.005, 0.048), (1, 185): (0.011, 0.058)}
 """Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve: two of
