@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +38,8 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        # PyTorch's own memory makes two tensors of one that an operator gives twice, and takes long to ask.
+        self.cache_enabled = False
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         """What a new fake tensor has, by device. PyTorch sets it name by name, which takes longer than all else."""
         warns = self._allow_unsafe_data_ptr_access
@@ -221,6 +223,13 @@ class _Made:
         return mode.wrap(made, self.device)
 
 
+def _share_memory(made: Sequence[_Made | None], results: Sequence[Any]) -> bool:
+    """Whether two results lie in one memory that is new: an LSTM's backward gives one gradient for both biases."""
+    pairs = zip(made, results, strict=True)
+    fresh = [one for how, one in pairs if how is not None and how.same_as is None and how.view_of is None]
+    return len({storage_key(one.untyped_storage()) for one in fresh}) < len(fresh)
+
+
 def _describe(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """What is to be remembered of a result; NotImplemented where it cannot be made again from that."""
     if result is None:
@@ -228,7 +237,7 @@ def _describe(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     if type(result) in (tuple, list):
         made = [_describe(args, kwargs, one) for one in result]
         is_flat = all(one is None or isinstance(one, _Made) for one in made)
-        return type(result)(made) if is_flat else NotImplemented
+        return type(result)(made) if is_flat and not _share_memory(made, result) else NotImplemented
     fake = fake_tensor.FakeTensor
     if type(result) is not fake or result.layout is not torch.strided:
         return NotImplemented  # what is sparse has no strides
