@@ -128,6 +128,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: pathlib.Path) -> None:
         ({"fake": True, "factory": "model.py:make"}, "memscale estimate"),
         ({"factory": "bert-base"}, "--only MODEL"),
         ({"factory": "nowhere.py:make"}, "there is no file"),
+        ({"factory": "model.py:make", "only": "gpt2"}, "your own model"),
         ({"only": "gpt5"}, "bert-base, bert-large, gpt2-medium, gpt2-large, gpt2-xl"),
     ],
 )
