@@ -1,6 +1,6 @@
-"""Which versions of other packages the tests were run with, and a warning, once, where another one is in use.
+"""Which versions of other packages MemScale is known to work with, and a warning, once, where another one is in use.
 
-    warn_of_versions()      # torch 2.20.0 is newer than what MemScale was tested with (torch 2.10 to 2.15) ...
+    warn_of_versions()      # torch 2.20.0 is newer than what MemScale is known to work with ...
 
 A version below the range is known not to suffice; one above it may well work, and nobody has tried. PyTorch and the
 libraries whose internals matter here change with minor versions, so a range ends with the newest minor version that was
@@ -37,7 +37,7 @@ class KnownVersions:
 
 
 TESTED = {
-    "torch": KnownVersions("2.10", "2.15"),
+    "torch": KnownVersions("2.10", "2.13"),
     "transformers": KnownVersions("4.57", "5", "hf"),
     "accelerate": KnownVersions("1.1", "1", "hf"),
     "peft": KnownVersions("0.15", "0", "hf"),
@@ -63,7 +63,7 @@ def warn_of_versions() -> None:
         verdict = tested.verdict(version) if version else ""
         if verdict:
             warnings.warn(
-                f"{name} {version} is {verdict} than what MemScale was tested with ({name} {tested.oldest} to "
+                f"{name} {version} is {verdict} than what MemScale is known to work with ({name} {tested.oldest} to "
                 f"{tested.newest}.x). Compare a few steps with an unwrapped copy before you rely on it: "
                 f"`memscale verify`. {_remedy(name, tested)}",
                 stacklevel=4,
@@ -80,8 +80,8 @@ def version_of(name: str) -> str | None:
 
 def _remedy(name: str, tested: KnownVersions) -> str:
     if tested.extra is None:
-        return f'A version that was tested: pip install "{name}>={tested.oldest},<={tested.newest}.99".'
-    return f"A version that was tested: {install_command(tested.extra)}"
+        return f'A version that is: pip install "{name}>={tested.oldest},<={tested.newest}.99".'
+    return f"A version that is: {install_command(tested.extra)}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

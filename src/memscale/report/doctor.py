@@ -67,7 +67,7 @@ def lines(findings: Findings) -> list[str]:
         "",
         "versions",
         *(_line(name, version) for name, version in findings.versions.items()),
-        _line("tested with", f"torch {TESTED['torch'].oldest} to {TESTED['torch'].newest}"),
+        _line("known to work with", f"torch {TESTED['torch'].oldest} to {TESTED['torch'].newest}"),
         "",
         "optional packages",
         *(_line(entry.name, entry.version or f"missing; {entry.install}") for entry in findings.optional),
