@@ -126,6 +126,7 @@ def test_batches_that_alternate_are_planned_once_each(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, "memscale"):
         plans = []
         for batch in (long, wide, long, wide):
+            model.zero_grad()
             square_loss(model(batch)).backward()
             plans.append(attached_plan(model))
     assert caplog.text.count("planning again") == 1
@@ -210,6 +211,7 @@ def test_values_that_make_a_larger_step_are_planned_for(kind: type[Packs], devic
     assert few.actions == ()
     plans = []
     for num_columns in (2, 1, 32, 30, 32, 2):
+        model.zero_grad()
         square_loss(model(x, shown(num_columns, device))).backward()
         plans.append(attached_plan(model))
     for num_columns in (
@@ -220,6 +222,7 @@ def test_values_that_make_a_larger_step_are_planned_for(kind: type[Packs], devic
         32,
         2,
     ):  # afterwards: what others do on the device during a step counts as its own
+        twin.zero_grad()
         square_loss(twin(x, shown(num_columns, device))).backward()
     assert plans[1] is few, "fewer need no other plan"
     assert plans[2].actions
@@ -227,6 +230,19 @@ def test_values_that_make_a_larger_step_are_planned_for(kind: type[Packs], devic
     assert plans[2] is plans[3] is plans[4], "what goes no further is planned for"
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_that_are_held_beside_a_smaller_step_promise_no_less_for_a_larger_one() -> None:
+    """Values that go less far make a smaller step, of the same shapes."""
+    model = ByMask()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, config = torch.randn(16, 32, 8), Config(memory_budget_gb=1, enable_logging=False)
+    with memscale.optimize(model, optimizer, config, (x, shown(32, "cpu"))) as executor:
+        first = executor.plan
+        for num_columns in (32, 1):
+            square_loss(model(x, shown(num_columns, "cpu"))).backward()
+        assert executor.plan.predicted_peak_bytes > first.predicted_peak_bytes
+        optimizer.step()
 
 
 class Looks(nn.Module):

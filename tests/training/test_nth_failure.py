@@ -79,7 +79,8 @@ CASES = [
 def test_one_of_the_failures(technique: str, failure: str, tmp_path: pathlib.Path, plain: list[PlainRun]) -> None:
     fault, _, way = failure.rpartition(" ")
     found = outcome(technique, way, fault, SAMPLE.get(fault, 1), tmp_path, plain)
-    assert found in ("before", "after", "partial"), "it is there, and nothing goes on without it"
+    goes_on = {"not noticed"} if fault == "allocation" else set()  # an optimizer's step does, with the plain weights
+    assert found in {"before", "after", "partial"} | goes_on, "it is there, and nothing goes on without it"
 
 
 IN_THE_OPTIMIZER = [

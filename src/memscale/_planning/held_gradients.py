@@ -60,7 +60,7 @@ class GradientWatch:
         return self.stay
 
     def _was_let_go(self) -> bool | None:
-        """Of the gradient that was followed, before a backward came; None: nothing was followed, or there was none.
+        """Whether the gradient that was followed was let go before a backward came; None: none was followed, or there.
 
         One that was added to is the same tensor until `zero_grad()`, after which there is none, or a new one that the
         loop made in its next batch, which began without.
@@ -82,7 +82,7 @@ def _one_with_gradient(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | 
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Of the gradients that are there."""
+    """The bytes of the gradients that are there."""
     leaves = [parameter for parameter in model.parameters() if parameter.is_leaf]  # others have none
     return sum(gradient.nbytes for gradient in map(held_gradient, leaves) if gradient is not None)
 

@@ -191,7 +191,7 @@ class Replanner(OwnHook):
         if known.plan is not self.executor.plan:
             self._put_in_force(known.plan, inputs)
         if known.stay != self._gradients.stay and not (self._ignores_held or self.ranks.keeps_gradients):
-            self._count_held(model, inputs, known, is_largest=known.demand.inputs == demand.inputs)
+            self._count_held(model, inputs, known, is_largest=known.demand == demand)
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
         return read_demand(model, inputs, self._device(model), self._deciding, self.ranks)

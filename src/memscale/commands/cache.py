@@ -17,4 +17,4 @@ def run(*, clear: bool, as_json: bool) -> None:
         print(f"Plans deleted from {directory}: {plan_cache.clear()}")
         return
     kept = list(plan_cache.kept_plans())
-    print_result(kept, lambda: terminal.cache_lines(directory, kept), as_json=as_json)
+    print_result(kept, terminal.cache_lines(directory, kept), as_json=as_json)

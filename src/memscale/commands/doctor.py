@@ -9,4 +9,4 @@ from memscale.report import doctor
 def run(*, as_json: bool) -> None:
     with progress("looking at this machine"):
         findings = doctor.examine()
-    print_result(findings, lambda: doctor.lines(findings), as_json=as_json)
+    print_result(findings, doctor.lines(findings), as_json=as_json)

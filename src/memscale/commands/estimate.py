@@ -97,7 +97,7 @@ def _print_estimate(subject: Subject, result: Estimate, together: Together, *, a
     name, hardware = f"{subject.name}{ranks}", subject.hardware
     num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
     data = {"model": name, "num_parameters": num_parameters, "estimate": result}
-    print_result(data, lambda: terminal.estimate_lines(name, num_parameters, hardware, result), as_json=as_json)
+    print_result(data, terminal.estimate_lines(name, num_parameters, hardware, result), as_json=as_json)
     if together.fsdp and not together.is_alone and hardware.has_caching_allocator and not as_json:
         print("What PyTorch reserves for it is not predicted: whether it fits is said of live bytes alone.")
 
@@ -120,7 +120,7 @@ def _run_lengths(asked: Asked, config: Config, lengths: dict[int, int], *, as_js
     with progress(f"planning {subject.name} for {len(lengths)} lengths on fake tensors"), quiet():
         result = estimate_lengths(subject.job(config), subject.inputs, lengths)
     data = {"model": subject.name, "lengths": result}
-    print_result(data, lambda: terminal.length_lines(subject.name, result), as_json=as_json)
+    print_result(data, terminal.length_lines(subject.name, result), as_json=as_json)
 
 
 def _read_lengths(path: pathlib.Path) -> dict[int, int]:

@@ -34,4 +34,4 @@ def run(asked: Asked, config: Config, vary: str, *, is_mode_chosen: bool, as_jso
             limit=longest_sequence(subject.model) if vary == "seq" else None,
             on_progress=show,
         )
-    print_result(result, lambda: terminal.fit_lines(asked.name, result), as_json=as_json)
+    print_result(result, terminal.fit_lines(asked.name, result), as_json=as_json)

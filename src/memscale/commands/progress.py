@@ -10,9 +10,9 @@ from typing import Any
 from memscale import _json, zoo
 
 
-def print_result(data: Any, lines: Callable[[], Iterable[str]], *, as_json: bool) -> None:
+def print_result(data: Any, lines: Iterable[str], *, as_json: bool) -> None:
     """Print a result, as JSON or as the lines that say the same."""
-    print(_json.dumps(data) if as_json else "\n".join(lines()), end="" if as_json else "\n")
+    print(_json.dumps(data) if as_json else "\n".join(lines), end="" if as_json else "\n")
 
 
 def say(text: str) -> None:

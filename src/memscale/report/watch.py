@@ -29,7 +29,7 @@ KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 NUMBERS = ("live", "allocated", "reserved")
 _TIMEOUT_S = 10.0
 _MOST_DIGITS = 10
-"""Of the number of a port or of a process."""
+"""The most digits that the number of a port or of a process has."""
 _BAR_WIDTH = 30
 
 

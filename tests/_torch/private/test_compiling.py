@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._torch import private
 
@@ -69,3 +70,19 @@ def test_a_module_compiled_in_place_keeps_its_call_under_this_name() -> None:
     assert getattr(module, private.COMPILED_CALL) is None
     module.compile(backend="eager")
     assert callable(vars(module)[private.COMPILED_CALL])
+
+
+def test_a_mode_without_the_compiler_is_asked_directly() -> None:
+    class Direct(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    assert hasattr(Direct.__torch_dispatch__, "__wrapped__"), "PyTorch keeps the compiler out by functions around it"
+    assert private.without_compiler(Direct) is Direct
+    assert not hasattr(Direct.__torch_dispatch__, "__wrapped__")
+    with Direct() as mode:
+        torch.ones(1)
+    assert mode.count == 1

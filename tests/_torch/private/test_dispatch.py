@@ -98,3 +98,10 @@ def test_tracing_transforms_and_forward_mode_are_seen() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # newer releases say that tracing is old
         torch.jit.trace(look, torch.ones(2), check_trace=False)
     assert seen[3] == (True, False, False)
+
+
+def test_active_modes_are_in_the_order_in_which_they_were_entered() -> None:
+    first, second = Counting(), Counting()
+    with first, second:
+        assert private.active_modes() == [first, second]
+    assert private.active_modes() == []

@@ -126,3 +126,13 @@ def test_a_tensor_over_a_storage_shares_it() -> None:
         assert (tuple(part.shape), part.stride(), part.storage_offset()) == ((2, 3), (3, 1), 4)
         assert part.device == whole.device
         assert not part._is_view()
+
+
+def test_what_is_remembered_gives_the_results_again() -> None:
+    add = torch.ops.aten.add.Tensor
+    with private.fake_tensor_mode() as mode:
+        given = torch.empty(4, 6), torch.empty(4, 6)
+        result = add(*given)
+        known = mode.recall(add, given, {})
+        assert isinstance(known, private.Remembered)
+        assert _shown(known.again(mode, given), given) == _shown(result, given)

@@ -42,7 +42,7 @@ def run(
     for so_far in session.run(record, chosen):
         _save_record(path, so_far)
         record = so_far
-    print_result(record, lambda: record_lines(record), as_json=as_json)
+    print_result(record, record_lines(record), as_json=as_json)
     print(f"written to {path}; please send it back: it says nothing about you or your data", file=sys.stderr)
 
 

@@ -37,8 +37,8 @@ def run(
             answers = latest
         if page is not None:
             files.write("--page", page, markdown(answers))
-        shown_lines = [] if as_json else lines(answers)
-    print_result(answers, lambda: shown_lines, as_json=as_json)
+        shown_lines = lines(answers)
+    print_result(answers, shown_lines, as_json=as_json)
 
 
 def questions_of(cards: list[int] | None, families: list[str] | None, kind: str | None) -> list[what_fits.Question]:

@@ -312,6 +312,17 @@ def test_who_joins_all_gradients_is_refused_before_anything_has_changed():
     assert same(weights(model), weights(plain))
 
 
+def test_who_joins_all_gradients_is_refused_at_once_where_it_is_known():
+    model = build()
+    optimizer = O.LBFGS(model.parameters(), max_iter=3)
+    before = weights(model)
+    with pytest.raises(OffloadError, match=r"LBFGS joins the gradients of all 6 parameters"), streamed(model):
+        raise AssertionError("it was attached")
+    assert all(parameter.device.type == DEVICE.type for parameter in model.parameters())
+    assert same(weights(model), before)
+    optimizer.step(lambda: backward(model, 0))
+
+
 def test_who_joins_all_gradients_steps_where_all_is_streamed_and_afterwards():
     """Its state is lists of tensors, which follow the parameters back to the device, too."""
     results = []

@@ -43,6 +43,7 @@ from memscale.techniques.offload.optimizer.separable import (
     idle_shadow,
     is_shadow,
     is_taken_over,
+    owners_of,
     put_in_order,
     skips_parameters_without_gradient,
 )
@@ -102,6 +103,12 @@ def _refuse_joined_gradients(optimizer: Optimizer) -> None:
             f"the plan streams some of them, so that they lie on {' and '.join(devices)}; nothing was stepped. Set "
             "Config(enable_offloading=False), or train with another optimizer"
         )
+
+
+def refuse_joined_gradients(model: nn.Module) -> None:
+    """Raise `OffloadError` if an optimizer of this model is there already that cannot step it as it is placed now."""
+    for optimizer in owners_of([*model.parameters()]):
+        _refuse_joined_gradients(optimizer)
 
 
 def _chooses_by_device(optimizer: Optimizer) -> bool:

@@ -38,6 +38,7 @@ from memscale._torch import private
 from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, parameters_of, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale._units import show_bytes
+from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
 from memscale.techniques.offload.optimizer.separable import (
     StepCall,
@@ -50,12 +51,18 @@ from memscale.techniques.offload.optimizer.separable import (
 logger = logging.getLogger("memscale")
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+"""Other classes of tensors (sharded ones) do more in an operator than is seen here."""
+_stepping: set[int] = set()
+"""The ids of the optimizers whose step runs here."""
+
+
 def _key(tensor: torch.Tensor) -> int:
     return private.storage_key(tensor.untyped_storage())
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if type(leaf) in (torch.Tensor, nn.Parameter)]
+    return [leaf for leaf in tree_leaves(values) if type(leaf) in _PLAIN]
 
 
 class _Aside:
@@ -102,7 +109,7 @@ class _Resuming(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._optimizer = optimizer
         self._aside = _Aside()
-        state = [value for entry in optimizer.state.values() for value in _tensors_in(_plain(entry))]
+        state = [value for entry in optimizer.state.values() for value in _tensors_in(values_here(entry))]
         self._held = {_key(tensor) for tensor in [*parameters_of(optimizer), *state] if _has_memory(tensor)}
         self._known = set(optimizer.state)
         self.has_changed = False
@@ -163,10 +170,6 @@ class _Resuming(TorchDispatchMode):
             del self._optimizer.state[parameter]
 
 
-def _plain(entry: Any) -> Any:
-    return dict(entry) if isinstance(entry, dict) else ()
-
-
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not private.is_fake(tensor) and tensor.device.type != "meta"
 
@@ -187,7 +190,8 @@ def _release(args: Any, kwargs: Any, failure: Exception | None) -> None:
 def run_resumed(optimizer: Optimizer, step: Callable[[], Any]) -> None:
     """Run this step of the optimizer: it goes on where it runs out of memory."""
     parameters = parameters_of(optimizer)
-    if all(parameter.device.type == "cpu" for parameter in parameters) or any(map(private.is_fake, parameters)):
+    is_plain = all(type(parameter) in _PLAIN and not private.is_fake(parameter) for parameter in parameters)
+    if not is_plain or all(parameter.device.type == "cpu" for parameter in parameters):
         step()
         return
     mode = _Resuming(optimizer)
@@ -253,10 +257,16 @@ def _take_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     if not _is_plain_step(optimizer) or is_shadow(args[0]) or is_differentiable or torch.compiler.is_compiling():
         return None
+    if id(optimizer) in _stepping:  # somebody has put more around the class's step than PyTorch's own wrapper
+        return None
     call = StepCall(args[1:], kwargs)
     call.evaluate_closure()
     step: Any = type(optimizer).step
-    run_resumed(optimizer, lambda: step.__wrapped__(optimizer, *call.args, **call.kwargs))
+    _stepping.add(id(optimizer))
+    try:
+        run_resumed(optimizer, lambda: step.__wrapped__(optimizer, *call.args, **call.kwargs))
+    finally:
+        _stepping.discard(id(optimizer))
     call.give_back_loss()
     return (idle_shadow(optimizer), *call.args), call.kwargs
 

@@ -337,6 +337,7 @@ def _move_in(
         if not is_move:
             return  # nothing has moved, so no state has to: see NOTE [a change of plans]
     if not is_fake:  # on a stage there is no state yet, and looking for optimizers goes through all of Python's objects
+        in_parts.refuse_joined_gradients(model)
         following.follow_all()
         torch.accelerator.empty_cache()  # otherwise the segments that parameters have left stay reserved
 
