@@ -119,3 +119,26 @@ def test_work_that_is_remembered_is_counted_for_each_device() -> None:
             works.append(books.work)
         assert works[0] == works[1]
         assert works[0].num_launches == 6
+
+
+def test_memory_that_was_freed_is_not_counted_when_it_is_shown() -> None:
+    """What is remembered of a view would make its storage as large as what it shows."""
+
+    class Frees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = []
+            for _ in range(3):
+                scratch = torch.empty(64, 64)
+                scratch.view(-1)
+                scratch.untyped_storage().resize_(0)
+                kept.append(scratch.view(-1))
+            return self.inner(x).sum()
+
+    model, inputs = Frees(), Inputs((torch.ones(2, 4),))
+    forgetful, remembering = (stage(model, inputs, "cpu").run() for stage in (Forgetful, FakeRehearsal))
+    assert forgetful == remembering
+    assert max(segment.peak_bytes for segment in remembering.segments) < 2 * 64 * 64 * 4

@@ -128,6 +128,20 @@ def test_a_tensor_over_a_storage_shares_it() -> None:
         assert not part._is_view()
 
 
+@pytest.mark.parametrize("view", [lambda x: x.view(-1), lambda x: x[2:], torch.Tensor.detach, torch.Tensor.t])
+def test_a_view_of_freed_memory_does_not_bring_it_back(view: Callable[..., Any]) -> None:
+    """`resize_(0)` of a storage frees what a model will fill again later; who shows it meanwhile allocates nothing."""
+    with private.fake_tensor_mode():
+        whole = torch.empty(4, 6)
+        view(whole)
+        whole.untyped_storage().resize_(0)
+        shown = view(whole)
+        again = private.tensor_over(whole.untyped_storage(), torch.float32, whole.device, 0, (4, 6), (6, 1))
+        assert whole.untyped_storage().nbytes() == again.untyped_storage().nbytes() == 0
+        whole.untyped_storage().resize_(96)
+        assert shown.untyped_storage().nbytes() == 96
+
+
 def test_what_is_remembered_gives_the_results_again() -> None:
     add = torch.ops.aten.add.Tensor
     with private.fake_tensor_mode() as mode:

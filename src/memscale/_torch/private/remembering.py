@@ -98,7 +98,8 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
         """A tensor over the storage of another fake one, which is no view of it; modes above do not see it made."""
         guard = torch._C._DisableTorchDispatch()
         try:
-            return self.wrap(torch.empty(0, dtype=dtype, device=_META).set_(storage, offset, shape, stride), device)
+            hollow = torch.empty(0, dtype=dtype, device=_META)
+            return self.wrap(_placed(hollow, storage, offset, shape, stride), device)
         finally:
             del guard
 
@@ -219,8 +220,23 @@ class _Made:
             return args[self.same_as]
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
         if self.view_of is not None:
-            made.set_(args[self.view_of].untyped_storage(), self.offset, self.shape, self.stride)
+            _placed(made, args[self.view_of].untyped_storage(), self.offset, self.shape, self.stride)
         return mode.wrap(made, self.device)
+
+
+def _placed(
+    hollow: torch.Tensor, storage: torch.UntypedStorage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """The tensor, which shows this storage from here on.
+
+    `set_` makes a storage larger that does not hold what is shown. A view does not: of a storage that was freed by
+    `resize_(0)` it shows nothing.
+    """
+    num_bytes = storage.nbytes()
+    hollow.set_(storage, offset, shape, stride)
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
+    return hollow
 
 
 def _share_memory(made: Sequence[_Made | None], results: Sequence[Any]) -> bool:
