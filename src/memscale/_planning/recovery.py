@@ -382,6 +382,11 @@ class Recovery:
             _refuse_hooks(model, step)
             gradients = _gradients_of(step, reached)
             rest = _without_gradient(model, step)
+            if call.had_inner_passes and rest is not None:
+                raise _NotRepeatable(
+                    "a part of the model ran a backward pass of its own (reentrant checkpointing does), so that "
+                    "gradients may have come in part"
+                )
             _let_go(call.roots, step)
         del call
         self._run_again(model, step, gradients, rest, error)
