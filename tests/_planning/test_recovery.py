@@ -549,3 +549,30 @@ def test_a_gradient_that_has_come_in_part_is_not_taken_for_whole(simgpu_device: 
             )
     assert any("ran a backward pass of its own" in text for text in refusals)
     memscale.detach(model)
+
+
+class Unregistered(nn.Module):
+    """Hides a layer from `parameters()` in a list, as models do that tie weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(32, 32).to(DEVICE)]
+        self.between = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden[0](self.between(self.hidden[0](x))).square().mean()
+
+
+def test_parameters_that_are_not_registered_get_no_gradient_twice(simgpu_device: Any) -> None:
+    seed(1)
+    model = Unregistered().to(DEVICE)
+    x = torch.ones(8, 32, device=DEVICE)
+    memscale.wrap(model, CONFIG.replace(mode="conservative"), x)
+    loss = model(x)
+    with (
+        simgpu.fail_allocation(4) as fault,
+        pytest.raises(torch.OutOfMemoryError, match="not registered with the model"),
+    ):
+        loss.backward()
+    assert fault.fired
+    memscale.detach(model)
