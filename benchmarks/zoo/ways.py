@@ -113,6 +113,7 @@ def _read_elsewhere(subject: Subject, module_fqns: list[str]) -> frozenset[str]:
     readings = Readings(copied.model)
     with contextlib.ExitStack() as undo:
         readings.watch(undo)
+        undo.enter_context(readings.during())
         copied.call(copied.model, copied.inputs)
     return readings.outside(module_fqns)
 

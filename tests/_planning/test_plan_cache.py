@@ -121,6 +121,29 @@ def test_another_model_has_another_fingerprint(change: Callable[[nn.Module], Non
     assert key_of(model) != before
 
 
+def _repeating(times: int) -> nn.Module:
+    """A model of a class that a function made: what its forward does is not in the model, nor in the class's name."""
+
+    class Repeating(TwoLinears):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(times):
+                x = super().forward(x) * self.scale
+            return x
+
+    torch.manual_seed(0)
+    return Repeating()
+
+
+def test_what_a_class_closes_over_and_what_was_set_on_it_counts() -> None:
+    assert key_of(_repeating(2)) == key_of(_repeating(2))
+    assert key_of(_repeating(2)) != key_of(_repeating(3))
+    scaled = _repeating(2)
+    type(scaled).scale = 2.0
+    assert key_of(scaled) != key_of(_repeating(2))
+
+
 def test_sharing_counts() -> None:
     def two() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))

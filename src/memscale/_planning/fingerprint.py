@@ -93,6 +93,16 @@ def _is_installed(path: pathlib.Path) -> bool:
     return any(path.is_relative_to(folder) for folder in _library_dirs())
 
 
+def _is_installed_class(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or _is_installed_file(file)
+
+
+@functools.cache
+def _is_installed_file(file: str) -> bool:
+    return _is_installed(pathlib.Path(file).resolve())
+
+
 @functools.cache
 def _library_dirs() -> tuple[pathlib.Path, ...]:
     return tuple(pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
@@ -253,11 +263,26 @@ class _Description:
             self.hash.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def _add_module(self, module: nn.Module) -> None:
-        """All that is in a module, but what MemScale has put there."""
+        """All that is in a module and in classes of the user's own, but what MemScale has put there."""
+        for kind in type(module).__mro__:
+            if not _is_installed_class(kind):
+                self._add_class(kind)
         for name, value in sorted(vars(module).items()):
             if name not in OWN_ATTRIBUTES or name == "forward":
                 self._write(name)
                 self._add(_of_hooks(module, name, value) if "_hooks" in name and isinstance(value, Mapping) else value)
+
+    def _add_class(self, kind: type) -> None:
+        """What a class has that its file does not say: what its functions close over, and values set later."""
+        if id(kind) in self._places:
+            return
+        self._places[id(kind)] = len(self._places)
+        for name, value in sorted(vars(kind).items()):
+            value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+            is_told = isinstance(value, (types.FunctionType, *_PLAIN))
+            if is_told and (name == "__init__" or not name.startswith("__")):
+                self._write(name)
+                self._add(value)
 
     def _add_function(self, function: types.FunctionType) -> None:
         code = function.__code__

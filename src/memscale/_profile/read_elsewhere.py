@@ -32,27 +32,29 @@ class Readings:
         # Modules are compared by id, because a user's module may define its own equality.
         self._running: dict[int, int] = {}
         self._mode = EachOperator(self._see)
+        self._is_watching = False
         self._seen: dict[int, set[frozenset[int]]] = {}
         """The modules that ran when an operator read a parameter, by the id of the parameter."""
 
     def watch(self, undo: contextlib.ExitStack) -> None:
-        """Take down what is read, until undone. Who calls `module.forward` does not let the module run."""
+        """Take down what is read in forwards that are run `during()` this, until undone.
+
+        Who calls `module.forward` does not let the module run.
+        """
         self._seen = {id(parameter): self._seen.get(id(parameter), set()) for parameter in self._model.parameters()}
         self._running.clear()
         for module in self._model.modules():
             undo.callback(module.register_forward_pre_hook(_Step(self._running, 1)).remove)
             undo.callback(module.register_forward_hook(_Step(self._running, -1), always_call=True).remove)
-        undo.callback(self._model.register_forward_pre_hook(self._begin).remove)
-        undo.callback(self._model.register_forward_hook(self._end, always_call=True).remove)
+        self._is_watching = True
+        undo.callback(setattr, self, "_is_watching", False)
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        """The mode is above those that were active before, and gone when backward runs: modes take time."""
-        if self._running[id(model)] == 1:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+    def during(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward that is watched: the operators inside are seen. It ends before backward: modes take time.
 
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._running[id(model)]:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        A hook could not end it: none is called when the forward ends with what is no `Exception`.
+        """
+        return self._mode if self._is_watching else contextlib.nullcontext()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for leaf in tensors_of((*args, *kwargs.values())):

@@ -157,7 +157,8 @@ class Rehearsal:
         """Forward and backward. Returns what the loop keeps of the output."""
         if self.holds_gradients:
             self.hold_gradients(recorder)
-        output = self.model(*self.inputs.args, **self.inputs.kwargs)
+        with self.readings.during():
+            output = self.model(*self.inputs.args, **self.inputs.kwargs)
         kept, loss = self.kept_of(output), loss_of(output)
         del output
         self.clear_late()
