@@ -490,3 +490,89 @@ def test_an_output_that_nobody_uses_ends_no_backward(simgpu_device: Any) -> None
     assert all(parameter.grad is not None for parameter in model.parameters())
     del loss, unused
     executor.detach()
+
+
+class _InnerPass(torch.autograd.Function):
+    """Computes again in backward, by a pass within the pass, as reentrant checkpointing does."""
+
+    @staticmethod
+    def forward(ctx: Any, part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ctx.part = part
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.part(x)
+        torch.autograd.backward(output, gradient)
+        return None, x.grad
+
+
+class InnerPasses(nn.Module):
+    """One layer, used three times: each use adds to its gradient by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = _InnerPass.apply(self.shared, x)
+        return x.square().mean()
+
+
+def test_a_gradient_that_has_come_in_part_is_not_taken_for_whole(simgpu_device: Any) -> None:
+    seed(1)
+    model = InnerPasses().to(DEVICE)
+    plain = copy.deepcopy(model)
+    x = torch.ones(8, 32, device=DEVICE)
+    memscale.wrap(model, CONFIG.replace(mode="conservative"), x)
+    plain(x).backward()
+    refusals = []
+    for nth in range(2, 20, 3):
+        model.zero_grad()
+        loss = model(x)
+        try:
+            with simgpu.fail_allocation(nth) as fault:
+                loss.backward()
+            assert fault.fired
+        except torch.OutOfMemoryError as error:
+            refusals.append(str(error))
+        else:
+            assert all(
+                torch.equal(p.grad.cpu(), q.grad.cpu())
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+            )
+    assert any("ran a backward pass of its own" in text for text in refusals)
+    memscale.detach(model)
+
+
+class Unregistered(nn.Module):
+    """Hides a layer from `parameters()` in a list, as models do that tie weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(32, 32).to(DEVICE)]
+        self.between = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden[0](self.between(self.hidden[0](x))).square().mean()
+
+
+def test_parameters_that_are_not_registered_get_no_gradient_twice(simgpu_device: Any) -> None:
+    seed(1)
+    model = Unregistered().to(DEVICE)
+    x = torch.ones(8, 32, device=DEVICE)
+    memscale.wrap(model, CONFIG.replace(mode="conservative"), x)
+    loss = model(x)
+    with (
+        simgpu.fail_allocation(4) as fault,
+        pytest.raises(torch.OutOfMemoryError, match="not registered with the model"),
+    ):
+        loss.backward()
+    assert fault.fired
+    memscale.detach(model)

@@ -13,10 +13,11 @@ not run out of memory nothing is held on the device that the plan does not count
 outputs and their gradients up to `_LARGEST_GRADIENT_BYTES`, goes to the host.
 
 NOTE [what is not repeated]: where the repetition might not be exact, the error is raised with the reason: the loss
-reaches parameters beside the model's output, or its own backward ran out of memory; an input needs a gradient; an input
-or a parameter was written to after the forward; the graph is kept (`retain_graph`); the forward changed something of
-which there is no copy; gradients are scaled by us (fp16) or stepped with in backward; several processes train together;
-the plan is one under which steps are observed.
+reaches parameters beside the model's output, or its own backward ran out of memory; the forward uses parameters that
+are not registered with the model; a node ran a backward pass of its own, so that gradients may have come in part; an
+input needs a gradient; an input or a parameter was written to after the forward; the graph is kept (`retain_graph`);
+the forward changed something of which there is no copy; gradients are scaled by us (fp16) or stepped with in backward;
+several processes train together; the plan is one under which steps are observed.
 """
 
 from __future__ import annotations
@@ -382,6 +383,11 @@ class Recovery:
             _refuse_hooks(model, step)
             gradients = _gradients_of(step, reached)
             rest = _without_gradient(model, step)
+            if call.had_inner_passes and rest is not None:
+                raise _NotRepeatable(
+                    "a part of the model ran a backward pass of its own (reentrant checkpointing does), so that "
+                    "gradients may have come in part"
+                )
             _let_go(call.roots, step)
         del call
         self._run_again(model, step, gradients, rest, error)
@@ -401,12 +407,11 @@ class Recovery:
         if leaves:
             raise _NotRepeatable("the loss depends on parameters beside what the model returns")
         places = [place for _, marks in found for place in marks]
-        if len(found) > 1:
-            inner = [following for node, _ in found for following, _ in node.next_functions]
-            if _walk(inner, step)[0]:
-                raise _NotRepeatable(
-                    "the loss depends on several outputs of the model, one of which depends on another"
-                )
+        inner = [following for node, _ in found for following, _ in node.next_functions]
+        if any(id(leaf) not in step.before for leaf in _leaves_under([node for node, _ in found])):
+            raise _NotRepeatable("its forward uses parameters that are not registered with the model")
+        if len(found) > 1 and _walk(inner, step)[0]:
+            raise _NotRepeatable("the loss depends on several outputs of the model, one of which depends on another")
         return places
 
     def _run_again(
@@ -539,6 +544,20 @@ def _walk(starts: list[Any], step: _Step) -> tuple[list[tuple[Any, list[int]]], 
                 seen.add(following)
                 waiting.append(following)
     return found, leaves
+
+
+def _leaves_under(starts: list[Any]) -> list[torch.Tensor]:
+    """The tensors to which a graph adds gradients."""
+    waiting, leaves = [*starts], []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        waiting += following
+    return leaves
 
 
 @contextlib.contextmanager

@@ -69,13 +69,15 @@ class BackwardCall(NamedTuple):
     gradients: tuple[torch.Tensor | None, ...]
     is_simple: bool
     """Gradients are added to those of all leaves, once, and the graph is not needed again."""
+    had_inner_passes: bool = False
+    """A node may have run a pass itself, which adds to gradients before all of what belongs to them has come."""
 
     @classmethod
-    def of(cls, backward: Callable[[], Any]) -> BackwardCall:
+    def of(cls, backward: Callable[[], Any], *, had_inner_passes: bool) -> BackwardCall:
         roots, gradients, keeps, creates, inputs = cast(Any, backward).args[:5]
         options = cast(Any, backward).keywords
         is_simple = not keeps and not creates and not inputs and options.get("accumulate_grad", False)
-        return cls(tuple(roots), tuple(gradients), bool(is_simple))
+        return cls(tuple(roots), tuple(gradients), bool(is_simple), had_inner_passes)
 
 
 class _InnerPasses:
@@ -147,6 +149,7 @@ class _Guard:
         rescuers: list[Rescuer] = [*self._rescuers]
         for rescuer in rescuers:
             rescuer.begin()
+        num_inner = self._inner.num_started
         try:
             result = backward()
         except torch.OutOfMemoryError as error:
@@ -159,10 +162,11 @@ class _Guard:
             for rescuer in rescuers:
                 rescuer.end()
             return result
-        return self._rescued(backward, rescuers, failure)
+        call = BackwardCall.of(backward, had_inner_passes=self._inner.num_started > num_inner)
+        del backward
+        return self._rescued(call, rescuers, failure)
 
-    def _rescued(self, backward: Callable[[], Any], rescuers: list[Rescuer], failure: torch.OutOfMemoryError) -> Any:
-        call = BackwardCall.of(backward)
+    def _rescued(self, call: BackwardCall, rescuers: list[Rescuer], failure: torch.OutOfMemoryError) -> Any:
         if not any(rescuer.rescue(call, failure) for rescuer in rescuers):
             raise failure
         return ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +159,33 @@ def test_a_wrapped_model_steps_so_by_default(simgpu_device: Any) -> None:
         reference.step()
     assert equal(all_values(model, optimizer), all_values(plain, reference))
     memscale.detach(model)
+
+
+def test_hooks_run_once_where_somebody_has_put_more_around_the_step_of_the_class(
+    simgpu_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # PyTorch puts its own wrapper around the step
+    inner = torch.optim.SGD.step
+
+    @functools.wraps(inner)
+    def outer(self: torch.optim.SGD, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", outer)
+    plain, watched = trained(is_watched=False), trained(is_watched=True)
+    assert plain[0] == watched[0]
+    assert equal(plain[1], watched[1])
+
+
+def test_options_that_cannot_be_copied_are_left_alone(simgpu_device: Any) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW([{"params": [*model.parameters()], "lock": threading.Lock()}])
+    with contextlib.ExitStack() as undo:
+        watch_plain_steps(model, undo)
+        fill_gradients(model, 0)
+        optimizer.step()
+    plain = build()
+    reference = torch.optim.AdamW(plain.parameters())
+    fill_gradients(plain, 0)
+    reference.step()
+    assert equal(all_values(model, optimizer), all_values(plain, reference))

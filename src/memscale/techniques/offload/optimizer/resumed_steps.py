@@ -42,10 +42,11 @@ from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
 from memscale.techniques.offload.optimizer.separable import (
     StepCall,
-    idle_shadow,
     is_known_separable,
     is_shadow,
     is_taken_over,
+    shadow,
+    step_without_hooks,
 )
 
 logger = logging.getLogger("memscale")
@@ -261,14 +262,16 @@ def _take_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
         return None
     call = StepCall(args[1:], kwargs)
     call.evaluate_closure()
-    step: Any = type(optimizer).step
+    step = step_without_hooks(optimizer)
     _stepping.add(id(optimizer))
     try:
-        run_resumed(optimizer, lambda: step.__wrapped__(optimizer, *call.args, **call.kwargs))
+        run_resumed(optimizer, lambda: step(optimizer, *call.args, **call.kwargs))
     finally:
         _stepping.discard(id(optimizer))
     call.give_back_loss()
-    return (idle_shadow(optimizer), *call.args), call.kwargs
+    # Options are not copied, as `idle_shadow` does: PyTorch's own steps change none, and locks or models may be there.
+    idle = shadow(optimizer, [{**group, "params": []} for group in optimizer.param_groups], {})
+    return (idle, *call.args), call.kwargs
 
 
 def watch_plain_steps(model: nn.Module, undo: contextlib.ExitStack) -> None:

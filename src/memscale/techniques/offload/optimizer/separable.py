@@ -113,6 +113,14 @@ def owners_of(parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
     return [optimizer for optimizer in found if id(optimizer) not in wrapping]
 
 
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of its class without PyTorch's wrapper, which runs the hooks, and what others have put around that."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):  # `functools.wraps` copies the mark, too
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
 def idle_shadow(optimizer: Optimizer) -> Optimizer:
     """Return a stand-in without parameters, whose step does nothing."""
     groups = [{**_copied_options(group), "params": []} for group in optimizer.param_groups]
@@ -158,7 +166,7 @@ class SplitStep:
     def __init__(self, optimizer: Optimizer, is_stepped: Stepped = has_gradient) -> None:
         self._optimizer = optimizer
         self._foreach = foreach_of_whole(optimizer, is_stepped)
-        self._step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without its hooks
+        self._step = step_without_hooks(optimizer)
         self._changes: list[dict[tuple[str, int, Any], Any]] = []
         self._placeholder = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
         self.returned: Any = None
