@@ -42,6 +42,7 @@ from memscale._torch import private
 from memscale._torch.host_rng import HostRng
 from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of
 from memscale._torch.overrides import plain_attributes
+from memscale._torch.released_gradients import held_gradient
 from memscale._torch.state_beside import Beside
 from memscale._units import round_up
 
@@ -257,6 +258,7 @@ class FakeRehearsal(Rehearsal):
         # A card that is not in this machine is played by fake CPU tensors and its kernels' savings.
         self.emulates_gpu = not device_exists(device_type)
         on = "cpu" if self.emulates_gpu else device_type
+        self._original = model
         fake_model = fake_copy(model, self.mode, torch.device(on))
         if not fake_model.training:
             fake_model.train()
@@ -342,6 +344,7 @@ class FakeRehearsal(Rehearsal):
             private.never_while_compiled(),
             private_values(),
             self.caches.without_fakes(),
+            _gradients_kept(self._original),
             super().stage(),
             host_rng_kept(),
             drawn_by_host(self.values),
@@ -353,6 +356,20 @@ class FakeRehearsal(Rehearsal):
             kernels,
         ):
             yield
+
+
+@contextlib.contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    """A forward that somebody has replaced may close over the user's own model (TRL's fused loss does), and backward
+    then gives its parameters gradients without memory."""
+    before = [(parameter, held_gradient(parameter)) for parameter in model.parameters() if parameter.is_leaf]
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            now = held_gradient(parameter)
+            if now is not None and private.is_fake(now) and not private.is_fake(parameter):
+                parameter.grad = gradient
 
 
 def _set_training(modes: dict[nn.Module, bool]) -> None:

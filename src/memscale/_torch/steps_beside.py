@@ -301,7 +301,7 @@ class StepsBeside:
             sys.setprofile(None)
 
     def _refuse_code(self, seen: dict[types.CodeType, tuple[dict[str, Any], list[Any]]]) -> None:
-        for code, (namespace, free) in seen.items():
+        for code, (namespace, free) in list(seen.items()):  # what runs here is noted, too
             name = f"{namespace.get('__name__')}.{code.co_name}"
             values = [namespace[name] for name in code.co_names if name in namespace] + free
             if any(map(_is_opaque, values)):
