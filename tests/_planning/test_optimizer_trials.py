@@ -23,7 +23,7 @@ from memscale._hardware import Hardware
 from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StepInBuckets, StreamParameters
 from memscale._planning import optimizer_trials
 from memscale._planning.job import Job
-from memscale._planning.optimizer_trials import KnownTrials, OptimizerCosts
+from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
@@ -403,20 +403,3 @@ def test_devices_that_bitsandbytes_has_kernels_for(simgpu_device: Any) -> None:
     for device_type in ("cpu", "simgpu"):
         has_kernel = private.has_own_kernel("bitsandbytes::quantize_blockwise", device_type)
         assert (table_bytes(device_type) == 1024) == has_kernel
-
-
-def test_steps_that_were_tried_are_known_until_the_optimizer_has_other_options() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    job, known = Job(model, Config(), Hardware.from_name("RTX 3090"), optimizer), KnownTrials()
-    first = OptimizerCosts(job, known).cost()
-    trials = known.of(job)[False]
-    numbers = set(map(id, trials.values()))
-    assert numbers
-    assert OptimizerCosts(job, known).cost() == first == OptimizerCosts(job).cost()
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert known.of(job)[False] is trials
-    assert set(map(id, trials.values())) == numbers
-    optimizer.param_groups[0]["amsgrad"] = True
-    assert OptimizerCosts(job, known).cost() == OptimizerCosts(job).cost() != first
-    assert known.of(job)[False] is not trials

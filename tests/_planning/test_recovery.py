@@ -21,7 +21,7 @@ from tests.parity import seed
 from tests.techniques.offload.runs import DEVICE, VOCABULARY, Gpt, same, tokens, weights
 
 SHAPE = (4, 64)
-CONFIG = memscale.Config(enable_logging=False)
+CONFIG = memscale.Config(enable_logging=False, recover_from_oom=True)
 pytestmark = pytest.mark.usefixtures("no_races", "no_leaks")
 
 

@@ -53,7 +53,9 @@ def test_fronts_begin_with_the_plain_step_and_go_down() -> None:
 @pytest.mark.unit
 def test_the_largest_ratio_is_that_of_the_measured_rows() -> None:
     rows = json.loads((ROOT / "docs" / "results" / "cuda.json").read_text())["rows"]
-    ratios = [row["reserved_bytes"] / row["live_bytes"] for row in rows if row["mode"] != "plain"]
+    families = tuple({entry["model"].partition("-")[0] for entry in _data()["entries"]})
+    wrapped = [row for row in rows if row["mode"] != "plain" and row["model"].startswith(families)]
+    ratios = [row["reserved_bytes"] / row["live_bytes"] for row in wrapped]
     assert max(ratios) <= make_fit_page.LARGEST_RATIO + 0.001
 
 

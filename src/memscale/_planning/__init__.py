@@ -18,7 +18,6 @@ from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._planning.advice import find_smaller
 from memscale._planning.job import Job
-from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.other_peaks import other_peaks
 from memscale._planning.planner import Planner
 from memscale._profile import Profile
@@ -29,7 +28,6 @@ def make_plan(
     job: Job,
     inputs: Inputs,
     *,
-    costs: OptimizerCosts | None = None,
     on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
     on_profile: Callable[[Profile], None] | None = None,
 ) -> Plan:
@@ -37,10 +35,10 @@ def make_plan(
 
     `StaticProfileError` when the step cannot be rehearsed on fake tensors; the model itself is never run. `on_front`
     gets peak against time for everything that the mode allows, whether the plan needed it or not. `on_profile` gets
-    what the plain step has shown. `costs`: those of the job's optimizer, where some are known.
+    what the plain step has shown.
     """
     config, hardware = job.config, job.hardware
-    planner = Planner(job, inputs, costs)
+    planner = Planner(job, inputs)
     if on_profile is not None:
         on_profile(planner.profile)
     strategy = choose_strategy(config, Situation(planner.profile, hardware, full_budget(hardware, config)))

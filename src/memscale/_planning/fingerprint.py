@@ -148,25 +148,6 @@ def _optimizer_of(optimizer: str | Optimizer | None, model: nn.Module) -> Iterat
             yield names.get(id(parameter), _form_of_tensor(parameter)), forms
 
 
-def options_of(optimizer: str | Optimizer | None) -> list[Any]:
-    """What of an optimizer decides what its steps allocate, beside its parameters; equal lists allocate alike."""
-    if not isinstance(optimizer, Optimizer):
-        return [optimizer]
-    groups = [
-        {name: _plain(option) for name, option in group.items() if name not in _PASSING_OPTIONS}
-        | {"lr": isinstance(group.get("lr"), torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
-    return [type(optimizer), _settings_of(optimizer), groups]
-
-
-def _plain(option: Any) -> Any:
-    """The option, or which object it is, where that cannot be compared by its value."""
-    if isinstance(option, tuple | list):
-        return tuple(map(_plain, option))
-    return option if option is None or isinstance(option, _PLAIN) else id(option)
-
-
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
     """What it keeps beside its groups: bitsandbytes has its number of bits in an object of options."""
     found: dict[str, Any] = {}

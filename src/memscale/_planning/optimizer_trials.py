@@ -20,7 +20,6 @@ from memscale._decide.eligible import has_next_tier
 from memscale._decide.travel import Travel, travels
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.bucket_steps import BucketRules
-from memscale._planning.fingerprint import options_of
 from memscale._planning.job import Job
 from memscale._profile import GuestCost, OptimizerCost
 from memscale._profile.optimizer_twin import (
@@ -61,21 +60,6 @@ RESIDENT_SHARES = tuple(number / 32 for number in range(1, 32))
 """Shares of the state that plans may leave on the device."""
 
 
-class KnownTrials:
-    """Steps of one model's optimizer that were tried. They are forgotten when it is another, or has other options."""
-
-    def __init__(self) -> None:
-        self._options: list[Any] = []
-        self._trials: dict[bool, Trials] = {False: {}, True: {}}
-
-    def of(self, job: Job) -> dict[bool, Trials]:
-        """Steps of the optimizer, and of what replaces it in 8 bits."""
-        options = [*options_of(job.optimizer), *options_of(job.replacement)]
-        if options != self._options:
-            self._options, self._trials = options, {False: {}, True: {}}
-        return self._trials
-
-
 class OptimizerCosts:
     """What one optimizer over one model costs in every way, each found once.
 
@@ -83,8 +67,7 @@ class OptimizerCosts:
     and its waiting state is packed.
     """
 
-    def __init__(self, job: Job, trials: KnownTrials | None = None) -> None:
-        """`trials`: those that were made before, for other batches; more are added."""
+    def __init__(self, job: Job) -> None:
         self._job = job
         self.travel = travels(job.config, job.hardware)[0]
         """How state travels to the next tier and back."""
@@ -101,7 +84,7 @@ class OptimizerCosts:
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int], bool], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
-        self._trials = (trials or KnownTrials()).of(job)
+        self._trials: dict[bool, Trials] = {False: {}, True: {}}
         """Steps that were tried, of the optimizer and of what replaces it in 8 bits, however state travels."""
 
     @property

@@ -36,7 +36,7 @@ from memscale._planning.held_gradients import GradientWatch, Stay, counted_for, 
 from memscale._planning.job import Job, device_of
 from memscale._planning.loop_watch import Found, LoopWatch
 from memscale._planning.observed_steps import ObservedSteps
-from memscale._planning.optimizer_trials import KnownTrials, OptimizerCosts
+from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._planning.planner import Planner
 from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
@@ -106,7 +106,6 @@ class Replanner(OwnHook):
         self.config, self.hardware, self._trained_by = job.config, job.hardware, TrainedBy(job.optimizer)
         self.replacement, self.holds_gradients = job.replacement, job.holds_gradients
         self.reporter = reporter
-        self._trials = KnownTrials()
         self._known: list[_Known] = []
         """What was planned for; none of these demands covers another."""
         self._observed: ObservedSteps | None = None
@@ -253,7 +252,7 @@ class Replanner(OwnHook):
         try:
             with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__} for a shape"):
                 job = self._job(model)
-                planner = Planner(job, largest, OptimizerCosts(job, self._trials))
+                planner = Planner(job, largest, OptimizerCosts(job))
                 looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
         except StaticProfileError as error:  # a size that the model does not take, though smaller ones do
             logger.debug("no plan for this shape: %s", str(error))
@@ -480,7 +479,7 @@ class Replanner(OwnHook):
         try:
             with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__}"):
                 job = self._job(model)
-                return make_plan(job, inputs, costs=OptimizerCosts(job, self._trials), on_profile=on_profile)
+                return make_plan(job, inputs, on_profile=on_profile)
         finally:
             self._is_planning = False
 
@@ -739,7 +738,7 @@ class Replanner(OwnHook):
             self._observed = None
 
     def _costs(self, model: nn.Module) -> OptimizerCosts:
-        return OptimizerCosts(self._job(model), self._trials)
+        return OptimizerCosts(self._job(model))
 
 
 def with_more(plan: Plan, num_bytes: int, *, is_of_loop: bool = True) -> Plan:

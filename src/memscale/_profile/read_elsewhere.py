@@ -31,7 +31,6 @@ class Readings:
         self._model = model
         # Modules are compared by id, because a user's module may define its own equality.
         self._running: dict[int, int] = {}
-        self._mode = EachOperator(self._see)
         self._is_watching = False
         self._seen: dict[int, set[frozenset[int]]] = {}
         """The modules that ran when an operator read a parameter, by the id of the parameter."""
@@ -54,7 +53,7 @@ class Readings:
 
         A hook could not end it: none is called when the forward ends with what is no `Exception`.
         """
-        return self._mode if self._is_watching else contextlib.nullcontext()
+        return EachOperator(self._see) if self._is_watching else contextlib.nullcontext()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for leaf in tensors_of((*args, *kwargs.values())):

@@ -147,7 +147,7 @@ def test_a_wrapped_model_steps_so_by_default(simgpu_device: Any) -> None:
     model = build()
     plain = copy.deepcopy(model)
     batch = torch.ones(4, 64, device=DEVICE)
-    memscale.wrap(model, memscale.Config(enable_logging=False), batch)
+    memscale.wrap(model, memscale.Config(enable_logging=False, recover_from_oom=True), batch)
     optimizer, reference = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
     for step in range(4):
         for each in (model, plain):

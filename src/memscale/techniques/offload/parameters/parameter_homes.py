@@ -266,6 +266,7 @@ class Homes:
             return
         parameters = {id(p): p for slot, _ in self._devices if not slot.is_buffer and (p := slot.get()) is not None}
         going = [p for number, p in parameters.items() if number in streamed]
+        self._streamed_places |= {slot.place for slot, _ in self._devices if id(slot.get()) in streamed}
         # If the host has no room yet, it has when the others have left: `move_in` then brings what is missing.
         with contextlib.suppress(StoreFullError):
             for group in sorted(overlapping(going), key=lambda group: -group[0].nbytes):
