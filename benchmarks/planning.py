@@ -33,7 +33,6 @@ from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan
 from memscale._planning.job import Job
-from memscale._planning.optimizer_trials import KnownTrials, OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._planning.shapes import loosened
 from memscale._profile.inputs import Inputs
@@ -164,10 +163,8 @@ def run(model_name: str, case: Case, hardware: Hardware, device: str, budgets: C
                 yield row
     if NEW_SHAPE in budgets and tight is not None:
         job = Job(model, tight_config, hardware)
-        trials = KnownTrials()  # as in a run, which has planned for larger batches before
-        OptimizerCosts(job, trials).cost()
         yield _timed(
-            lambda: loosened(Planner(job, case.smaller(), OptimizerCosts(job, trials)), tight, tight_config),
+            lambda: loosened(Planner(job, case.smaller()), tight, tight_config),
             model_name,
             device,
             NEW_SHAPE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import dataclasses
+import gc
 from collections.abc import Iterator
 from typing import Any
 
