@@ -72,8 +72,8 @@ test-shuffled: SEED ?= $(shell date +%s)
 test-shuffled: $(STAMP)
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --shuffle-files $(SEED)
 
-# Another PyTorch, in an environment of its own: the core lane, files marked `unit`. A build without CUDA is smaller:
-# INDEX=https://download.pytorch.org/whl/cpu. What is pinned beside torch is taken where it goes with that version.
+# Another PyTorch, in an environment of its own: the core lane, files marked `unit`. INDEX=URL takes it from another index:
+# PyTorch's own has builds without CUDA. What is pinned beside torch is taken where it goes with that version.
 test-torch:
 	@test -n "$(VERSION)" || { echo "say which: make test-torch VERSION=2.13.0"; exit 2; }
 	$(PYTHON) -m venv $(TORCH_VENV)
