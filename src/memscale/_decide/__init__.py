@@ -155,7 +155,7 @@ class _Expected:
         return max(self.margin_bytes, *shared, 0)
 
     def _was_traced(self, choice: Choice) -> bool:
-        """With every block treated alike and nothing else: the profile holds the trace of such a step."""
+        """A choice with every block treated alike and nothing else: the profile holds the trace of such a step."""
         is_alike = len({treatment for _, treatment in choice.blocks}) <= 1
         return choice.run == RunOptions() and is_alike and len(choice.blocks) in (0, len(self.model.blocks))
 

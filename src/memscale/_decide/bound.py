@@ -33,11 +33,11 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.timeline import Spent
 
 _SHARES = (0.0, *(2.0**-k for k in range(20, 0, -1)), *(1 - 2.0**-k for k in range(2, 21)), 1.0)
-"""Of compute in the sum of prices: bytes across a slow link cost thousands of times what computing them again does."""
+"""The weight of compute in the sum of prices: bytes across a slow link cost thousands of times as much."""
 
 
 def least_ms(model: CostModel, budget_bytes: int, *, host_step: bool) -> float:
-    """Of a step that peaks at no more than the budget; `host_step`: the host may step what is streamed."""
+    """The bound of a step that peaks at no more than the budget; `host_step`: the host may step what is streamed."""
     computes_ms = model.least_compute_ms + _least_optimizer_ms(model)
     found = [computes_ms, _step_ms(model, budget_bytes), _forward_ms(model, budget_bytes, computes_ms)]
     if not host_step and model.profile.optimizer.in_backward is None:
@@ -46,7 +46,7 @@ def least_ms(model: CostModel, budget_bytes: int, *, host_step: bool) -> float:
 
 
 def _byte_ms(model: CostModel) -> float:
-    """Of a byte across the link, one way; pinned or not."""
+    """The price of a byte across the link, one way; pinned or not."""
     hardware = model.hardware
     return 1e3 / max(hardware.link_bytes_per_s, hardware.blocking_link_bytes_per_s or 0.0)
 
@@ -63,7 +63,7 @@ def _step_ms(model: CostModel, budget_bytes: int) -> float:
 
 
 def _arriving_ms(model: CostModel, budget_bytes: int) -> float:
-    """Of what is stepped on the device and is not there when backward ends.
+    """The bytes that are stepped on the device and are not there when backward ends.
 
     NOTE [one by one]: a training loop may read, clip or drop gradients between backward and the step, so no parameter
     is stepped before the last gradient is final. Trained parameters, their gradients and their state are all needed on
@@ -84,7 +84,7 @@ def _bytes_in_step(model: CostModel) -> int:
 
 
 def _crossing_shares(model: CostModel) -> tuple[float, float]:
-    """Of each byte that is not on the device in the optimizer's step: what must come in a step, and what must leave."""
+    """What must come in a step, and what must leave, for each byte that is not on the device in the optimizer's."""
     with_state = 1 + _state_of_byte(model)
     away = [(params, own, params + own * with_state) for params, own in _homes(model) if params]
     coming = min((params / whole for params, _, whole in away), default=1.0)
@@ -144,7 +144,7 @@ class _Prices:
     coming: float
 
     def of(self, way: _Way) -> float:
-        """By freed byte."""
+        """The price, by freed byte."""
         total = way.compute_ms * self.compute + way.out_ms * self.leaving + way.in_ms * self.coming
         return total / way.freed_bytes
 

@@ -27,7 +27,7 @@ class RunOptions:
     head_rows: int = 0
     """Rows of logits at once; 0: the head is not tiled."""
     num_tiles: int = 0
-    """Into how many tiles attention and MLPs are cut inside the blocks; 0: they are not."""
+    """The number of tiles that attention and MLPs are cut into inside the blocks; 0: they are not."""
     offloads_optimizer: float = 0.0
     """The share of the optimizer's state that waits elsewhere."""
     streams_rest: bool = False

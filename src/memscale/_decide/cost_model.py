@@ -79,7 +79,7 @@ class CostModel:
     def runs_of(
         self, trace: StepTrace, streamed: Collection[str] | None = None
     ) -> list[tuple[str, list[Segment], Moved]]:
-        """By run: its block, or "" for what lies between, its segments, and what crosses the link in it besides.
+        """The runs: a block, or "" for what lies between, its segments, and what crosses the link in it besides.
 
         `streamed` are the blocks whose weights travel; None: every block's, if any does.
         """
@@ -207,7 +207,7 @@ class CostModel:
 
     @functools.cached_property
     def _gradient_bytes(self) -> list[int]:
-        """By stretch of the plain step: gradients that are final in it. Those of a layer are when its backward ends;
+        """Gradients that are final in each stretch of the plain step. Those of a layer are when its backward ends;
         those that no layer's backward shows are counted with the last stretch."""
         sizes = {layer.module_fqn: layer.trainable_bytes for layer in self.profile.layers}
         found = [0] * len(self.owners)
@@ -281,7 +281,7 @@ class CostModel:
         return run, extras, live, peak, total_ms
 
     def sent_by_blocks(self, run: RunOptions) -> dict[str, Sent]:
-        """By block, in order: what it sends if its activations wait elsewhere; {} where that was not traced, and where
+        """What each block sends, in order, if its activations wait elsewhere; {} where that was not traced, and where
         a step does not go through the blocks and back."""
         key = run.block_key(OFFLOAD)
         if key not in self._sent:
@@ -298,7 +298,7 @@ class CostModel:
         return self._sent[key]
 
     def _unwaiting_ms(self, segments: Sequence[Segment], *, halves: bool) -> float:
-        """Of segments whose transfers are all hidden; the host starts them."""
+        """The time of segments whose transfers are all hidden; the host starts them."""
         compute_ms = sum(self.pace.compute_ms(segment, halves=halves) for segment in segments)
         num_copies = sum(segment.num_sends + segment.num_fetches for segment in segments)
         launches = sum(segment.num_launches for segment in segments)
@@ -447,7 +447,7 @@ class CostModel:
 
     @functools.cached_property
     def exact_ways(self) -> list[list[Spent]]:
-        """By exact way in which the step was traced, stretch by stretch: what it keeps, computes and moves. The plain
+        """What each exact way in which the step was traced keeps, computes and moves, stretch by stretch. The plain
         step comes first. What is streamed is counted with its parameters, not here."""
         found = []
         for key, trace in self._traces.items():
@@ -512,7 +512,7 @@ def _net_bytes(segments: Iterable[Segment]) -> int:
 
 
 def _sizes_of(keys: Iterable[TraceKey]) -> dict[TraceKey, list[int]]:
-    """By key with tiles of any size: the sizes that were traced, in order; 0 where nothing is tiled."""
+    """The sizes that were traced, in order, by key with tiles of any size; 0 where nothing is tiled."""
     sizes: dict[TraceKey, list[int]] = {}
     for key in keys:
         sizes.setdefault(key.of_any_size, []).append(key.tile_size)

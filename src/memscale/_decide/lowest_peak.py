@@ -195,7 +195,7 @@ class _Descent:
         self.picks = np.concatenate([self.picks[ways], row[:, None].astype(np.int16)], axis=1)
 
     def bounds(self, num_treated: int) -> Array:
-        """By way: what its peak is at least, whatever is done to the other blocks."""
+        """The least peak of each way, whatever is done to the other blocks."""
         points, whole = self.points, self.whole
         streamed = -self.columns[:, RESIDENT]
         at_most = streamed + points.streamed[num_treated]

@@ -112,7 +112,7 @@ class OptimizerModel:
     # ---- time
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """Of what is on the device, and of what is streamed: there, or on the host."""
+        """The step over what is on the device, and over what is streamed: there, or on the host."""
         hardware, works = self.pace.hardware, list(self._guest_works(run, streamed_bytes))
         in_buckets = self.manner(run).work(self, run, streamed_bytes)
         at_once_ms = self.manner(run).step_ms(self, run, streamed_bytes) if in_buckets is None else 0.0
@@ -131,7 +131,7 @@ class OptimizerModel:
         return self.pace.turns_ms(works) if works else 0.0
 
     def _guest_works(self, run: RunOptions, streamed_bytes: Any) -> Iterator[StepWork]:
-        """Of what visits the device to be stepped."""
+        """The step over what visits the device for it."""
         shares = {id(self.profile.guests): streamed_bytes / max(1, self._block_bytes)}
         for guests, is_streamed in self._guests(run, streamed_bytes):
             share = shares.get(id(guests), is_streamed)

@@ -47,7 +47,7 @@ def by_peak(candidate: Candidate) -> tuple[float, ...]:
 
 
 def _thinned(front: Sequence[Candidate], chosen: Candidate, baseline_bytes: int) -> list[Candidate]:
-    """With the chosen one and both ends; the others at least a step apart, in both directions from the chosen one."""
+    """The chosen one, both ends, and others at least a step apart, in both directions from the chosen one."""
     chosen_bytes = chosen.outcome.peak_bytes
     above = [c for c in reversed(front) if c.outcome.peak_bytes > chosen_bytes]
     below = [c for c in front if c.outcome.peak_bytes < chosen_bytes]

@@ -27,7 +27,7 @@ HOST, MOVABLE, STATIC, RESIDENT, SPLIT, SPANS = range(6)
 """Columns: what waits elsewhere; what the blocks change all the time; then by span its peak and what it leaves.
 RESIDENT: less the trainable bytes that are streamed. SPLIT: whether there are any, which slows optimizers down."""
 Joins = tuple[tuple[tuple[int, int], ...], ...]
-"""By span of two groups of blocks together: the spans that it is made of, as (group, span)."""
+"""The spans that each span of two groups of blocks is made of, as (group, span)."""
 STACKED: Joins = (((0, 0), (1, 0)), ((1, 1), (0, 1)))
 """How neighbours are joined that are visited once each way, in opposite order."""
 _CHUNK = 128
@@ -40,7 +40,7 @@ class Front:
     columns: Array
     ms: Array
     picks: Array
-    """By way and block: the position of its treatment."""
+    """The position of the treatment, by way and block."""
 
     def __len__(self) -> int:
         return len(self.ms)
@@ -88,7 +88,7 @@ class Visits:
         return [(visit, self._visit(treated, rest, self.places[visit])) for visit in self._of_block[block]]
 
     def _visit(self, treated: Sequence[Stretch], rest: Sequence[Stretch], place: int | None) -> Stretch:
-        """With what comes before it in forward, or after it in backward."""
+        """The part, with what comes before it in forward, or after it in backward."""
         if place is None:
             return Stretch()
         stretch = treated[place]
@@ -199,7 +199,7 @@ def not_dominated(ms: Array, needs: Array) -> Array:
 
 
 def _covers(these: Array, those: Array) -> Array:
-    """By pair: whether the first needs no more of anything than the second."""
+    """Whether the first of each pair needs no more of anything than the second."""
     covers = these[:, None, 0] <= those[None, :, 0]
     for column in range(1, these.shape[1]):
         covers &= these[:, None, column] <= those[None, :, column]

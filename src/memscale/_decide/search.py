@@ -338,7 +338,7 @@ class _Powers:
         self.ms = np.stack([front.ms for front in fronts])
 
     def take(self, position: int, counts: Array) -> Front:
-        """By row: this treatment, so many times."""
+        """This treatment, so many times, by row."""
         return Front(self.columns[counts, position], self.ms[counts, position], np.zeros((len(counts), 0), np.int8))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memscale._decide.cost_model import CostModel
 
 MAX_BASES, MAX_FULL_BASES = 16, 96
-"""Of the plans that the search has found, how many are tried with blocks replaced in all numbers; and how many with as
+"""How many plans that the search has found are tried with blocks replaced in all numbers; and how many with as
 many as the link has time for."""
 _MAX_NUMBERS = 6
 """How many numbers of blocks are tried with each."""
@@ -90,7 +90,7 @@ def spaced_choices(model: CostModel, bases: Sequence[Choice]) -> Iterator[Choice
 
 
 def _distance(model: CostModel, sent: Sequence[Sent]) -> int:
-    """Of how many blocks the forward takes as long as what one of them sends."""
+    """The number of blocks whose forward takes as long as what one of them sends."""
     link_ms = float(model.pace.link_ms(sum(one.num_bytes for one in sent)))
     return max(1, math.ceil(link_ms / max(1e-9, sum(one.forward_ms for one in sent))))
 

@@ -72,7 +72,7 @@ class StepWork:
     turn: Turn = Turn()
     """The largest turn of what travels; nothing where all stays."""
     travelling_ms: Any = 0.0
-    """Of `compute_ms`, that of what travels."""
+    """The part of `compute_ms` that what travels takes."""
 
 
 class Pace:
@@ -147,7 +147,7 @@ class Pace:
         return paced_ms + self.link_ms(moved.first_bytes)
 
     def turns_ms(self, works: Sequence[StepWork]) -> Any:
-        """Of buckets that take turns: one arrives, one is computed and one leaves at a time.
+        """The time of buckets that take turns: one arrives, one is computed and one leaves at a time.
 
         NOTE [turns]: the slowest of the three is busy from its first turn to its last. What it waits for comes on top:
         the first turn of what comes before it, and the last turn of what comes behind it. What stays on the device is
@@ -182,7 +182,7 @@ class Pace:
     # ---- transfers beside other blocks
 
     def spread(self, runs: Sequence[tuple[str, list[Segment]]], param_bytes: Mapping[str, int]) -> dict[int, Moved]:
-        """By run of a block's segments: what crosses the link in it more, or less, than begins there.
+        """What crosses the link in each run of a block's segments more, or less, than begins there.
 
         NOTE [side by side]: what blocks send leaves while others compute, and what they need comes back while others
         do, as far as windows allow. So it is spread over all of them. A source is kept until its copy is made, up to
@@ -258,17 +258,17 @@ class _Traffic:
 
 
 def _largest(values: Iterable[Any]) -> Any:
-    """Of numbers, or of arrays."""
+    """The result is a number, or an array where arguments are."""
     return functools.reduce(larger, values)
 
 
 def larger(a: Any, b: Any) -> Any:
-    """Of numbers, or of arrays."""
+    """The result is a number, or an array where arguments are."""
     return (a + b + abs(a - b)) / 2
 
 
 def smaller(a: Any, b: Any) -> Any:
-    """Of numbers, or of arrays."""
+    """The result is a number, or an array where arguments are."""
     return (a + b - abs(a - b)) / 2
 
 

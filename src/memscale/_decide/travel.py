@@ -24,7 +24,7 @@ class Travel:
     """One way in which tensors travel."""
 
     overlaps: bool
-    """Beside compute; else everything waits for them."""
+    """Transfers run beside compute; else everything waits for them."""
     transfers: AsyncOffloadConfig
 
     def said_in(self, config: Config) -> Config:
@@ -53,7 +53,7 @@ def travel_of(plan: Plan, config: Config, hardware: Hardware) -> Travel:
 
 
 def wider(model: CostModel, travel: Travel, config: Config) -> Travel | None:
-    """With windows as large as what one block saves; None where they are, or where the user says how large they are.
+    """The same with windows as large as what one block saves; None where they are, or where the user says their size.
 
     See NOTE [far apart] in spaced.py.
     """

@@ -204,7 +204,7 @@ class OneWay:
     # ---- what the allocator holds
 
     def held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
-        """By the model of the caching allocator, fed with whole steps; None where there is no such allocator, or where
+        """What the model of the caching allocator holds, fed with whole steps; None where there is none, or where
         the steps cannot be recorded."""
         if not self.hardware.has_caching_allocator or self.rehearsal.sharding is not None:
             return None  # what gathering allocates, and in which order, is in no log
@@ -214,13 +214,13 @@ class OneWay:
         return self.stage.held[key]
 
     def _asking(self, held: Held, actions: tuple[Action, ...], config: Config) -> Held:
-        """With what a plan may ask of the allocator before it is given up for another."""
+        """What is held with what a plan may ask of the allocator before it is given up for another."""
         if config.force_optimize:
             return self._leaner(held, actions, config)
         return held if held.fits(self.hardware, config) else self._leaner(held, actions, config, releases=False)
 
     def _leaner(self, held: Held, actions: tuple[Action, ...], config: Config, *, releases: bool = True) -> Held:
-        """With what can be asked of the allocator, if that saves something; without `releases`, what takes no time."""
+        """What is held with what can be asked, if that saves something; without `releases`, with what takes no time."""
         key = self._key(actions), releases
         if not releases and not self._may_switch:
             return held
@@ -250,7 +250,7 @@ class OneWay:
         return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
 
     def _held_on(self, allocated_bytes: int, reserved_bytes: int, use: AllocatorUse | None = None) -> Held:
-        """With the buckets of ranks that train together and what the loop holds, which are there before any step."""
+        """What is held with buckets of ranks that train together and what the loop holds, all there before a step."""
         others = [*self.job.ranks.bucket_sizes(), self.job.loop.other_bytes]
         allocated_bytes += sum(round_up(size, MIN_BLOCK_BYTES) for size in others)
         reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in others)
@@ -348,7 +348,7 @@ class OneWay:
 
     @functools.cached_property
     def allocator(self) -> AllocatorSettings:
-        """As this process would run; a card elsewhere is taken to have PyTorch's defaults."""
+        """The settings of this process; a card elsewhere is taken to have PyTorch's defaults."""
         return allocator_settings() if self.hardware.present else AllocatorSettings()
 
     def first_reserve(self, config: Config) -> int:
@@ -398,7 +398,7 @@ class OneWay:
             return None
 
     def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
-        """With the optimizer over what is not streamed, to the byte."""
+        """The peak with the optimizer over what is not streamed, to the byte."""
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self._streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
         in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
@@ -409,7 +409,7 @@ class OneWay:
         return self.cost_model().peak_of(trace, choice, optimizer, num_bytes)
 
     def cost_model(self) -> CostModel:
-        """That of the profile as it is now, built once."""
+        """The cost model of the profile as it is now, built once."""
         model = self._known_cost_model
         if model is None or model.profile is not self.profile:
             window_bytes = min(self.travel.transfers.window_bytes, self.travel.transfers.prefetch_bytes)
@@ -529,7 +529,7 @@ class OneWay:
         return self.stage.shallow
 
     def treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
-        """By eligible treatment: the actions that give it to every block."""
+        """The actions that give each eligible treatment to every block."""
         blocks = tuple(self.rehearsal.blocks)
         eligible = resolve(config, self.hardware)
         allowed = [treatment for treatment in TREATMENTS if treatment != KEEP and eligible.allows(treatment)]

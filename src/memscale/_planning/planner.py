@@ -122,7 +122,7 @@ class _Way:
             level(self.config)
 
     def guess(self) -> Plan:
-        """By the peak model, without a rehearsal."""
+        """The plan by the peak model, without a rehearsal."""
         reserve_bytes = self.planner.first_reserve(self.config)
         return decide_on(self.planner.cost_model(), self.config, self._strategy.source, reserve_bytes=reserve_bytes)
 
@@ -164,7 +164,7 @@ class _Way:
 
 
 def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -> Plan:
-    """With techniques up to this level. `looks_everywhere`: before it is said that nothing fits."""
+    """The cheapest plan with techniques up to this level. `looks_everywhere`: before it is said that nothing fits."""
     first, *others = ways
     first.look_into(level)
     best = first.plan()

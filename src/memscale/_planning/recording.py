@@ -238,7 +238,7 @@ class _Missing:
     ) -> None:
         self._recorder, self._cuts, self._mode = recorder, list(cuts), rehearsal.mode
         self.stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """By the id of a parameter that is left out: itself, and that of the block that stands for its own."""
+        """Parameters that are left out, by id: each with that of the block that stands for its own."""
         model = rehearsal.model
         for cut in cuts:
             present = list(model.get_submodule(cut.stands_in).parameters())

@@ -57,7 +57,7 @@ from memscale.techniques.recompute.module_state import Layout, Memory, ModuleSta
 logger = logging.getLogger("memscale")
 
 _LARGEST_GRADIENT_BYTES = 1 << 20
-"""Of outputs up to this size the gradient is copied to the host, in case the backward cannot be completed."""
+"""The size of outputs up to which their gradient is copied to the host, in case backward cannot be completed."""
 _TIGHTER = 0.9
 """The share of its predicted peak within which a plan must fit that takes the place of one which ran out of memory."""
 _MARK = "memscale_output"
@@ -117,7 +117,7 @@ class _Step:
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """What those outputs were."""
     before: dict[int, tuple[torch.Tensor | None, int]] = dataclasses.field(default_factory=dict)
-    """By the id of a parameter: its gradient before the backward, and that one's version."""
+    """Gradients before the backward with their versions, by the id of the parameter."""
     is_reached: bool = False
     """A gradient has come to an output."""
     versions: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)

@@ -122,7 +122,7 @@ class Replanner(OwnHook):
         self._num_seen: collections.Counter[Any] = collections.Counter()
         """How often batches of each bucket came that have no plan of their own. See NOTE [plans by shape]."""
         self._excess: Excess | None = None
-        """Of a step that has ended, until the next one begins."""
+        """What is known of a step that has ended, until the next one begins."""
         self._num_exceeded = 0
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
@@ -196,7 +196,7 @@ class Replanner(OwnHook):
         return read_demand(model, inputs, self._device(model), self._deciding, self.ranks)
 
     def _find(self, demand: Demand) -> _Known | None:
-        """Of the plans that hold, the one for the least batch: it does the least."""
+        """The plan for the least batch, of those that hold: it does the least."""
         holding = (known for known in self._known if known.demand.covers(demand))
         return min(holding, key=lambda known: known.demand.num_elements, default=None)
 

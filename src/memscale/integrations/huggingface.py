@@ -92,7 +92,7 @@ def wrap_trainer(trainer: Trainer, config: Config, attach: Attach, *, reads_leng
 
 
 def _respecting_the_trainer(args: TrainingArguments, model: Any, precision: str, config: Config) -> Config:
-    """Without the techniques that the trainer applies by itself."""
+    """The config without the techniques that the trainer applies by itself."""
     changes: dict[str, Any] = {}
     checkpoints = args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)
     if checkpoints and config.enable_checkpointing:
@@ -222,7 +222,7 @@ class _Session:
         return self.meter.figures(self.meter.baseline_bytes)
 
     def _baseline_bytes(self) -> int | None:
-        """By the plan in force, when a forward begins under it."""
+        """The plain peak by the plan in force, when a forward begins under it."""
         plan = self.executor.plan if self.executor is not None else None
         if plan is not None and not self._has_planned:
             self._has_planned = True
@@ -383,7 +383,7 @@ class _Train:
             random_state.restore()
 
     def _smaller_batch(self, error: DoesNotFitError) -> int | None:
-        """That of the error, where the trainer may take it: the other processes would go on with theirs."""
+        """The batch size of the error, where the trainer may take it: other processes would go on with theirs."""
         trainer = self.trainer
         may_take = trainer.args.auto_find_batch_size and trainer.accelerator.num_processes == 1
         has_trained = trainer.state.global_step > getattr(trainer, "_initial_global_step", 0)
@@ -391,7 +391,7 @@ class _Train:
 
 
 class _RandomState:
-    """Of the host and of the device, at one moment."""
+    """The random states of the host and of the device, at one moment."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device) if device.type != "cpu" else None

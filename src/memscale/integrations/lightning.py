@@ -70,7 +70,7 @@ class MemScaleCallback(Callback):  # type: ignore[misc]  # lightning is not foll
         self.plan: Plan | None = None
         """What was in force at the latest step; also when the fit is over."""
         self.executor: Any = None
-        """Of the module that is planned, while the fit lasts."""
+        """The executor of the module that is planned, while the fit lasts."""
         self._is_ours = False
         self._meter = StepMeter()
         self._search: _Search | None = None
@@ -215,7 +215,7 @@ class _Search(OwnHook):
 
 
 def _respecting_the_trainer(trainer: Trainer, config: Config) -> Config:
-    """Without the techniques that the trainer applies by itself."""
+    """The config without the techniques that the trainer applies by itself."""
     if str(trainer.precision) not in _FULL_PRECISIONS and config.use_mixed_precision:
         logger.info("Lightning computes in %s: its precision plugin stays in charge", trainer.precision)
         return config.replace(use_mixed_precision=False)

@@ -27,7 +27,7 @@ logger = logging.getLogger("memscale")
 
 _IDS = "input_ids"
 _MAX_SAMPLES = 1_000_000
-"""Of larger datasets the lengths are not read."""
+"""Larger datasets are not read."""
 
 
 class Coming(NamedTuple):
@@ -74,7 +74,7 @@ def _batch_size(loader: Any, args: Any) -> int:
 
 
 def _takes_any(model: nn.Module) -> bool:
-    """As the trainer decides whether to pass on what only a loss needs."""
+    """Whether the trainer would pass on what only a loss needs."""
     stated = getattr(model, "accepts_loss_kwargs", None)
     parameters = inspect.signature(model.forward).parameters.values()
     return any(each.kind is each.VAR_KEYWORD for each in parameters) if stated is None else bool(stated)
@@ -109,7 +109,7 @@ def _lengths_of_list(dataset: Sequence[Any]) -> list[int] | None:
 
 
 def _lengths_of_table(dataset: Any, column: str) -> list[int] | None:
-    """Of a `datasets.Dataset`, from its Arrow table: no sample is made."""
+    """The lengths of a `datasets.Dataset`, from its Arrow table: no sample is made."""
     is_transformed = dataset.format["type"] == "custom"
     name = column if column in dataset.column_names else _IDS
     if is_transformed or len(dataset) > _MAX_SAMPLES or name not in dataset.column_names:

@@ -91,9 +91,9 @@ class Pool:
         self.is_small = is_small
         self.page_bytes = page_bytes
         self.free: list[tuple[int, int, Block]] = []
-        """By size, then address. See NOTE [addresses are ages]."""
+        """The blocks, by size and then address. See NOTE [addresses are ages]."""
         self.unmapped: list[tuple[int, Block]] = []
-        """By address: what expandable segments have room for."""
+        """What expandable segments have room for, by address."""
 
     def add(self, block: Block) -> None:
         insort(self.free, (block.size_bytes, block.address, block))

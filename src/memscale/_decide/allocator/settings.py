@@ -25,7 +25,7 @@ class AllocatorSettings:
     large_segment_bytes: int = 20 * MIB
     """The segments that requests under 10 MiB share, and the pages of expandable segments."""
     roundup_power2_divisions: tuple[int, ...] = (0,) * NUM_DIVISIONS
-    """Into how many steps each doubling from 1 MiB on is divided; requests are rounded up to these. 0: they are not."""
+    """The number of steps of each doubling from 1 MiB on, to which requests are rounded up; 0: they are not."""
     garbage_collection_threshold: float = 0.0
     """From this share of the allowed bytes on, old unused segments are given back; 0: never."""
     memory_fraction: float | None = None

@@ -19,7 +19,7 @@ LEARNED_SWITCHES = {
     "can_halve": "use_mixed_precision",
     "can_quantize": "use_8bit_optimizer",
 }
-"""By feature: the switch of the techniques that a policy may count on. A trained policy knows the features that it was
+"""The switch of the techniques that a policy may count on, by feature. A trained policy knows the features that it was
 trained with, so a new technique is added here together with a newly trained policy."""
 
 

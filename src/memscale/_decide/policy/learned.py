@@ -38,7 +38,7 @@ class Artifact:
     format: int
     features: tuple[str, ...]
     forests: dict[str, Forest]
-    """By strategy: whether it is as good as the widest."""
+    """Whether each strategy is as good as the widest."""
     threshold: float
     """How sure the trees must be."""
     training_hash: str

@@ -275,7 +275,7 @@ def _take_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def watch_plain_steps(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Until undone, or until the model is gone, plain steps of its optimizers go on where they run out of memory."""
+    """Plain steps of its optimizers go on where they run out of memory, until undone or until the model is gone."""
     watcher = _PlainSteps(model)
     undo.callback(watcher.stop)
     undo_with(model, watch_steps(watcher), undo)

@@ -159,7 +159,7 @@ class Ticket:
         self.num_bytes = layout.num_bytes
         self.checksum: int | None = None
         self.digest: torch.Tensor | None = None
-        """With `debug`, a digest of the bytes that were sent, on their device."""
+        """A digest of the bytes that were sent, on their device, with `debug`."""
         self.written: Fence | None = None
         """The last copy into the store; every reader waits for it, and so does a host that writes there."""
         self.read: Fence | None = None
