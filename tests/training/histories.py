@@ -168,7 +168,10 @@ PLANNED: dict[str, dict[str, Any]] = {
     "left alone": {},
 }
 STEPS_IN_BACKWARD = ("in backward",)
-STREAMS = ("stream", "stream, step on the device", "everything", "everything, step on the device")
+STREAMS = (
+    *("stream", "stream, step on the device", "everything", "everything, step on the device"),
+    "guests and half of the optimizer",
+)
 ON_CPU = tuple(name for name in TECHNIQUES if name not in STREAMS)
 
 
