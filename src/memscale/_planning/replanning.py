@@ -5,18 +5,23 @@ NOTE [values that decide]: a plan holds for shapes, and where values of integer 
 it takes more. That is bounded: new records become rare by themselves, and after `_MAX_LOOKS` of them, or a few that
 changed nothing, the plan for the largest step seen stays.
 
+NOTE [joint forwards]: a forward that comes while an earlier one awaits its backward follows the plan that is in force,
+also where that was made for less. From the next step on every batch is planned for as if it were as large as the
+largest of such a step, so that one plan holds for all of them.
+
 Ranks that train together agree on their first plan (`together.py`).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +41,22 @@ from memscale._planning.held_gradients import GradientWatch, Stay, counted_for, 
 from memscale._planning.job import Job, device_of
 from memscale._planning.loop_watch import Found, LoopWatch
 from memscale._planning.observed_steps import ObservedSteps
+from memscale._planning.open_passes import OpenPasses
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._planning.planner import Planner
 from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
 from memscale._planning.step_watch import Excess, StepWatch
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, withheld_from
+from memscale._planning.together import (
+    Meeting,
+    Need,
+    NobodyCameError,
+    Specs,
+    enlarged,
+    largest_of,
+    meets,
+    withheld_from,
+)
 from memscale._planning.trained_by import TrainedBy
 from memscale._planning.uncalled import UncalledWatch
 from memscale._profile import LoopHolds, Profile, StepTrace
@@ -126,6 +141,9 @@ class Replanner(OwnHook):
         self._num_exceeded = 0
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
+        self._passes = OpenPasses(executor)
+        self._joint: Specs | None = None
+        """The largest sizes of batches that shared a step with others. See NOTE [joint forwards]."""
         self._is_planning = self._has_warned = False
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
@@ -143,8 +161,13 @@ class Replanner(OwnHook):
             return
         if self._is_planning or self.is_repeating or is_redirected(model):
             return
+        if private.graph_task_id() >= 0 and self.executor.plan is not None:
+            return  # a checkpoint around the whole model computes it again, and must do what its forward did
         if torch.is_grad_enabled():
             self._uncalled.stop()
+            if model.training and self._passes.are_open:
+                self._stay(model, Inputs(args, kwargs))
+                return
         self._excess = self._watch.end() or self._excess
         if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
@@ -164,18 +187,36 @@ class Replanner(OwnHook):
             if not self._needs_observation:
                 self._loop_watch.begin()
 
-    def _prepare(self, model: nn.Module, inputs: Inputs) -> None:
+    def _stay(self, model: nn.Module, inputs: Inputs) -> None:
+        """An earlier forward awaits its backward. See NOTE [joint forwards]."""
+        if self._observed is not None or self._deciding or private.inside_functional_transform():
+            return
+        demand, plan = self._demand(model, inputs), self.executor.plan
+        if any(known.plan is plan and known.demand.covers(demand) for known in self._known):
+            return
+        joint = inputs.specs() if self._joint is None else largest_of([self._joint, inputs.specs()])
+        if joint is not None and joint != self._joint:
+            logger.info("this loop runs the model several times before backward: one plan will hold for all of them")
+            self._joint = joint
+
+    def _joined(self, inputs: Inputs) -> Inputs:
+        """A batch as large as those that may come before its backward."""
+        largest = None if self._joint is None or self._deciding else largest_of([self._joint, inputs.specs()])
+        return inputs if largest in (None, inputs.specs()) else enlarged(inputs, largest)
+
+    def _prepare(self, model: nn.Module, begun: Inputs) -> None:
         """Put a plan in force that holds for the training forward that begins."""
         group = find_group(model, None if self._replica is None else self._replica())
         self._train_with(ALONE if group is None else group.ranks)
         if group is not None and meets(group) and not self._has_met:
             self._has_met = True
-            if self._plan_together(model, inputs, group):
+            if self._plan_together(model, begun, group):
                 return
+        inputs = self._joined(begun)
         demand = self._demand(model, inputs)
         known = self._find(demand)
         if self._observed is not None:
-            self._go_on_observing(model, inputs, demand, is_known=known is not None)
+            self._go_on_observing(model, begun, demand, is_known=known is not None)
             return
         known = known or self._look_at(model, inputs, demand)
         if known is not None and self._trained_by.has_changed(model):
@@ -184,13 +225,13 @@ class Replanner(OwnHook):
         if known is None:
             if self._known:
                 logger.info("this step may need more memory than any that was planned for: planning again")
-            self.plan(model, inputs, inside=True)
+            self.plan(model, inputs, inside=True, begun=begun)
             return
         known = self._loosened(model, inputs, known)
         if known.plan is not self.executor.plan:
-            self._put_in_force(known.plan, inputs)
+            self._put_in_force(known.plan, begun)
         if known.stay != self._gradients.stay and not (self._ignores_held or self.ranks.keeps_gradients):
-            self._count_held(model, inputs, known, is_largest=known.demand == demand)
+            self._count_held(model, begun, known, is_largest=known.demand == demand and inputs is begun)
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
         return read_demand(model, inputs, self._device(model), self._deciding, self.ranks)
@@ -248,17 +289,14 @@ class Replanner(OwnHook):
         return self._loosened_plan(model, largest, plan) or known
 
     def _loosened_plan(self, model: nn.Module, largest: Inputs, plan: Plan) -> _Known | None:
-        self._is_planning = True
         try:
-            with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__} for a shape"):
+            with self._planning(f"planning {type(model).__name__} for a shape"):
                 job = self._job(model)
                 planner = Planner(job, largest, OptimizerCosts(job))
                 looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
         except StaticProfileError as error:  # a size that the model does not take, though smaller ones do
             logger.debug("no plan for this shape: %s", str(error))
             return None
-        finally:
-            self._is_planning = False
         if looser is None:
             return None
         new = _Known(self._demand(model, largest), looser, planner.profile.plain, self._counted)
@@ -329,16 +367,12 @@ class Replanner(OwnHook):
         return dataclasses.replace(known, plan=plan, is_bound=True)
 
     def _counted_plan(self, model: nn.Module, inputs: Inputs, plan: Plan) -> Plan | None:
-        self._is_planning = True
         try:
-            with console.progress(self.config.enable_logging), stage(f"counting what {type(model).__name__} takes"):
-                counted = counted_for(Planner(self._job(model), inputs), plan, self.config)
+            with self._planning(f"counting what {type(model).__name__} takes"):
+                return counted_for(Planner(self._job(model), inputs), plan, self.config)
         except StaticProfileError as error:
             logger.debug("gradients of earlier batches are not counted: %s", str(error))
             return None
-        finally:
-            self._is_planning = False
-        return counted
 
     # ---- what the loop holds
 
@@ -475,11 +509,20 @@ class Replanner(OwnHook):
             refusal.needs_values = True
             raise refusal
         # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
+        with self._planning(f"planning {type(model).__name__}"):
+            job = self._job(model)
+            return make_plan(job, inputs, on_profile=on_profile)
+
+    @contextlib.contextmanager
+    def _planning(self, words: str | None = None) -> Iterator[None]:
+        """Forwards in here are no steps, for this hook or for a checkpoint of the user's around the whole model."""
         self._is_planning = True
         try:
-            with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__}"):
-                job = self._job(model)
-                return make_plan(job, inputs, on_profile=on_profile)
+            with contextlib.ExitStack() as shown, private.outside_checkpoints():
+                if words is not None:
+                    shown.enter_context(console.progress(self.config.enable_logging))
+                    shown.enter_context(stage(words))
+                yield
         finally:
             self._is_planning = False
 
@@ -496,7 +539,7 @@ class Replanner(OwnHook):
         meeting = Meeting(group, type(model).__name__)
         try:
             needs = meeting.gather(Need(inputs.specs(), full_budget(self.hardware, self.config).device_bytes))
-            largest = largest_of(needs)
+            largest = largest_of([need.specs for need in needs])
             if largest is None:
                 logger.info("the batches of the ranks are of different kinds: each rank plans by itself")
                 return False
@@ -574,15 +617,12 @@ class Replanner(OwnHook):
         return None
 
     def _rehearsed_plain(self, model: nn.Module, inputs: Inputs) -> StepTrace:
-        self._is_planning = True
-        try:
+        with self._planning():
             device, static = torch.device(self.hardware.device_type), self.config.use_static_profiling
             shards = self.ranks.num_shards
             return open_rehearsal(
                 model, inputs, device, static=static, holds_gradients=self._holds, num_shards=shards, loop=self.loop
             )[1]
-        finally:
-            self._is_planning = False
 
     def _widened(self, new: _Known) -> _Known:
         """A plan for values of one batch holds for those of an earlier one, too, if that step was nowhere higher."""
