@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import memscale
 import simgpu
 from memscale import AsyncOffloadConfig, Config
-from memscale._execute.executor import Executor
-from memscale._execute.settings import ExecutionSettings
 from memscale._planning.open_passes import OpenPasses
 from tests.parity import attached_plan
 from tests.techniques.offload.runs import DEVICE, Gpt, gradients, same, tokens, weights
@@ -30,8 +28,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.model = nn.Linear(3, 2)
-        self.executor = Executor(self.model, ExecutionSettings(torch.device("cpu")))
-        self.passes = OpenPasses(self.executor)
+        self.passes = OpenPasses(self.model)
+        self.passes.follow()
 
     def forward(self) -> torch.Tensor:
         return self.model(torch.ones(1, 3))
@@ -43,7 +41,8 @@ def watching() -> Iterator[Watched]:
     try:
         yield watched
     finally:
-        watched.executor.detach()
+        watched.passes.stop()
+        assert not watched.model._forward_hooks
 
 
 def test_a_forward_is_open_until_its_backward() -> None:

@@ -1,7 +1,8 @@
 """Forwards whose backward is still to come: as long as there is one, the plan in force must stay.
 
-    passes = OpenPasses(executor)
+    passes = OpenPasses(model)
     if passes.are_open: ...                 # when a training forward begins
+    passes.follow()                         # that one and all later ones are followed
 
 A loss over several forwards (pairs of sentences, of images; several parts of a batch) runs the model more than once
 before it calls `backward()`. What a plan took away in the first of these forwards only that plan brings back, so a
@@ -21,7 +22,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._execute.executor import Executor
 from memscale._profile.segments import tensors_in
 from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
@@ -31,13 +31,24 @@ from memscale._torch.overrides import OwnHook, undo_with
 class OpenPasses(StepWatcher):
     """The forwards of one model that await their backward."""
 
-    def __init__(self, executor: Executor) -> None:
-        model, undo = executor.model, contextlib.ExitStack()
+    def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._open: list[weakref.ref[_Pass]] = []
-        undo.callback(model.register_forward_hook(_Returned(self)).remove)
-        undo_with(model, watch_steps(self), undo)
-        executor.on_detach(undo.close)
+        self._undo = contextlib.ExitStack()
+        self._is_hooked = False
+
+    def follow(self) -> None:
+        """From the forward on that begins now. A second call does nothing."""
+        model = self._model()
+        if model is not None and not self._is_hooked:
+            self._is_hooked = True
+            self._undo.callback(model.register_forward_hook(_Returned(self)).remove)
+            undo_with(model, watch_steps(self), self._undo)
+
+    def stop(self) -> None:
+        """Follow nothing any more."""
+        self._undo.close()
+        self._open, self._is_hooked = [], False
 
     @property
     def are_open(self) -> bool:

@@ -141,7 +141,7 @@ class Replanner(OwnHook):
         self._num_exceeded = 0
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
-        self._passes = OpenPasses(executor)
+        self._passes = OpenPasses(executor.model)
         self._joint: Specs | None = None
         """The largest sizes of batches that shared a step with others. See NOTE [joint forwards]."""
         self._is_planning = self._has_warned = False
@@ -151,6 +151,7 @@ class Replanner(OwnHook):
         self._ignores_held = False
         """No plan that counts gradients of earlier batches fits."""
         executor.on_detach(self._stop_observing)
+        executor.on_detach(self._passes.stop)
         executor.on_detach(self._watch.stop)
         executor.on_detach(self._loop_watch.stop)
 
@@ -182,6 +183,10 @@ class Replanner(OwnHook):
         if held is None or not self._plan_for_loop(model, inputs, held):
             self._prepare(model, inputs)
         plan = self.executor.plan
+        if plan is not None and (plan.actions or plan.device_type != "cpu"):
+            self._passes.follow()
+        else:
+            self._passes.stop()  # what a CPU computes without techniques needs no plan in its backward
         if plan is not None and not plan.provisional and self._observed is None:
             self._watch.begin(plan, inputs, self._device(model), counts_held=self._holds)
             if not self._needs_observation:
