@@ -428,7 +428,7 @@ def test_observing_is_given_up_after_a_while(caplog: pytest.LogCaptureFixture) -
         assert _get_current_dispatch_mode_stack() == []
     assert attached_plan(model).provisional, "the careful plan, which is exact, stays"
     assert attached_plan(model).actions
-    assert hooks_on(model) == 1
+    assert hooks_on(model) == 2
     memscale.detach(model)
 
 
