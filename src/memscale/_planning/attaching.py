@@ -145,7 +145,7 @@ def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> N
     try:
         replanner.plan_shapes(model, samples, is_guess=is_guess)
     except DoesNotFitError as error:
-        may_move = replanner.config.device is None and replanner.hardware.device_type == "cpu"
+        may_move = replanner.job.config.device is None and replanner.job.hardware.device_type == "cpu"
         if not (is_guess and may_move and torch.accelerator.is_available()):
             raise
         logger.info("on the CPU, where the model is now: %s It is planned at its first training forward.", str(error))
