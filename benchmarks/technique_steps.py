@@ -3,7 +3,7 @@
     python -m benchmarks.technique_steps        trains on simgpu, writes docs/results/technique_steps.json
 
 A small GPT-2 trains three steps plain and under each technique, and the last is measured. Bytes are facts. The axis of
-the picture is not time: each change of the live bytes is as wide as any other, so that the phases of a step can be seen.
+the picture is not time: each change of the live bytes is as wide as any other, so that phases of a step can be seen.
 """
 
 from __future__ import annotations
