@@ -20,6 +20,10 @@
     return each.batch + "x" + each.length;
   }
 
+  function shape(each) {
+    return each.length === null ? `${each.batch} images` : `${each.batch} x ${each.length}`;
+  }
+
   // Points of a mode, the fastest first, with what a card would have to reserve for each.
   function points(each, mode) {
     const rows = each.modes[mode].map(([peak, slowdown, what, exact]) => ({ peak, slowdown, what, exact }));
@@ -37,8 +41,9 @@
     const chosen = rows.find((row) => row.reserved <= card.budget_bytes);
     element("fit-answer").textContent = answer(each, card, chosen, rows);
     element("fit-table").tBodies[0].replaceChildren(...rows.map((row) => line(row, row === chosen)));
+    const length = each.length === null ? "" : ` --seq ${each.length}`;
     element("fit-command").textContent =
-      `memscale estimate ${each.model} --batch ${each.batch} --seq ${each.length} --gpu "${card.name}"`;
+      `memscale estimate ${each.model} --batch ${each.batch}${length} --gpu "${card.name}"`;
   }
 
   function answer(each, card, chosen, rows) {
@@ -67,7 +72,7 @@
 
   function shapes() {
     const own = data.entries.filter((each) => each.model === element("fit-model").value);
-    fill(element("fit-shape"), own.map((each) => [key(each), `${each.batch} x ${each.length}`]));
+    fill(element("fit-shape"), own.map((each) => [key(each), shape(each)]));
   }
 
   const models = [...new Map(data.entries.map((each) => [each.model, each])).values()];
@@ -75,8 +80,10 @@
   fill(element("fit-card"), data.cards.map((card) => [card.name, `${card.name} (${Math.round(card.total_bytes / 2 ** 30)} GiB)`]));
   fill(element("fit-mode"), Object.keys(data.entries[0].modes).map((mode) => [mode, mode]));
   element("fit-mode").value = "balanced";
+  element("fit-model").value = "gpt2";
   element("fit-card").value = "RTX 3070";
   shapes();
+  element("fit-shape").value = "8x512"; // what a small card does not hold as it is: something to see
   element("fit-model").addEventListener("change", shapes);
   element("fit-form").addEventListener("change", show);
   show();
