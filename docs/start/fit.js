@@ -17,7 +17,7 @@
   }
 
   function key(each) {
-    return each.batch + "x" + each.length;
+    return each.batch + "x" + (each.length ?? "images");
   }
 
   function shape(each) {
@@ -80,10 +80,13 @@
   fill(element("fit-card"), data.cards.map((card) => [card.name, `${card.name} (${Math.round(card.total_bytes / 2 ** 30)} GiB)`]));
   fill(element("fit-mode"), Object.keys(data.entries[0].modes).map((mode) => [mode, mode]));
   element("fit-mode").value = "balanced";
-  element("fit-model").value = "gpt2";
   element("fit-card").value = "RTX 3070";
+  // Begin with what that card does not hold as it is: there is something to see.
+  const budget = data.cards.find((card) => card.name === "RTX 3070").budget_bytes;
+  const first = data.entries.find((each) => each.reserved_bytes > budget) ?? data.entries[0];
+  element("fit-model").value = first.model;
   shapes();
-  element("fit-shape").value = "8x512"; // what a small card does not hold as it is: something to see
+  element("fit-shape").value = key(first);
   element("fit-model").addEventListener("change", shapes);
   element("fit-form").addEventListener("change", show);
   show();

@@ -111,10 +111,11 @@ def test_it_answers_for_what_is_picked(browser: Any, address: str) -> None:
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(f"{address}/start/will_it_fit.html")
+    assert page.inner_text("#fit-answer"), "it has an answer before anything is picked"
     data = _data()
     entry = data["entries"][-1]
     page.select_option("#fit-model", entry["model"])
-    page.select_option("#fit-shape", f"{entry['batch']}x{entry['length']}")
+    page.select_option("#fit-shape", f"{entry['batch']}x{entry['length'] or 'images'}")
     page.select_option("#fit-mode", "balanced")
     largest = max(data["cards"], key=lambda card: card["budget_bytes"])
     smallest = min(data["cards"], key=lambda card: card["budget_bytes"])
