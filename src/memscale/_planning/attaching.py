@@ -146,7 +146,7 @@ def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> N
     try:
         replanner.plan_shapes(model, samples, is_guess=is_guess)
     except DoesNotFitError as error:
-        may_move = replanner.config.device is None and replanner.hardware.device_type == "cpu"
+        may_move = replanner.job.config.device is None and replanner.job.hardware.device_type == "cpu"
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if not may_move or accelerator is None:
             raise
