@@ -152,8 +152,8 @@ def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> N
             raise
         if not is_guess:
             misfit = DoesNotFitError(
-                f"{error} This is for the CPU, where the model is now: if it will compute on {accelerator.type}, move it "
-                f'there before it is wrapped, or set Config(device="{accelerator.type}").'
+                f"{error} This is for the CPU, where the model is now: if it will compute on {accelerator.type}, move "
+                f'it there before it is wrapped, or set Config(device="{accelerator.type}").'
             )
             misfit.batch_size = error.batch_size
             raise misfit from error

@@ -4,8 +4,8 @@
     batch.to(model.device)           # what programs write, and what `generate()` does
 
 Models of `transformers` and others have a property `device` that looks at their first parameter. While a model is
-streamed, that property returns, for the model and for its parts, the device on which the model computes: another one
-where the user has moved it since, and its next forward will be there. For all other models of the same class it looks at
+streamed, that property returns, for the model and for its parts, the device on which the model computes. Where the user
+has moved it elsewhere since, that is where its next forward will be. For all other models of the same class it looks at
 the first parameter as before.
 """
 

@@ -253,7 +253,7 @@ class Homes:
 
     @property
     def sent_to(self) -> torch.device | None:
-        """Where the user has moved the model to since it is streamed; None: nowhere. See NOTE [moved while streamed]."""
+        """Where the user has moved the model since it is streamed; None: nowhere. See NOTE [moved while streamed]."""
         devices = set(self._sent_to.values())
         is_all = bool(self._streamed_places) and self._streamed_places <= self._sent_to.keys()
         return devices.pop() if is_all and len(devices) == 1 else None

@@ -4,8 +4,8 @@
     twin = copy.deepcopy(model)         # a plain model, all of it where `memscale.detach(model)` would put the model
 
 A streamed model lies on two devices, which nobody expects of its copy. `copy.deepcopy` copies a module's tables of
-parameters and buffers, and asks a table that is no plain dict how: so tables whose tensors are elsewhere are replaced by
-ones that know the answer. `__deepcopy__` of the module itself is no place for this: modules that hand every unknown
+parameters and buffers, and asks a table that is no plain dict how. So tables whose tensors are elsewhere are replaced
+by ones that know the answer. `__deepcopy__` of the module itself is no place for this: modules that hand every unknown
 attribute to the module that they hold (those of PEFT do) would find it there and take it for their own.
 """
 
