@@ -26,9 +26,7 @@ def main(*, wrapped: bool = True, num_steps: int = 4, budget_gb: float | None = 
     if wrapped:
         # As low as the mode goes, because this model is small; you would give `memory_budget_gb` alone instead.
         is_forced = budget_gb is None
-        memscale.wrap(
-            model, memscale.Config(mode="conservative", memory_budget_gb=budget_gb, force_optimize=is_forced)
-        )
+        memscale.wrap(model, memscale.Config(mode="conservative", memory_budget_gb=budget_gb, force_optimize=is_forced))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(num_steps):
