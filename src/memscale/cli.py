@@ -291,8 +291,8 @@ def table(
     """Find the largest model of each family that trains on cards of 8 to 48 GB, in full and with LoRA. Predicted."""
     from memscale.commands.what_fits import command
 
-    questions = command.questions_of(cards, families, kind)
-    command.run(log, questions, host_gb=host, page=page, show=show, as_json=as_json)
+    parts = command.parts_of(cards, families, kind)
+    command.run(log, parts, host_gb=host, page=page, show=show, as_json=as_json)
 
 
 @app.command()

@@ -168,6 +168,12 @@ class Executor:
         return "streaming" in self._offloading.users
 
     @property
+    def moved_to(self) -> torch.device | None:
+        """Where the user has moved the model to while it was streamed; None: nowhere, or it is not."""
+        streamer = self._offloading.users.get("streaming")
+        return None if streamer is None else streamer.homes.sent_to
+
+    @property
     def keeps_waiting(self) -> bool:
         """Whether parameters or optimizer state wait elsewhere from step to step."""
         return self.streams or self._offloading.parked is not None

@@ -115,6 +115,7 @@ class Replanner(OwnHook):
             return
         if torch.is_grad_enabled():
             self._uncalled.stop()
+        self._follow_move()
         self._excess = self._watch.end() or self._excess
         if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
@@ -494,6 +495,12 @@ class Replanner(OwnHook):
         else:
             right = dataclasses.replace(plan, predicted_peak_bytes=shown_bytes, fits=not is_over)
             self._known = self._known.promising(plan, right)
+
+    def _follow_move(self) -> None:
+        """Whatever this forward is for: a model that was moved elsewhere while it was streamed computes there."""
+        device = self.executor.moved_to
+        if device is not None and self.job.config.device is None:
+            self._turn_to(device)
 
     def _turn_to(self, device: torch.device) -> None:
         """Plan for this device: the model may have been moved since it was wrapped."""
