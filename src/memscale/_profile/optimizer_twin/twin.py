@@ -53,7 +53,8 @@ Trials = dict[Hashable, Trial]
 """Trials by what decides what their steps take: the kinds of the parameters, group by group."""
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What of a parameter decides what its step takes."""
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
@@ -155,7 +156,7 @@ class Twin:
         """
         inside = {id(fake) for fake in trained.values()}
         members = tuple(
-            (index, group.get("foreach"), id(fake) in inside, _kind(fake))
+            (index, group.get("foreach"), id(fake) in inside, kind_of(fake))
             for index, group in enumerate(optimizer.param_groups)
             for fake in group["params"]
         )
