@@ -32,6 +32,7 @@ from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan, plan_cache
 from memscale._planning.demand import Demand, read_demand
+from memscale._planning.garbage import few_collections
 from memscale._planning.held_gradients import GradientWatch, Stay, counted_for, held_bytes
 from memscale._planning.job import Job, device_of
 from memscale._planning.loop_watch import Found, LoopWatch
@@ -250,7 +251,11 @@ class Replanner(OwnHook):
     def _loosened_plan(self, model: nn.Module, largest: Inputs, plan: Plan) -> _Known | None:
         self._is_planning = True
         try:
-            with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__} for a shape"):
+            with (
+                console.progress(self.config.enable_logging),
+                stage(f"planning {type(model).__name__} for a shape"),
+                few_collections(),
+            ):
                 job = self._job(model)
                 planner = Planner(job, largest, OptimizerCosts(job))
                 looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
@@ -331,7 +336,11 @@ class Replanner(OwnHook):
     def _counted_plan(self, model: nn.Module, inputs: Inputs, plan: Plan) -> Plan | None:
         self._is_planning = True
         try:
-            with console.progress(self.config.enable_logging), stage(f"counting what {type(model).__name__} takes"):
+            with (
+                console.progress(self.config.enable_logging),
+                stage(f"counting what {type(model).__name__} takes"),
+                few_collections(),
+            ):
                 counted = counted_for(Planner(self._job(model), inputs), plan, self.config)
         except StaticProfileError as error:
             logger.debug("gradients of earlier batches are not counted: %s", str(error))
