@@ -3,7 +3,7 @@
 The plan with the lowest peak is rehearsed at other sizes, and nothing else is: a line through what this shows names the
 next size to try. How many sizes are tried is bounded by the number of operators that this runs through, so that advice
 takes seconds, not minutes, and is the same on every machine. What was tried is said. Where parameters, gradients and
-optimizer state alone are far above the budget, no size can help, and none is tried.
+optimizer state alone are above the budget, and nothing may be done about them, no size can help, and none is tried.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import logging
 import time
 
 from memscale._config import Config
-from memscale._decide import decide
 from memscale._decide.budget import budget_bytes
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
 from memscale._decide.travel import travel_of
 from memscale._errors import MemScaleError
 from memscale._plan import Plan
 from memscale._planning.planner import Planner
-from memscale._profile import StepTrace
 from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
@@ -34,9 +33,6 @@ _RUNS_A_SIZE = 2
 _NEAR = 0.97
 """A size that fits is good enough when its peak is at least this share of the budget."""
 _SILENT_S = 2.0
-_FAR = 1.05
-"""What does not depend on the batch must be so many times the budget before no size is tried: it is known by the models
-of peak and not by a rehearsal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
     if not planner.rehearsal.is_fake or not num_sizes:
         return None
     least_bytes = _least_bytes(planner, config)
-    if least_bytes > _FAR * budget_bytes(planner.hardware, config):
+    if least_bytes > budget_bytes(planner.hardware, config):
         return Advice(least_bytes=least_bytes)
     tried: list[str] = []
     for dimension, what in ((0, "batch size"), (1, "sequence length")):
@@ -80,29 +76,13 @@ def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
 
 
 def _least_bytes(planner: Planner, config: Config) -> int:
-    """The lowest peak of any plan if activations took nothing: what does not depend on the size of the batch."""
-    profile, forced = planner.profile, config.replace(force_optimize=True)
-    empty = dataclasses.replace(
-        profile,
-        plain=_without_activations(profile.plain),
-        variants={key: _without_activations(trace) for key, trace in profile.variants.items()},
-        input_bytes=0,
-    )
-    return decide(empty, planner.hardware, forced, raise_if_unfit=False).predicted_peak_bytes
-
-
-def _without_activations(trace: StepTrace) -> StepTrace:
-    """The step with what each layer leaves behind, such as gradients, at its end, and nothing else."""
-    left: dict[str, int] = {}
-    ends: dict[str, int] = {}
-    for index, segment in enumerate(trace.segments):
-        left[segment.module_fqn] = left.get(segment.module_fqn, 0) + segment.net_bytes
-        ends[segment.module_fqn] = index
-    segments = []
-    for index, segment in enumerate(trace.segments):
-        net_bytes = left[segment.module_fqn] if ends[segment.module_fqn] == index else 0
-        segments.append(dataclasses.replace(segment, peak_bytes=max(0, net_bytes), net_bytes=net_bytes))
-    return dataclasses.replace(trace, segments=tuple(segments))
+    """What a step takes without any activations: parameters, gradients and optimizer state; 0 where the config allows
+    something that makes them smaller, or lets them wait elsewhere."""
+    techniques = resolve(config, planner.hardware).techniques
+    if any(t.travels or t.changes_loop or (t.state is not None and not t.is_exact) for t in techniques):
+        return 0
+    profile = planner.profile
+    return profile.static_bytes - profile.input_bytes + profile.plain.end_bytes
 
 
 class _Descent:

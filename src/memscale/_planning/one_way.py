@@ -296,7 +296,9 @@ class OneWay:
         log = None if names_modules else self._steps_short(actions, config, goes_on)
         return log or self._record(actions, config, names_modules=names_modules, goes_on=goes_on)
 
-    def _steps_short(self, actions: tuple[Action, ...], config: Config, goes_on: GoesOn | None) -> AllocationLog | None:
+    def _steps_short(
+        self, actions: tuple[Action, ...], config: Config, goes_on: GoesOn | None = None
+    ) -> AllocationLog | None:
         """Recorded on a shorter model, and lengthened; None where that is not the same."""
         cuts = self._cuts(actions)
         if not cuts:
