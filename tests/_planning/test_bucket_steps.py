@@ -160,3 +160,17 @@ def test_guests_that_exceed_the_window_are_gone_when_their_state_is_laid_out(
     large = [each for each in live.values() if each.num_bytes == 4 * MIB and each.place is not None]
     guests = [each for each in large if each.place.operator == "aten.empty_like.default"]  # type: ignore[union-attr]
     assert bool(guests) == still_there
+
+
+def test_a_step_that_another_log_recorded_goes_on_in_this_one() -> None:
+    """The first step is told again with the counters of the other log, and the second is recorded over them."""
+    model = deep()
+    rules = costs_of(model, overlaps=False).rules(PlannedStep(moves=True), window_bytes=64 * MIB)
+    rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
+    known: dict[Any, Any] = {}
+    record_steps(rehearsal, model, "adamw", rules=rules, num_steps=1, known=known)
+    assert known
+    again = record_steps(rehearsal, model, "adamw", rules=rules, num_steps=2, known=known)
+    alone = record_steps(rehearsal, model, "adamw", rules=rules, num_steps=2)
+    assert [bytes_after(again, number) for number in range(3)] == [bytes_after(alone, number) for number in range(3)]
+    assert reserved_of(again) == reserved_of(alone)
