@@ -23,6 +23,7 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan
+from memscale._planning.garbage import few_collections
 from memscale._planning.held_gradients import Stay, counted_for
 from memscale._planning.job import Job, device_of
 from memscale._planning.optimizer_trials import OptimizerCosts
@@ -118,7 +119,7 @@ class StandingJob:
         """Forwards in here are no steps, for our own hook or for a checkpoint of the user's around the whole model."""
         self.is_planning = True
         try:
-            with contextlib.ExitStack() as shown, private.outside_checkpoints():
+            with contextlib.ExitStack() as shown, private.outside_checkpoints(), few_collections():
                 if what is not None:
                     shown.enter_context(console.progress(self.config.enable_logging))
                     shown.enter_context(stage(what))
