@@ -413,7 +413,8 @@ def _sizes_of(trace: StepTrace) -> list[tuple[str, str, int, int]]:
 def loss_of(output: Any) -> torch.Tensor:
     """The loss that the model computes, or a stand-in for the one that its user will compute outside.
 
-    Class scores (a last dimension of 1000 and more) get a cross-entropy, other outputs a mean square.
+    Class scores (a last dimension of 1000 and more) get a cross-entropy, other outputs a mean square. What comes in 16
+    bits is made 32 first, as losses want it: a user who does not takes less than is predicted, never more.
     """
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
@@ -428,8 +429,10 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _stand_in_loss(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0 or tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
     if tensor.dim() == 0:
-        return tensor.float()
+        return tensor
     if tensor.dim() >= 2 and tensor.shape[-1] >= CLASSIFIER_WIDTH:
         rows = tensor.reshape(-1, tensor.shape[-1])
         return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=tensor.device)).float()
