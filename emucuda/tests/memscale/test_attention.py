@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from memscale._planning.attention_temporaries import EFFICIENT, FLASH, groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memscale._planning.attention_temporaries import EFFICIENT, FLASH, groups
 
 OPERATORS = {SDPBackend.EFFICIENT_ATTENTION: EFFICIENT, SDPBackend.FLASH_ATTENTION: FLASH}
 

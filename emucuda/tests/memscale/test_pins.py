@@ -1,6 +1,7 @@
 """Values that memscale itself reads back from the card, and that nothing has computed there."""
 
 import torch
+
 from memscale.techniques.tiling.head import sweep
 
 
@@ -19,7 +20,7 @@ def test_what_is_read_back_is_what_the_memory_held():
 
 
 def test_all_rows_of_a_tiled_loss_count():
-    """Without the pin there were a hundred thousand tiles of a hundred rows: the host ran out of memory, or the card."""
+    """Without the pin there were a hundred thousand tiles: the host ran out of memory, or the card."""
     is_ignored = torch.zeros(128, dtype=torch.bool).cuda()
     _leave_behind(-10_000_000)
     assert sweep.num_ignored(is_ignored) == 0

@@ -7,8 +7,8 @@ well where heads are wide and in 16 bits. How large its tiles are depends on wha
 multiprocessor. The flash kernel adds up gradients of queries in single precision. Both copy gradients that do not lie
 as they need them.
 
-The sizes are those that PyTorch 2.13 asks its allocator for on the emulated card, where its own host code runs: on cards
-with much shared memory, with little, and on one before sm_80.
+The sizes are those that PyTorch 2.13 asks its allocator for on the emulated card, where its own host code runs: on
+cards with much shared memory, with little, and on one before sm_80.
 
 NOTE [deterministic attention]: with `torch.use_deterministic_algorithms` kernels do not split the work, and may need
 more or less than this. That is not modelled.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memscale._profile import NOTHING_HELD, StepTrace
-from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, sequences_unpacked
+from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, linear, sequences_unpacked
 from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
@@ -40,6 +40,7 @@ from memscale._profile.values import (
 )
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
+from memscale._torch.interception import replaced_in_this_thread
 from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of
 from memscale._torch.overrides import plain_attributes
 from memscale._torch.released_gradients import held_gradient
@@ -354,8 +355,15 @@ class FakeRehearsal(Rehearsal):
             self.mode,
             self.values,
             kernels,
+            replaced_in_this_thread(F, linear=self._linear),
         ):
             yield
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See NOTE [biases in place]. Modes of techniques are there in a real step, too."""
+        ours = (self.mode, self.values)
+        is_seen = any(mode not in ours and not isinstance(mode, FakeRecorder) for mode in private.active_modes())
+        return linear(input, weight, bias, is_seen=is_seen)
 
 
 @contextlib.contextmanager
