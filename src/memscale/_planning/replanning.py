@@ -308,6 +308,7 @@ class Replanner(OwnHook):
             self.executor.plan = counted.plan
         else:
             self._put_in_force(counted.plan, inputs)
+            self._begin_afresh()
 
     def _hold_until(self, stay: Stay) -> None:
         """Plans that are made from here on count gradients of earlier batches so long."""
@@ -428,6 +429,7 @@ class Replanner(OwnHook):
         demand = self._demand(model, inputs)
         self._remember(self._widened(_Known(demand, plan, plain, self._counted)))
         self._put_in_force(plan, (begun or inputs) if inside else None)
+        self._begin_afresh()
         self._announce(plan)
 
     def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
@@ -649,6 +651,15 @@ class Replanner(OwnHook):
                 self.executor.apply(plan)
             else:
                 self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
+
+    def _begin_afresh(self) -> None:
+        """Give back what the allocator has cached.
+
+        NOTE [plans begin afresh]: what a plan reserves is predicted for steps that begin with nothing cached. Segments
+        that building the model or an earlier plan left behind have other sizes, and would be held beside its own.
+        """
+        if self.hardware.has_caching_allocator:
+            torch.accelerator.empty_cache()
 
     def _remember(self, new: _Known) -> None:
         """Plans for smaller batches stay if they do less. See NOTE [plans by shape]."""
