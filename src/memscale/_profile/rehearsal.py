@@ -360,10 +360,11 @@ class FakeRehearsal(Rehearsal):
             yield
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See NOTE [biases in place]. Modes of techniques are there in a real step, too."""
+        """See NOTE [biases in place]. Modes of techniques are there in a real step, too; and a step on the CPU can be
+        measured only by one."""
         ours = (self.mode, self.values)
-        is_seen = any(mode not in ours and not isinstance(mode, FakeRecorder) for mode in private.active_modes())
-        return linear(input, weight, bias, is_seen=is_seen)
+        others = (mode for mode in private.active_modes() if mode not in ours and not isinstance(mode, FakeRecorder))
+        return linear(input, weight, bias, is_seen=self.target_type == "cpu" or any(True for _ in others))
 
 
 @contextlib.contextmanager
