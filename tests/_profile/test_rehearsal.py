@@ -299,10 +299,11 @@ class RowsApart(nn.Module):
 def test_a_bias_is_added_in_place_as_in_a_real_step() -> None:
     """On fake tensors PyTorch makes a new sum: both would be there for a moment, as where a mode measures the CPU."""
     inputs = Inputs((torch.zeros(8, 128, 64),))
-    highest = {kind: FakeRehearsal(RowsApart(), inputs, kind).run().peak_bytes for kind in ("cpu", "cuda")}
+    steps = {kind: FakeRehearsal(RowsApart(), inputs, kind).run().segments for kind in ("cpu", "cuda")}
+    highest = {kind: max(s.peak_bytes for s in step if s.phase == "forward") for kind, step in steps.items()}
     rows_bytes, product_bytes = 8 * 128 * 64 * 4, 8 * 128 * 256 * 4
     assert highest["cuda"] < rows_bytes + 1.1 * product_bytes
-    assert highest["cpu"] > rows_bytes + 2 * product_bytes
+    assert highest["cpu"] >= rows_bytes + 2 * product_bytes
 
 
 def test_a_linear_layer_is_as_it_was_after_a_rehearsal() -> None:

@@ -24,6 +24,10 @@ from memscale._torch.each_operator import EachOperator
 from memscale._torch.overrides import OwnHook
 
 
+class ReadingWatch(EachOperator):
+    """Sees operators of a rehearsal, and of nothing else."""
+
+
 class Readings:
     """Which parameters the forwards of a model have read, and which modules were running then."""
 
@@ -53,7 +57,7 @@ class Readings:
 
         A hook could not end it: none is called when the forward ends with what is no `Exception`.
         """
-        return EachOperator(self._see) if self._is_watching else contextlib.nullcontext()
+        return ReadingWatch(self._see) if self._is_watching else contextlib.nullcontext()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for leaf in tensors_of((*args, *kwargs.values())):

@@ -23,7 +23,7 @@ from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
-from memscale._profile.read_elsewhere import Readings
+from memscale._profile.read_elsewhere import Readings, ReadingWatch
 from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
@@ -362,9 +362,9 @@ class FakeRehearsal(Rehearsal):
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See NOTE [biases in place]. Modes of techniques are there in a real step, too; and a step on the CPU can be
         measured only by one."""
-        ours = (self.mode, self.values)
-        others = (mode for mode in private.active_modes() if mode not in ours and not isinstance(mode, FakeRecorder))
-        return linear(input, weight, bias, is_seen=self.target_type == "cpu" or any(True for _ in others))
+        others = [mode for mode in private.active_modes() if mode is not self.mode and mode is not self.values]
+        is_seen = not all(isinstance(mode, FakeRecorder | ReadingWatch) for mode in others)
+        return linear(input, weight, bias, is_seen=is_seen or self.target_type == "cpu")
 
 
 @contextlib.contextmanager
