@@ -317,3 +317,12 @@ def test_a_half_precise_output_gets_a_loss_in_single_precision() -> None:
     loss = loss_of(output)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, output.float().square().mean())
+
+
+def test_each_rehearsal_inside_autocast_casts_weights_anew() -> None:
+    """A real recompute comes behind the user's autocast, and lets go of its casts: the next step does not find them."""
+    rehearsal = FakeRehearsal(Chain(TwoLinears(), TwoLinears()), Inputs((torch.ones(8, 16),)), "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        first = rehearsal.run(checkpoint_all)
+        assert rehearsal.run(checkpoint_all) == first
+        assert rehearsal.run(checkpoint_all, num_steps=2) == first

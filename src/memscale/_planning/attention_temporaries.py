@@ -33,7 +33,7 @@ _LARGE_SHARED_MEMORY = frozenset(("sm_80", "sm_90", "sm_100"))
 _KEYS_A_TILE = 64
 _MOST_SPLITS = 200
 _HEADER_BYTES = 16
-"""Of each tile in the workspace: a lock and a counter."""
+"""The lock and the counter of each tile in the workspace."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class _Tiles:
 def groups(func: Any, args: tuple[Any, ...], architecture: str) -> list[tuple[int, ...]]:
     """What is allocated and freed, one group after the other; a group is there at once. () for other operators."""
     if func is EFFICIENT:
-        return _of_efficient(*args[:4], architecture)
+        gradient, query, key, value, *_ = args
+        return _of_efficient(gradient, query, key, value, architecture)
     return _of_flash(args[0], args[1], args[4]) if func is FLASH else []
 
 
@@ -83,7 +84,7 @@ def _tiles(query: torch.Tensor, width: int, architecture: str) -> _Tiles:
 
 
 def _workspace_bytes(tiles: _Tiles, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Of one head of one example."""
+    """The workspace for one head of one example."""
     batch, heads, length, width = query.shape
     num_tiles = -(-length // tiles.rows) * -(-width // tiles.columns)
     num_bytes = num_tiles * (_HEADER_BYTES + tiles.rows * tiles.columns * _FLOAT_BYTES)

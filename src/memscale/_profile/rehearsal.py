@@ -407,9 +407,9 @@ def left_autocast(device_type: str) -> Iterator[None]:
     active = [kind for kind in {"cpu", device_type} if torch.is_autocast_enabled(kind)]
     for kind in active:
         torch.set_autocast_enabled(kind, False)
-    torch.clear_autocast_cache()
     try:
-        yield
+        with private.left_autocast_blocks():
+            yield
     finally:
         for kind in active:
             torch.set_autocast_enabled(kind, True)
