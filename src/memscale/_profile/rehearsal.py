@@ -27,17 +27,9 @@ from memscale._profile.read_elsewhere import Readings, ReadingWatch
 from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
-from memscale._profile.values import (
-    LOWEST_DRAW,
-    MIDDLE_DRAW,
-    SEED,
-    Recollection,
-    Values,
-    assume_value,
-    keep_value,
-    private_values,
-    readable,
-)
+from memscale._profile.values import SEED, Recollection, Values, readable
+from memscale._profile.values.carried import assume_value, keep_value, private_values
+from memscale._profile.values.draws import LOWEST_DRAW, MIDDLE_DRAW
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
 from memscale._torch.interception import replaced_in_this_thread
@@ -491,7 +483,8 @@ def _fake_inputs(inputs: Inputs, mode: Any, device: torch.device) -> Inputs:
                 keep_value(fake, tensor, name)
         return fake.requires_grad_(tensor.requires_grad)
 
-    return inputs.map_tensors(fake_input).map_others(_own_copy)
+    fakes = {id(tensor): fake_input(tensor) for tensor in inputs.tensors()}
+    return inputs.replaced(fakes, {id(leaf): _own_copy(leaf) for leaf in inputs.others()})
 
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
