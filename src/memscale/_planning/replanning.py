@@ -24,6 +24,7 @@ from torch import nn
 from memscale._decide.budget import full_budget
 from memscale._errors import DoesNotFitError, MemScaleError, StaticProfileError
 from memscale._execute.executor import Executor
+from memscale._execute.reserving import empty_cache
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import plan_cache
@@ -526,7 +527,7 @@ class Replanner(OwnHook):
         that building the model or an earlier plan left behind have other sizes, and would be held beside its own.
         """
         if self.job.hardware.has_caching_allocator:
-            torch.accelerator.empty_cache()
+            empty_cache()
 
     def _remember(self, new: Known) -> None:
         known = self._known.beside(new)
