@@ -28,6 +28,7 @@ from torch import nn
 from memscale._decide.budget import full_budget
 from memscale._errors import DoesNotFitError, MemScaleError, StaticProfileError
 from memscale._execute.executor import Executor
+from memscale._execute.reserving import empty_cache
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import plan_cache
@@ -301,6 +302,7 @@ class Replanner(OwnHook):
             self.executor.plan = counted.plan
         else:
             self._put_in_force(counted.plan, inputs)
+            self._begin_afresh()
 
     def _counting(self, model: nn.Module, inputs: Inputs, known: Known, *, is_largest: bool) -> Known:
         """What was planned for, with gradients of earlier batches in its numbers."""
@@ -388,6 +390,7 @@ class Replanner(OwnHook):
         demand = self._demand(model, inputs)
         self._remember(self._known.widened(Known(demand, plan, plain, self.job.counted)))
         self._put_in_force(plan, (begun or inputs) if inside else None)
+        self._begin_afresh()
         self._announce(plan)
 
     def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
@@ -552,6 +555,15 @@ class Replanner(OwnHook):
                 self.executor.apply(plan)
             else:
                 self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
+
+    def _begin_afresh(self) -> None:
+        """Give back what the allocator has cached.
+
+        NOTE [plans begin afresh]: what a plan reserves is predicted for steps that begin with nothing cached. Segments
+        that building the model or an earlier plan left behind have other sizes, and would be held beside its own.
+        """
+        if self.job.hardware.has_caching_allocator:
+            empty_cache()
 
     def _remember(self, new: Known) -> None:
         known = self._known.beside(new)
