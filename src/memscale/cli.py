@@ -209,7 +209,8 @@ def plan(
 @app.command()
 def report(
     subject: Annotated[
-        str, typer.Argument(metavar="MODEL|PLAN.json", help="A model, as for `plan`; or a plan that was saved.")
+        str,
+        typer.Argument(metavar="MODEL|FILE.json", help="A model, as for `plan`; a saved plan; or what a run wrote."),
     ],
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="The HTML file to write.")] = pathlib.Path(
         "memscale-report.html"

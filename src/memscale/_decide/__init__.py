@@ -111,7 +111,7 @@ def _as_asked(model: CostModel, eligible: Eligible) -> RunOptions:
     asked: dict[str, Any] = {}
     for technique in eligible.techniques:
         if technique.changes_loop and technique.option is not None and eligible.must_use(technique):
-            for value in technique.option.values(model, eligible)[:1]:
+            for value in technique.option.values(model.traced, eligible)[:1]:
                 asked[technique.option.field] = value
     return RunOptions(**asked)
 
@@ -374,5 +374,5 @@ def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
 def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:
     """The values that can be chosen for a technique's option; doing nothing is one unless it must be used."""
     assert technique.option is not None
-    found = technique.option.values(model, eligible) if eligible.has(technique) else ()
+    found = technique.option.values(model.traced, eligible) if eligible.has(technique) else ()
     return found if found and eligible.must_use(technique) else (nothing, *found)

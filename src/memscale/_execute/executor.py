@@ -335,9 +335,10 @@ class Executor:
         """Write one HTML page about this run: the plan with its reasons, and what was predicted and measured.
 
             executor.report("run.html")
+            executor.report("run.json")     # the same as data: `memscale report run.json` draws it, on any machine
 
         Args:
-            path: The file; what is there is overwritten.
+            path: The file; what is there is overwritten. One that ends with ".json" gets the data, without Plotly.
             step_ms: How long a step took, if somebody has timed it: it is shown beside what was predicted.
             live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
 
@@ -362,8 +363,7 @@ class Executor:
         )
         seen = tuple(numbers for numbers in measured if numbers[2] is not None)
         waiting = (("on the host, in all", None, stats.host_bytes), ("on disk, in all", None, stats.disk_bytes))
-        page = Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting).html()
-        pathlib.Path(path).write_text(page, encoding="utf-8")
+        Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting).write(pathlib.Path(path))
 
 
 def _does_the_same(one: Plan, other: Plan) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from memscale._config import Config
 from memscale._decide import Traits, confirmed, decide_on, full_front, suspects_of
@@ -24,6 +24,7 @@ from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, choice_of
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel
 from memscale._errors import quoted
@@ -92,6 +93,50 @@ class OneWay(Trials):
         """Peak against time with everything that the strategy allows, also what the plan did not need."""
         self.look_into_everything(strategy.config)
         return full_front(self.cost_model(), self.travel.said_in(strategy.config), plan)
+
+    # ---- what is tried, and when
+
+    def look_into_everything(self, config: Config) -> None:
+        """Try all that the config allows, whether the budget needs it or not."""
+        config = self.travel.said_in(config)
+        for level in self.levels(config):
+            level(config)
+
+    def levels(self, config: Config) -> list[Callable[[Config], None]]:
+        """What is dear to find out, or not exact, is looked into only when nothing else is left."""
+        eligible = resolve(config, self.hardware)
+        levels: list[Callable[[Config], None]] = [self._try_simple]
+        if any(technique.is_dear for technique in eligible.techniques):
+            levels.append(self._try_dear)
+        if not all(technique.is_exact for technique in eligible.techniques):
+            levels.append(self._try_lossy)
+            if any(eligible.must_use(technique) and not technique.is_exact for technique in eligible.techniques):
+                levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
+        return levels
+
+    def _try_simple(self, config: Config) -> None:
+        """Treatments of blocks, and what else is exact and soon found out."""
+        self.try_variants({TraceKey(treatment): a for treatment, a in self.treatments(config).items()}, config)
+        self._rehearse(config, is_exact=True, is_dear=False)
+
+    def _try_dear(self, config: Config) -> None:
+        self._rehearse(config, is_exact=True, is_dear=True)
+
+    def _try_lossy(self, config: Config) -> None:
+        """All that was tried so far, in 16 bits; and optimizer state in 8."""
+        self._try_simple(config)
+        self._rehearse(config, is_exact=False, is_dear=False)
+        if self.skipped_inside:
+            self._try_dear(config)  # where it did not help, it may in 16 bits
+            self._rehearse(config, is_exact=False, is_dear=False)
+
+    def _rehearse(self, config: Config, *, is_exact: bool, is_dear: bool) -> None:
+        """What eligible techniques of this kind want to be tried."""
+        for technique in resolve(config, self.hardware).techniques:
+            if technique.rehearse is not None and (technique.is_exact, technique.is_dear) == (is_exact, is_dear):
+                technique.rehearse(self, config)
+
+    # ---- deciding
 
     def decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""

@@ -150,7 +150,7 @@ class Replanner(OwnHook):
             return
         known = known or self._look_at(model, inputs, demand)
         if known is not None and self.job.trained_by.has_changed(model):
-            logger.info("the optimizer is another than the one that was planned for: planning again")
+            logger.info("the optimizer is not the one that was planned for: planning again")
             self._known, known = KnownPlans(), None
         if known is None:
             if self._known:
@@ -421,7 +421,7 @@ class Replanner(OwnHook):
     def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, answer: dict[str, Any]) -> bool:
         """Do what the leader has planned. False: that was for itself alone."""
         if "misfit" in answer:
-            raise DoesNotFitError(f"of the rank with the largest batch: {answer['misfit']}")
+            raise DoesNotFitError(f"the batch of another rank, which is the largest, does not fit: {answer['misfit']}")
         if "error" in answer:
             raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
         if "plan" not in answer:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._profile.operator_costs import Books, Work
+from memscale._profile.optimizer_twin.books import Books
 from memscale._profile.optimizer_twin.same_optimizer import host_counters, same_class
 from memscale._profile.optimizer_twin.stepping import Prepare
 from memscale._profile.rehearsal import device_exists
@@ -181,7 +181,7 @@ class Twin:
                 optimizer.step()
                 making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
                 books.reset_peak()
-                books.work = Work()
+                books.begin_work()
                 optimizer.step()
             step_bytes = max(0, books.peak_bytes - before - state_bytes)
         for parameter in trained.values():

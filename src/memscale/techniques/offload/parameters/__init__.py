@@ -13,12 +13,11 @@ from memscale._hardware import Hardware
 from memscale._plan import OffloadActivations, Reason, StreamParameters
 from memscale._profile import STREAM, STREAM_OFFLOAD, Layer, Profile, TraceKey
 from memscale.techniques.offload.next_tier import no_next_tier
-from memscale.techniques.technique import RunOption, Technique, Treated
+from memscale.techniques.technique import RunOption, Technique, Traced, Treated
 
 if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
     from memscale._planning.trials import Trials
 
@@ -63,8 +62,8 @@ def _outcome(actions: Sequence[StreamParameters]) -> str:
 # ---- the rest of the model beside its blocks
 
 
-def _rest_values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
-    return (True,) if model.profile.rest else ()
+def _rest_values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
+    return (True,) if traced.profile.rest else ()
 
 
 def _rest_actions(is_streamed: bool, profile: Profile) -> Iterator[StreamParameters]:
