@@ -1,6 +1,6 @@
 """Libraries whose own kernels need a card: `make cuda-libraries`, which installs them beside the CUDA build of PyTorch.
 
-Kernels compute nothing there, so losses are no numbers to compare; that is done where they compute (tests/integrations).
+Kernels compute nothing there, so losses are no numbers to compare: that is done where they compute.
 """
 
 import importlib.util
