@@ -70,7 +70,7 @@ class OptimizerCosts:
             refuse_inseparable(job.optimizer)
         self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
-        self._found: dict[tuple[bool, frozenset[int], bool], OptimizerCost] = {}
+        self._found: dict[tuple[bool, frozenset[int], bool, float | None], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
         self._trials: dict[bool, Trials] = {False: {}, True: {}}
         """Steps that were tried, of the optimizer and of what replaces it in 8 bits, however state travels."""
@@ -103,16 +103,23 @@ class OptimizerCosts:
             self._found.clear()
 
     def cost(
-        self, *, eight_bit: bool = False, without: frozenset[int] = frozenset(), guests: bool = False
+        self,
+        *,
+        eight_bit: bool = False,
+        without: frozenset[int] = frozenset(),
+        guests: bool = False,
+        resident_share: float | None = None,
     ) -> OptimizerCost:
         """The cost without the parameters with these ids, which are streamed; with `guests` they visit it to be
-        stepped."""
+        stepped. `resident_share`: only what it takes while all but this share of the state waits elsewhere."""
         # Else the state stays as it is, and the executor says why.
         eight_bit = eight_bit and (self._can_pack or self._replacement is not None)
-        key = (eight_bit, without, guests)
+        every, key = (eight_bit, without, guests, None), (eight_bit, without, guests, resident_share)
+        if every in self._found:
+            return self._found[every]
         if key not in self._found:
             with stage("costing the optimizer's step"):
-                self._found[key] = self._find(eight_bit, without, guests=guests)
+                self._found[key] = self._find(eight_bit, without, guests=guests, resident_share=resident_share)
         return self._found[key]
 
     def guests(self, streamed: frozenset[int]) -> GuestCost | None:
@@ -133,7 +140,9 @@ class OptimizerCosts:
             trials=self._trials[optimizer is not self._optimizer],
         )
 
-    def _find(self, eight_bit: bool, without: frozenset[int], *, guests: bool) -> OptimizerCost:
+    def _find(
+        self, eight_bit: bool, without: frozenset[int], *, guests: bool, resident_share: float | None
+    ) -> OptimizerCost:
         optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
         packs = eight_bit and optimizer is self._optimizer
         is_separable = _is_separable(optimizer)
@@ -146,6 +155,9 @@ class OptimizerCosts:
             in_buckets=self._in_step_buckets() if is_separable and not packs else None,
             in_backward=self._in_backward() if is_separable and not packs and self._steps_in_backward else None,
         )
+        if resident_share is not None and ways.offloaded is not None:
+            offloaded = self._stepping(moves=True, eight_bit=packs).with_share(resident_share)
+            ways = Ways(offloaded=offloaded, guests=ways.guests, on_device=False)
         return optimizer_cost(self._stepped(optimizer, without), ways)
 
     def rules(self, step: PlannedStep, *, window_bytes: int) -> BucketRules | None:

@@ -23,6 +23,7 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan
+from memscale._planning.garbage import few_collections
 from memscale._planning.held_gradients import Stay, counted_for
 from memscale._planning.job import Job, device_of
 from memscale._planning.optimizer_trials import OptimizerCosts
@@ -116,7 +117,7 @@ class StandingJob:
     def _planning(self, what: str) -> Iterator[None]:
         self.is_planning = True
         try:
-            with console.progress(self.config.enable_logging), stage(what):
+            with console.progress(self.config.enable_logging), stage(what), few_collections():
                 yield
         finally:
             self.is_planning = False

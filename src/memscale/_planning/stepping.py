@@ -45,6 +45,11 @@ class InBuckets:
     cuts: bool = False
     """A large parameter may come a stretch at a time."""
 
+    def with_share(self, resident_share: float) -> InBuckets:
+        """The same where no more than this share, or the next larger one, may stay on the device."""
+        larger = [share for share in self.resident_shares if share >= resident_share] or self.resident_shares[-1:]
+        return dataclasses.replace(self, resident_shares=tuple(larger[:1]) if resident_share else ())
+
     def stays(self, sizes: list[int], resident_share: float, *, cuts: bool) -> list[bool]:
         return choose_resident(sizes, resident_share, sum(sizes) if cuts else self.bucket_bytes)
 

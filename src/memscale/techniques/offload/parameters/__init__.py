@@ -40,7 +40,7 @@ def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
     from memscale.techniques.offload.parameters import streaming
 
     settings, to.at_home = to.settings, actions
-    to.users["streaming"] = streaming.attach(
+    streamer = to.users["streaming"] = streaming.attach(
         actions,
         to.model,
         to.device,
@@ -52,6 +52,7 @@ def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
         verify=settings.verify,
         previous=to.offloading.handed_over,
     )
+    to.lessons.append(streamer.known_order)
     to.offloading.handed_over = None
 
 
