@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memscale._decide.budget import full_budget
-from memscale._errors import DoesNotFitError, MemScaleError, StaticProfileError
+from memscale._errors import DoesNotFitError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._hardware import Hardware
 from memscale._plan import Plan
@@ -31,15 +31,15 @@ from memscale._planning.demand import Demand, read_demand
 from memscale._planning.held_gradients import GradientWatch, held_bytes
 from memscale._planning.job import Job
 from memscale._planning.known_plans import Known, KnownPlans
-from memscale._planning.loop_watch import Found, LoopWatch
+from memscale._planning.loop_watch import Found, LoopWatch, words_of_loop
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._planning.shapes import bucket_below, largest_that_fits, shape_text
 from memscale._planning.standing_job import StandingJob
 from memscale._planning.step_watch import Excess, StepWatch
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets
+from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, plan_in
 from memscale._planning.uncalled import UncalledWatch
-from memscale._profile import LoopHolds, Profile
+from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, find_group, refuse_flat_parameters
 from memscale._torch import private
@@ -293,7 +293,7 @@ class Replanner(OwnHook):
         self._known, in_force = known.holding(found.new_bytes, inputs, self.executor.plan)
         if in_force is not None:
             self.executor.plan = in_force
-        what = _words_of_loop(earlier, found.loop)
+        what = words_of_loop(earlier, found.loop)
         if self._known.find(self._demand(model, inputs)) is not None:
             logger.info("this loop %s (%s): plans count it from here on", what, show_bytes(found.new_bytes))
             return False
@@ -392,7 +392,7 @@ class Replanner(OwnHook):
             common = enlarged(inputs, largest)
             if meeting.leads(needs, largest):
                 return self._lead(model, common, inputs, min(need.budget_bytes for need in needs), meeting)
-            return self._follow(model, common, inputs, meeting.read_answer())
+            return self._follow(model, common, inputs, plan_in(meeting.read_answer()))
         except NobodyCameError as error:
             logger.warning(
                 "%s to plan together: was the model wrapped on all ranks? This one plans by itself", str(error)
@@ -418,15 +418,10 @@ class Replanner(OwnHook):
             meeting.answer(answer)
         return True
 
-    def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, answer: dict[str, Any]) -> bool:
+    def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, plan: Plan | None) -> bool:
         """Do what the leader has planned. False: that was for itself alone."""
-        if "misfit" in answer:
-            raise DoesNotFitError(f"the batch of another rank, which is the largest, does not fit: {answer['misfit']}")
-        if "error" in answer:
-            raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
-        if "plan" not in answer:
+        if plan is None:
             return False
-        plan = Plan.from_json(answer["plan"])
         self._remember(Known(self._demand(model, common), plan, None, self.job.counted))
         self._put_in_force(plan, begun)
         self._announce(plan)
@@ -590,10 +585,3 @@ class Replanner(OwnHook):
         if self._observed is not None:
             self._observed.abandon()
             self._observed = None
-
-
-def _words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:
-    if now.other_bytes > earlier.other_bytes:
-        return "holds more on the device than the model and its training need"
-    until = "until the next outputs come" if now.into_next else "through backward and the optimizer's step"
-    return f"keeps outputs of the model {until}"
