@@ -27,17 +27,9 @@ from memscale._profile.read_elsewhere import Readings
 from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
-from memscale._profile.values import (
-    LOWEST_DRAW,
-    MIDDLE_DRAW,
-    SEED,
-    Recollection,
-    Values,
-    assume_value,
-    keep_value,
-    private_values,
-    readable,
-)
+from memscale._profile.values import SEED, Recollection, Values, readable
+from memscale._profile.values.carried import assume_value, keep_value, private_values
+from memscale._profile.values.draws import LOWEST_DRAW, MIDDLE_DRAW
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
 from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memscale._decide.step_time import StepWork
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Technique:
     """An action for a batch between two sizes, from those for both and the line through two numbers; None: the action
     does not depend on the size."""
 
-    rehearse: Callable[[OneWay, Config], None] | None = None
+    rehearse: Callable[[Trials, Config], None] | None = None
     """What is tried for it beside its treatments of blocks, which are always tried; None: nothing."""
     is_dear: bool = False
     """Trying it takes long: that is done only when nothing else suffices."""

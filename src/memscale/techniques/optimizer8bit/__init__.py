@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memscale._decide.eligible import Eligible
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 
 def _attach(actions: Sequence[QuantizeOptimizer], to: Attachment) -> None:
@@ -50,8 +50,8 @@ def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_8bit_optimizer", numbers)
 
 
-def _rehearse(planner: OneWay, config: Config) -> None:
-    planner.cost_in_8_bits()
+def _rehearse(trials: Trials, config: Config) -> None:
+    trials.cost_in_8_bits()
 
 
 EIGHT_BIT = Technique(

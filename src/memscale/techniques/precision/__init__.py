@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memscale._decide.eligible import Eligible
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 HalfType: TypeAlias = Literal["bfloat16", "float16"]
 
@@ -88,8 +88,8 @@ def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_mixed_precision", chosen.part(precision=""))
 
 
-def _rehearse(planner: OneWay, config: Config) -> None:
-    planner.try_in_16_bits(config)
+def _rehearse(trials: Trials, config: Config) -> None:
+    trials.try_in_16_bits(config)
 
 
 PRECISION = Technique(

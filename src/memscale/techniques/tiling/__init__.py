@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memscale._decide.eligible import Eligible
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 Inside: TypeAlias = TileAttention | TileMlp
 
@@ -70,18 +70,18 @@ def _head_reason(chosen: Chosen) -> Reason:
     return Reason("tile the head", {**chosen.part(head_rows=0), "rows": chosen.choice.run.head_rows})
 
 
-def _rehearse_head(planner: OneWay, config: Config) -> None:
+def _rehearse_head(trials: Trials, config: Config) -> None:
     """The smallest tiles and the largest: what lies between, the peak model knows."""
-    head = planner.tiles.head
+    head = trials.tiles.head
     if head is None:
         return
-    planner.learn(head=head)
-    rest = planner.rest_actions()
-    for rows in planner.tiles.head_rows:
+    trials.learn(head=head)
+    rest = trials.rest_actions()
+    for rows in trials.tiles.head_rows:
         tiled = (dataclasses.replace(head, rows=rows),)
-        planner.try_variants({TraceKey(head_rows=rows): tiled}, config)
+        trials.try_variants({TraceKey(head_rows=rows): tiled}, config)
         if rest:
-            planner.try_variants({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, config)
+            trials.try_variants({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, config)
 
 
 HEAD = Technique(
@@ -196,18 +196,18 @@ def _inside_reason(chosen: Chosen) -> Reason:
     return Reason("tile attention and MLPs inside the layers", {**part, "tiles": num_tiles})
 
 
-def _rehearse_inside(planner: OneWay, config: Config) -> None:
+def _rehearse_inside(trials: Trials, config: Config) -> None:
     """Rehearse tiles inside blocks, only in blocks that are recomputed in full, and where blocks make up the peak."""
-    inside = planner.tiles.inside
-    planner.skipped_inside = bool(inside) and not planner.blocks_hold_the_peak(config)
-    if not inside or planner.skipped_inside:
+    inside = trials.tiles.inside
+    trials.skipped_inside = bool(inside) and not trials.blocks_hold_the_peak(config)
+    if not inside or trials.skipped_inside:
         return
-    planner.learn(inside=inside)
-    smallest = {t: actions for t, actions in planner.treatments(config).items() if t.recompute == "full"}
-    for num_tiles in planner.tiles.num_inside:
+    trials.learn(inside=inside)
+    smallest = {t: actions for t, actions in trials.treatments(config).items() if t.recompute == "full"}
+    for num_tiles in trials.tiles.num_inside:
         cut = cut_inside(inside, num_tiles)
         named = {TraceKey(t, num_tiles=num_tiles): (*cut, *actions) for t, actions in smallest.items()}
-        planner.try_variants(named, config)
+        trials.try_variants(named, config)
 
 
 def _inside_words(action: Inside) -> str:

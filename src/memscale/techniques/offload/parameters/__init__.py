@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memscale._decide.eligible import Eligible
     from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 HOST_KERNELS = ("cpu", "simgpu")
 """Devices that compute with the host's own kernels, so that a step on the host has the same bits as one there."""
@@ -84,10 +84,10 @@ def _rest_reason(chosen: Chosen) -> Reason:
     return Reason("stream parameters", {"parameter_bytes": chosen.model.profile.rest_param_bytes})
 
 
-def _rehearse(planner: OneWay, config: Config) -> None:
-    rest = planner.rest_actions()
+def _rehearse(trials: Trials, config: Config) -> None:
+    rest = trials.rest_actions()
     if rest:
-        planner.try_variants({TraceKey(streams_rest=True): rest}, config)
+        trials.try_variants({TraceKey(streams_rest=True): rest}, config)
 
 
 def _note(device_type: str, names: frozenset[str]) -> str:
