@@ -3,11 +3,11 @@
     python -m benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE] [--plans P]
 
 `--num` shapes are drawn, in turns from every family of models; each is profiled on fake tensors and gives some dozens
-of cases: depths, cards, what users rule out, budgets. `--cache` keeps profiles and cases, and a second call goes on from
-there. Each architecture's cases are then judged by trees that have seen none of it; the artifact is trained on all of
-them and written where `--artifact` says. The same seed gives the same artifact. `--plans` draws so many other models of
-every architecture and plans each in earnest, with everything eligible and as a policy says that has seen nothing of its
-architecture, and compares the processor's time and the plans.
+of cases: depths, cards, what users rule out, budgets. `--cache` keeps profiles and cases, and a second call goes on
+from there. Each architecture's cases are then judged by trees that have seen none of it; the artifact is trained on all
+of them and written where `--artifact` says. The same seed gives the same artifact. `--plans` draws so many other models
+of every architecture and plans each in earnest, with everything eligible and as a policy says that has seen nothing of
+its architecture, and compares the processor's time and the plans.
 
 Times and peaks are predictions of the models that plans are made with; nothing is run.
 """
@@ -100,8 +100,12 @@ def gather(todo: Sequence[Task], jobs: int) -> list[Case]:
 def distinct(cases: Sequence[Case]) -> list[Case]:
     """Without the cases of shapes whose profile is that of an earlier one: `group` is "shape/profile/setting"."""
     first_of: dict[str, str] = {}
-    named = [(case, *case.group.split("/")[:2]) for case in cases]
-    return [case for case, shape, profile in named if first_of.setdefault(profile, shape) == shape]
+    kept = []
+    for case in cases:
+        shape, profile, _ = case.group.split("/")
+        if first_of.setdefault(profile, shape) == shape:
+            kept.append(case)
+    return kept
 
 
 def train(cases: Sequence[Case], seed: int) -> Artifact:

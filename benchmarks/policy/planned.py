@@ -12,6 +12,7 @@ import gc
 import pathlib
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,12 +83,14 @@ def _model(family: str, rng: random.Random, artifact: Artifact) -> Iterator[Plan
             budget = {"memory_budget_gb": plain_bytes * share / 1e9}
             all_s, everything = _timed(model, inputs, EVERYTHING.replace(**budget), hardware)
             learned_s, short = _timed(model, inputs, LEARNED.replace(**budget), hardware)
-            slowdowns = [None if plan is None else plan.predicted_slowdown for plan in (everything, short)]
+            slowdown, mine = (None if plan is None else plan.predicted_slowdown for plan in (everything, short))
             reason = None if short is None else short.strategy
             strategy = "nothing fits" if reason is None else str(reason.numbers.get("strategy", reason.rule))
             if reason is not None and "does not suffice" in reason.rule:
                 strategy += ", widened"
-            yield Planned(family, card, share, all_s, learned_s, *slowdowns, strategy)
+            row = Planned(family, card, share, all_s, learned_s, slowdown, mine, strategy)
+            print(row, file=sys.stderr, flush=True)
+            yield row
 
 
 @contextlib.contextmanager
@@ -133,10 +136,11 @@ def _summary(rows: Sequence[Planned]) -> str:
     close = sum(mine <= 1.01 * best for best, mine in both)
     total = sum(row.learned_s for row in rows) / sum(row.all_s for row in rows)
     median = statistics.median(row.learned_s / row.all_s for row in rows)
+    mean = statistics.fmean(mine / best for best, mine in both)
     return (
         f"processor time of planning: {total:.2f} of the full search's in all, {median:.2f} in the median\n"
-        f"within 1 % of its step time: {close} of {len(both)} plans, the mean {statistics.fmean(m / b for b, m in both):.4f}"
-        f"\nfits with everything eligible, and not by the policy: {lost} of {len(rows)}"
+        f"within 1 % of its step time: {close} of {len(both)} plans, the mean {mean:.4f}\n"
+        f"fits with everything eligible, and not by the policy: {lost} of {len(rows)}"
     )
 
 

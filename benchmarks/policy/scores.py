@@ -19,7 +19,7 @@ from memscale.report.tables import table
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
 """How sure the trees may have to be that a short list will do; above them: never sure."""
-SAFE_SHARE = 0.98
+SAFE_SHARE = 0.95
 """The share of plans within 1 % for which the threshold is set, on architectures that are held out in training."""
 BANDS = ((0.0, float("inf")), (0.0, 1.5), (1.5, 3.0), (3.0, float("inf")))
 """Of pressure, as in the rules."""
@@ -35,9 +35,9 @@ class Score:
     fits: float
     """The share of cases in which its first choice fits, before everything becomes eligible."""
     is_close: float
-    """The share of cases in which the plan is at most 1 % slower than the best, after that."""
+    """The share of cases in which the plan is at most 1 % slower than the full search's, after that."""
     mean: float
-    """Of the plan's predicted step time over the best one's, after that."""
+    """Of the plan's predicted step time over that one's, after that."""
     worst_twentieth: float
     """The 95th percentile of the same."""
     num_tried: float
@@ -119,11 +119,9 @@ def _band(low: float, high: float) -> str:
 
 
 def _ratio(case: Case, name: str) -> float:
-    """The plan's time over the best one's, with everything eligible where the choice does not fit."""
+    """The plan's time over that of the full search's; where the choice does not fit, the full search follows."""
     verdicts = case.verdicts
-    if verdicts[name].fits:
-        return verdicts[name].ratio
-    return verdicts[WIDEST].ratio if verdicts[WIDEST].fits else 1.0
+    return verdicts[name].ratio / verdicts[WIDEST].ratio if verdicts[name].fits else 1.0
 
 
 def score(name: str, policy: Callable[[Case], str], cases: Sequence[Case], band: str) -> Score:

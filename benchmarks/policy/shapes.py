@@ -1,8 +1,8 @@
 """Models of many shapes, each profiled once at a depth of three blocks and stretched to any other.
 
 Profiling takes its time on fake tensors, most of it in blocks that are all alike. So models are built with three: the
-middle one stands for all that are left out (as in `_profile/shallow.py`), parameters and the optimizer's state grow with
-their number. Nothing is downloaded; the numbers below are drawn, not those of real models.
+middle one stands for all that are left out (as in `_profile/shallow.py`), and parameters and the optimizer's state grow
+with their number. Nothing is downloaded; the numbers below are drawn, not those of real models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memscale._profile import OptimizerCost, Profile, Segment, StepTrace
 from memscale._profile.inputs import Inputs, derive_inputs
 
 NUM_BLOCKS = 3
-DEPTHS = (3, 6, 12, 24)
+DEPTHS = (3, 6, 12)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def hardware_for(device_type: str) -> Hardware:
 
 def draw_hardware(device_type: str, rng: random.Random) -> Hardware:
     """A card with some host beside it, or a CPU with some disk below it."""
-    host_bytes = rng.choice((8, 16, 32, 64, 128)) * 10**9
+    host_bytes = rng.choice((64, 128, 256, 512)) * 10**9
     if device_type == "cpu":
         cores = rng.choice((2, 4, 8, 16, 32))
         has_fast_16bit = rng.random() < 0.3

@@ -165,9 +165,9 @@ class Config:
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
     """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
-    recover_from_oom: bool = False
+    recover_from_oom: bool = True
     """Where a training step runs out of device memory, tighten the plan and run the batch once more, where that is
-    exact; else the error says why not. Not the default: docs/guides/out_of_memory.md has its limits and costs."""
+    exact; else the error says why not: docs/guides/out_of_memory.md."""
     warmup_steps: int = 2
     """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True
