@@ -154,7 +154,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.policy", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--num", type=int, default=36, help="shapes of models to profile")
+    parser.add_argument("--num", type=int, default=24, help="shapes of models to profile")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cache", default="", help="a directory that keeps profiles and cases")

@@ -34,7 +34,7 @@ from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale.report.tables import table
 
-CARDS = ("RTX 3090", "RTX 3070", "A100 40GB")
+CARDS = ("RTX 3090", "RTX 3070", "RTX 4060")
 SHARES = (0.85, 0.6, 0.4)
 """Budgets, over what the plain step reserves."""
 NUM_BLOCKS = 12
