@@ -343,7 +343,7 @@ class Recovery:
     def _refuse_backward(self, call: BackwardCall) -> None:
         if not call.is_simple:
             raise NotRepeatable("its graph is kept, or only some gradients are asked for")
-        if self._replanner.config.step_in_backward or self._executor.scales_gradients:
+        if self._replanner.job.config.step_in_backward or self._executor.scales_gradients:
             raise NotRepeatable("gradients are scaled, or stepped with, before the backward is over")
 
     def _run_again(

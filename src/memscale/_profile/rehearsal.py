@@ -471,7 +471,8 @@ def _fake_inputs(inputs: Inputs, mode: Any, device: torch.device) -> Inputs:
                 keep_value(fake, tensor, name)
         return fake.requires_grad_(tensor.requires_grad)
 
-    return inputs.map_tensors(fake_input).map_others(_own_copy)
+    fakes = {id(tensor): fake_input(tensor) for tensor in inputs.tensors()}
+    return inputs.replaced(fakes, {id(leaf): _own_copy(leaf) for leaf in inputs.others()})
 
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
