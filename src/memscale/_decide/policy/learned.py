@@ -25,6 +25,7 @@ from memscale._decide.policy.situation import Situation
 from memscale._decide.policy.strategies import SHORTLISTS, WIDEST
 from memscale._decide.policy.trees import UNIT, Forest
 from memscale._plan import Reason
+from memscale._units import show_bytes
 from memscale.techniques import TECHNIQUES
 
 ARTIFACT = pathlib.Path(__file__).with_name("policy.json")
@@ -115,7 +116,7 @@ def load(path: pathlib.Path) -> Artifact:
         raise NotCovered(f"there is no {path.name}")
     try:
         if path.stat().st_size > _LARGEST_BYTES:
-            raise ValueError(f"it has more than {_LARGEST_BYTES} bytes")
+            raise ValueError(f"it is larger than {show_bytes(_LARGEST_BYTES)}")
         artifact: Artifact = _json.decode(Artifact, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise NotCovered(f"{path.name} cannot be read: {error}") from error

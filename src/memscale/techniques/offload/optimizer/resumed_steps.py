@@ -122,7 +122,7 @@ _READS = frozenset({"__get__", "item", "is_complex", "is_floating_point", "numel
 
 
 def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor | None:
-    """Of what is written to: that, or the first of a list. Lists are of one kind: all are ours, or none is."""
+    """The tensor that is written to, or the first of a list. Lists are of one kind: all are ours, or none is."""
     first = args[0] if args else None
     if isinstance(first, list | tuple) and first:
         first = first[0]
