@@ -254,3 +254,11 @@ def _keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 def _rounded(storage: torch.UntypedStorage) -> int:
     return round_up(storage.nbytes(), rounding_of(storage.device.type))
+
+
+def words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:
+    """What the loop holds that it was not known to hold, as in "this loop ..."."""
+    if now.other_bytes > earlier.other_bytes:
+        return "holds more on the device than the model and its training need"
+    until = "until the next outputs come" if now.into_next else "through backward and the optimizer's step"
+    return f"keeps outputs of the model {until}"

@@ -56,6 +56,9 @@ PRODUCTS = frozenset(
 )
 """Operators that cuBLAS computes."""
 
+_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
+"""Its last results are a seed and an offset, which a card keeps on the host."""
+
 CARD_TYPE = "cuda"
 """The devices whose kernels are known to allocate for themselves."""
 
@@ -101,7 +104,7 @@ class EventRecorder(LogRecorder):
         self.marks: list[Mark] = []
         self.log = self._both = _Both(self.storages, log)
         self._kernels = KernelTemporaries(hardware)
-        self._is_dropout = False
+        self._is_dropout = self._has_seed = False
         self.thread: Thread = "forward"
         self.is_optimizing = False
         self._has_card_kernels = rehearsal.target_type == CARD_TYPE
@@ -110,6 +113,7 @@ class EventRecorder(LogRecorder):
         if self._has_card_kernels and func in OPENED:
             return self._run_opened(func, args, kwargs)
         self._is_dropout = func is _aten.native_dropout.default
+        self._has_seed = self._has_card_kernels and func is _EFFICIENT
         self.events.place = self._place_of(func)
         result = super().run(func, args, kwargs)
         if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
@@ -165,7 +169,8 @@ class EventRecorder(LogRecorder):
         self.events.sum_up(private.storage_key(result.untyped_storage()), alike)
 
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
-        """The mask of a dropout is allocated before its result."""
+        """The mask of a dropout is allocated before its result; seeds of attention are not the device's."""
+        tree = tree[:2] if self._has_seed else tree
         super().see_all(tree[::-1] if self._is_dropout else tree, kind)
 
 

@@ -54,7 +54,7 @@ class Readings:
 
         A hook could not end it: none is called when the forward ends with what is no `Exception`.
         """
-        return _EachOperator(self) if self._is_watching else contextlib.nullcontext()
+        return ReadingWatch(self) if self._is_watching else contextlib.nullcontext()
 
     def see(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read by an operator."""
@@ -78,8 +78,8 @@ class Readings:
         )
 
 
-class _EachOperator(TorchDispatchMode):
-    """Shows the tensors that each operator is given."""
+class ReadingWatch(TorchDispatchMode):
+    """Shows the tensors that each operator is given, in rehearsals alone."""
 
     def __init__(self, readings: Readings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
