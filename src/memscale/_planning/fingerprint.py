@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from memscale._decide.policy.learned import used_for
 from memscale._planning.job import Job
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
@@ -54,7 +55,7 @@ def fingerprint(job: Job, inputs: Inputs) -> str:
     describe.add("inputs", *_form_of(inputs))
     for optimizer in (job.optimizer, job.replacement):
         describe.add("optimizer", *_optimizer_of(optimizer, job.model))
-    describe.add("wishes", job.config, job.holds_gradients, job.ranks, job.loop)
+    describe.add("wishes", job.config, used_for(job.config), job.holds_gradients, job.ranks, job.loop)
     figures = {f.name: getattr(job.hardware, f.name) for f in dataclasses.fields(job.hardware)}
     describe.add("hardware", {name: figure for name, figure in figures.items() if name not in _PASSING_FIELDS})
     describe.add("process", *_switches())
