@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from memscale._decide.budget import full_budget
-from memscale._errors import DoesNotFitError, MemScaleError, StaticProfileError
+from memscale._errors import DoesNotFitError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.reserving import empty_cache
 from memscale._hardware import Hardware
@@ -36,16 +36,25 @@ from memscale._planning.demand import Demand, read_demand
 from memscale._planning.held_gradients import GradientWatch, held_bytes
 from memscale._planning.job import Job
 from memscale._planning.known_plans import Known, KnownPlans
-from memscale._planning.loop_watch import Found, LoopWatch
+from memscale._planning.loop_watch import Found, LoopWatch, words_of_loop
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.open_passes import OpenPasses
 from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._planning.shapes import bucket_below, largest_that_fits, shape_text
 from memscale._planning.standing_job import StandingJob
 from memscale._planning.step_watch import Excess, StepWatch
-from memscale._planning.together import Meeting, Need, NobodyCameError, Specs, enlarged, largest_of, meets
+from memscale._planning.together import (
+    Meeting,
+    Need,
+    NobodyCameError,
+    Specs,
+    enlarged,
+    largest_of,
+    meets,
+    plan_in,
+)
 from memscale._planning.uncalled import UncalledWatch
-from memscale._profile import LoopHolds, Profile
+from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, find_group, refuse_flat_parameters
 from memscale._torch import private
@@ -111,6 +120,8 @@ class Replanner(OwnHook):
         self._gradients = GradientWatch("backward" if job.holds_gradients else "none")
         self._ignores_held = False
         """No plan that counts gradients of earlier batches fits."""
+        self._not_evaluated: list[Demand] = []
+        """What came in evaluation mode with gradients, and could not be planned for."""
         executor.on_detach(self._stop_observing)
         executor.on_detach(self._passes.stop)
         executor.on_detach(self._watch.stop)
@@ -132,8 +143,11 @@ class Replanner(OwnHook):
             self._stay(model, Inputs(args, kwargs))
             return
         self._excess = self._watch.end() or self._excess
-        if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
+        if not torch.is_grad_enabled() or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
+        if not model.training:
+            self._prepare_evaluation(model, Inputs(args, kwargs))
+            return
         self._gradients.look(model, has_stepped=self._loop_watch.has_stepped)
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
@@ -199,6 +213,34 @@ class Replanner(OwnHook):
             self._put_in_force(known.plan, begun)
         if known.stay != self._gradients.stay and not (self._ignores_held or self.job.ranks.keeps_gradients):
             self._count_held(model, begun, known, is_largest=known.demand == demand and inputs is begun)
+
+    def _prepare_evaluation(self, model: nn.Module, inputs: Inputs) -> None:
+        """A forward in evaluation mode that records a graph holds what one of training holds, and some programs train
+        in that mode. So it follows a plan for training, where there is one. What does not fit is not refused here: it
+        may be an evaluation for which nobody has turned gradients off."""
+        if self._observed is not None or self._needs_observation:
+            return
+        if find_group(model, None if self._replica is None else self._replica()) is not None:
+            return  # ranks plan together, in a forward that all of them come to
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        demand = self._demand(model, inputs)
+        known = self._known.find(demand)
+        if known is not None:
+            if known.plan is not self.executor.plan:
+                self._put_in_force(known.plan, inputs)
+            return
+        if any(demand.covers(refused) for refused in self._not_evaluated):
+            return
+        try:
+            self.plan(model, inputs, inside=True)
+        except (DoesNotFitError, StaticProfileError) as error:
+            self._not_evaluated.append(demand)
+            logger.warning(
+                "a forward in evaluation mode that records a graph for gradients is not planned for: %s If this is an "
+                "evaluation, torch.no_grad() around it takes far less",
+                str(error),
+            )
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
         return read_demand(model, inputs, self.job.device(model), self._deciding, self.job.ranks)
@@ -331,7 +373,7 @@ class Replanner(OwnHook):
         self._known, in_force = known.holding(found.new_bytes, inputs, self.executor.plan)
         if in_force is not None:
             self.executor.plan = in_force
-        what = _words_of_loop(earlier, found.loop)
+        what = words_of_loop(earlier, found.loop)
         if self._known.find(self._demand(model, inputs)) is not None:
             logger.info("this loop %s (%s): plans count it from here on", what, show_bytes(found.new_bytes))
             return False
@@ -375,8 +417,9 @@ class Replanner(OwnHook):
         try:
             plan = kept or self._rehearsed_plan(model, inputs, profiles.append)
         except StaticProfileError as error:
-            is_sample = not inside and not is_guess
-            if not self.job.config.use_empirical_fallback or (is_sample and not error.needs_values):
+            is_sample, is_evaluation = not inside and not is_guess, inside and not model.training
+            may_observe = self.job.config.use_empirical_fallback and not is_evaluation  # which may have no backward
+            if not may_observe or (is_sample and not error.needs_values):
                 raise
             self._observe_instead(model, begun or inputs, error, inside=inside)
             return
@@ -431,7 +474,7 @@ class Replanner(OwnHook):
             common = enlarged(inputs, largest)
             if meeting.leads(needs, largest):
                 return self._lead(model, common, inputs, min(need.budget_bytes for need in needs), meeting)
-            return self._follow(model, common, inputs, meeting.read_answer())
+            return self._follow(model, common, inputs, plan_in(meeting.read_answer()))
         except NobodyCameError as error:
             logger.warning(
                 "%s to plan together: was the model wrapped on all ranks? This one plans by itself", str(error)
@@ -457,15 +500,10 @@ class Replanner(OwnHook):
             meeting.answer(answer)
         return True
 
-    def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, answer: dict[str, Any]) -> bool:
+    def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, plan: Plan | None) -> bool:
         """Do what the leader has planned. False: that was for itself alone."""
-        if "misfit" in answer:
-            raise DoesNotFitError(f"the batch of another rank, which is the largest, does not fit: {answer['misfit']}")
-        if "error" in answer:
-            raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
-        if "plan" not in answer:
+        if plan is None:
             return False
-        plan = Plan.from_json(answer["plan"])
         self._remember(Known(self._demand(model, common), plan, None, self.job.counted))
         self._put_in_force(plan, begun)
         self._announce(plan)
@@ -638,10 +676,3 @@ class Replanner(OwnHook):
         if self._observed is not None:
             self._observed.abandon()
             self._observed = None
-
-
-def _words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:
-    if now.other_bytes > earlier.other_bytes:
-        return "holds more on the device than the model and its training need"
-    until = "until the next outputs come" if now.into_next else "through backward and the optimizer's step"
-    return f"keeps outputs of the model {until}"
