@@ -210,7 +210,8 @@ def _absent(rows: dict[tuple[str, str, str], Row]) -> Iterator[str]:
 
 def _planners(rows: dict[tuple[str, str, str], Row]) -> Iterator[str]:
     yield "Predictions of the plain step's peak (of the budget's, where one is named), beside live bytes measured on"
-    yield "the CPU. Times are processor time. What a planner cannot express is read from its documentation and source."
+    yield "the CPU; of the ILP, forward and backward alone, beside what the emulated card hands out for them."
+    yield "Times are processor time. What a planner cannot express is read from its documentation and source."
     yield ""
     yield _line(["planner", "predicted MB", "measured MB", "error", "seconds to plan", "found", "cannot express"])
     yield _line(["---"] * 7)
