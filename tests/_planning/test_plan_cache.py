@@ -258,7 +258,7 @@ def test_the_second_wrap_finds_the_plan(directory: pathlib.Path, wrapped: Any, m
     assert first.actions
     [file] = directory.iterdir()
     assert file.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr("memscale._planning.replanning.make_plan", None)  # nothing is planned again
+    monkeypatch.setattr("memscale._planning.standing_job.make_plan", None)  # nothing is planned again
     assert wrapped(small(), BATCH, force_optimize=True) == first
 
 

@@ -106,6 +106,8 @@ class Replanner(OwnHook):
         self._gradients = GradientWatch("backward" if job.holds_gradients else "none")
         self._ignores_held = False
         """No plan that counts gradients of earlier batches fits."""
+        self._not_evaluated: list[Demand] = []
+        """What came in evaluation mode with gradients, and could not be planned for."""
         executor.on_detach(self._stop_observing)
         executor.on_detach(self._passes.stop)
         executor.on_detach(self._watch.stop)
@@ -127,8 +129,11 @@ class Replanner(OwnHook):
             self._stay(model, Inputs(args, kwargs))
             return
         self._excess = self._watch.end() or self._excess
-        if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
+        if not torch.is_grad_enabled() or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
+        if not model.training:
+            self._prepare_evaluation(model, Inputs(args, kwargs))
+            return
         self._gradients.look(model, has_stepped=self._loop_watch.has_stepped)
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
@@ -194,6 +199,34 @@ class Replanner(OwnHook):
             self._put_in_force(known.plan, begun)
         if known.stay != self._gradients.stay and not (self._ignores_held or self.job.ranks.keeps_gradients):
             self._count_held(model, begun, known, is_largest=known.demand == demand and inputs is begun)
+
+    def _prepare_evaluation(self, model: nn.Module, inputs: Inputs) -> None:
+        """A forward in evaluation mode that records a graph holds what one of training holds, and some programs train
+        in that mode. So it follows a plan for training, where there is one. What does not fit is not refused here: it
+        may be an evaluation for which nobody has turned gradients off."""
+        if self._observed is not None or self._needs_observation:
+            return
+        if find_group(model, None if self._replica is None else self._replica()) is not None:
+            return  # ranks plan together, in a forward that all of them come to
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        demand = self._demand(model, inputs)
+        known = self._known.find(demand)
+        if known is not None:
+            if known.plan is not self.executor.plan:
+                self._put_in_force(known.plan, inputs)
+            return
+        if any(demand.covers(refused) for refused in self._not_evaluated):
+            return
+        try:
+            self.plan(model, inputs, inside=True)
+        except (DoesNotFitError, StaticProfileError) as error:
+            self._not_evaluated.append(demand)
+            logger.warning(
+                "a forward in evaluation mode that records a graph for gradients is not planned for: %s If this is an "
+                "evaluation, torch.no_grad() around it takes far less",
+                str(error),
+            )
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
         return read_demand(model, inputs, self.job.device(model), self._deciding.names, self.job.ranks)
@@ -364,8 +397,9 @@ class Replanner(OwnHook):
         try:
             plan = kept or self._rehearsed_plan(model, inputs, profiles.append)
         except StaticProfileError as error:
-            is_sample = not inside and not is_guess
-            if not self.job.config.use_empirical_fallback or (is_sample and not error.needs_values):
+            is_sample, is_evaluation = not inside and not is_guess, inside and not model.training
+            may_observe = self.job.config.use_empirical_fallback and not is_evaluation  # which may have no backward
+            if not may_observe or (is_sample and not error.needs_values):
                 raise
             self._observe_instead(model, begun or inputs, error, inside=inside)
             return
