@@ -25,7 +25,7 @@ A record of the techniques is no such pair any more: a stage hands it data (`Tra
 
 When this was last counted, `wrap` had 118 modules, 5 pairs and 3 direct ones, and `estimate` 163, 28 and 15. In the
 last tree before the rooms were drawn the same tool counts 55, 6 and 3, and 79, 25 and 11. Modules grew with what a plan
-can do (shapes, ranks, recovery, windows, the optimizer's step in turns) and with files that were cut into one idea each.
+can do (shapes, ranks, recovery, windows, the optimizer's step in turns) and with files that were cut into single ideas.
 """
 
 from __future__ import annotations
