@@ -37,7 +37,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.segments import tensors_in
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
-from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
+from memscale._torch.optimizer_steps import StepWatcher, steps_model, watch_steps
 from memscale._torch.overrides import OwnHook, undo_with
 from memscale._torch.released_gradients import held_gradient
 from memscale._units import round_up
@@ -112,7 +112,7 @@ class LoopWatch(StepWatcher):
 
     def concerns(self, optimizer: Optimizer) -> bool:
         model = self._model()
-        return model is not None and owns_any(optimizer, model.parameters())
+        return model is not None and steps_model(optimizer, model)
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         model = self._model()

@@ -28,7 +28,7 @@ from memscale._plan import Plan
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
-from memscale._torch.optimizer_steps import StepWatcher, owns_any, parameters_of, watch_steps
+from memscale._torch.optimizer_steps import StepWatcher, parameters_of, steps_model, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale._torch.released_gradients import held_gradient
 from memscale._units import round_up, show_bytes
@@ -135,7 +135,7 @@ class StepWatch(StepWatcher):
 
     def concerns(self, optimizer: Optimizer) -> bool:
         model = self._model()
-        return model is not None and owns_any(optimizer, model.parameters())
+        return model is not None and steps_model(optimizer, model)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if private.graph_task_id() < 0:  # otherwise it steps in the middle of backward, which goes on
