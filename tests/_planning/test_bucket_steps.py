@@ -58,11 +58,26 @@ def test_what_waits_elsewhere_is_gone_after_a_step(overlaps: bool) -> None:
     assert bytes_after(log, 2) == bytes_after(log, 1)
 
 
+class _Learning:
+    """Something that is attached, and has learnt something whenever it is asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._num_asked = 0
+
+    def learnt(self) -> list[int]:
+        self._num_asked += 1
+        return [self._num_asked]
+
+    def detach(self) -> None:
+        """Nothing is there to be taken off."""
+
+
 @pytest.mark.parametrize("learns", [False, True])
 def test_the_first_step_makes_the_state(learns: bool) -> None:
     """Also where the second may differ, and is recorded for itself."""
     model = small()
-    log = record_steps(FakeRehearsal(model, Inputs((features(0),), {}), "cuda"), model, "adamw", learns=learns)
+    rehearsal, attach = FakeRehearsal(model, Inputs((features(0),), {}), "cuda"), _Learning if learns else None
+    log = record_steps(rehearsal, model, "adamw", learns=learns, attach=attach)
     first, second = ({event.serial for event in step if isinstance(event, Allocated)} for step in log.steps)
     assert bytes_after(log, 0) < bytes_after(log, 1) == bytes_after(log, 2)
     assert len(second) < len(first)

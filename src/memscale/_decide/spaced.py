@@ -6,71 +6,24 @@ again would. That takes windows as large as what one block saves, which stays in
 activations take its place, and a way of treating the blocks that the search does not find: it puts equal treatments
 side by side, and counts with each block what that block sends. So plans that the search has found are tried again with
 some of their blocks replaced, every so many, and timed by walking through the step with the clock of the link
-(`spaced_ms`). Nothing here depends on the device's budget.
+(`link_clock.py`). Nothing here depends on the device's budget.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from memscale._decide.choice import Choice, RunOptions
+from memscale._decide.choice import Choice
+from memscale._decide.cost_model import CostModel
+from memscale._decide.link_clock import Sent
 from memscale._profile import OFFLOAD
-
-if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
 
 MAX_BASES, MAX_FULL_BASES = 16, 96
 """How many plans that the search has found are tried with blocks replaced in all numbers; and how many with as
 many as the link has time for."""
 _MAX_NUMBERS = 6
 """How many numbers of blocks are tried with each."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
-    """What a block sends away in forward, and how long its two passes take if they wait for no transfer."""
-
-    num_bytes: int
-    forward_ms: float
-    backward_ms: float
-
-
-def spaced_ms(model: CostModel, choice: Choice, sent: dict[str, Sent], stretch_ms: Sequence[float]) -> float:
-    """Forward and backward, with the link beside them; `sent` are the blocks that send their activations away.
-
-    `stretch_ms` is what each stretch of the step takes by itself. What an offloaded block has saved leaves behind its
-    forward. Of what is in the window then, the oldest is waited for. The last block's activations are still there when
-    backward begins; those of each other block are asked for when the one behind it is done.
-    """
-    streamed = {fqn: model.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams}
-    link_ms, turn = model.pace.link_ms, model.first_backward()
-    now = leaves = comes = asked = 0.0
-    window: collections.deque[tuple[int, float]] = collections.deque()
-    gone: dict[str, float] = {}
-    for index, owner in enumerate(model.owners[:turn]):
-        now += sent[owner].forward_ms if owner in sent else stretch_ms[index]
-        if owner in sent:
-            while window and sum(size for size, _ in window) + sent[owner].num_bytes > model.window_bytes:
-                now = max(now, window.popleft()[1])
-            gone[owner] = leaves = max(now, leaves) + float(link_ms(sent[owner].num_bytes))
-            window.append((sent[owner].num_bytes, leaves))
-    is_last = True
-    for index, owner in enumerate(model.owners[turn:], start=turn):
-        if owner not in sent:
-            now += stretch_ms[index]
-            comes = max(comes, now) + float(link_ms(streamed[owner])) if owner in streamed else comes
-            continue
-        if not is_last:
-            comes = max(comes, asked, gone[owner]) + float(link_ms(sent[owner].num_bytes))
-            now = max(now, comes)
-        asked = now if is_last else now + sent[owner].backward_ms
-        now += sent[owner].backward_ms
-        is_last = False
-    return max(now, leaves)
 
 
 def spaced_choices(model: CostModel, bases: Sequence[Choice]) -> Iterator[Choice]:
@@ -112,11 +65,3 @@ def thinned(choices: Sequence[Choice], most: int) -> list[Choice]:
     last = len(choices) - 1
     places = range(last + 1) if last < most else sorted({round(last * number / (most - 1)) for number in range(most)})
     return [choices[place] for place in places]
-
-
-def held_bytes(model: CostModel, run: RunOptions, offloaded: Sequence[str]) -> int:
-    """What is in the window and is in no block's stretch: in the trace of all blocks, the first one's shows it."""
-    sent = model.sent_by_blocks(run)
-    if not offloaded or next(iter(sent), None) in offloaded:
-        return 0
-    return min(model.window_bytes, sum(sent[fqn].num_bytes for fqn in offloaded))

@@ -94,6 +94,7 @@ class Executor:
         """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
         self.held: list[torch.Tensor] = []
         """What exists before the step on a stage, beside the model and its inputs."""
+        self._lessons: list[Callable[[], Any]] = []
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
         self.resume_first: Callable[[], Any] | None = None
@@ -237,7 +238,7 @@ class Executor:
                 technique.attach(mine, to)
         to.settle_state()
         self._recomputed += to.recomputed
-        self.held = to.held
+        self.held, self._lessons = to.held, to.lessons
         self._precision = to.precision
         if to.precision is not None and to.precision.scale is not None:
             self._loss_scale = to.precision.scale
@@ -299,6 +300,10 @@ class Executor:
             if self._loss_scale is None:
                 self._loss_scale = LossScale()
             self._loss_scale.load_state_dict(state["loss_scale"])
+
+    def learnt(self) -> list[Any]:
+        """What techniques have learnt from the steps so far. A step that changes none of it is as all that follow."""
+        return [lesson() for lesson in self._lessons]
 
     def traffic(self) -> tuple[int, int, int, int]:
         """Transfers to the next tier so far and their bytes; those back, and theirs. Without the optimizer's."""

@@ -1,6 +1,18 @@
 """The architecture in order: profile a step, choose a strategy, decide, rehearse. What follows is `execute`.
 
 A `Planner` holds what is profiled, decided and rehearsed; only frozen data crosses between the stages.
+
+What the modules of this room are for:
+
+    a plan is made         job, planner, one_way, trials, stage, tile_sizes, optimizer_trials, stepping
+    what it reserves       recording, allocation_log, bucket_steps, lengthened, kernel_temporaries, allocations,
+                           least_reserved
+    it is attached, kept   attaching, full_stack, plan_cache, fingerprint, saved_plans
+    it follows the loop    replanning, standing_job, known_plans, demand, shapes, loop_watch, step_watch, trained_by,
+                           held_gradients, deciding_values, uncalled, observed_steps, together, recovery, repeated_step,
+                           not_repeatable
+    questions without one  estimate, length_estimate, largest_batch, profile_scaling, advice, other_peaks, step_memory,
+                           step_times, snapshot
 """
 
 from __future__ import annotations
@@ -17,6 +29,7 @@ from memscale._decide.travel import travel_of
 from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._planning.advice import find_smaller
+from memscale._planning.garbage import few_collections
 from memscale._planning.job import Job
 from memscale._planning.other_peaks import other_peaks
 from memscale._planning.planner import Planner
@@ -24,6 +37,7 @@ from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 
 
+@few_collections()
 def make_plan(
     job: Job,
     inputs: Inputs,
@@ -48,7 +62,7 @@ def make_plan(
         plan = planner.plan(strategy)
     if not plan.fits:
         advice = find_smaller(planner, strategy.config, plan)
-        found = (None, "", None) if advice is None else (advice.remedy, advice.tried, advice.batch_size)
+        found = (None, "", None, 0) if advice is None else dataclasses.astuple(advice)
         raise misfit(planner.profile, plan, strategy.config, *found)
     if on_front is not None:
         travelling = planner.by(travel_of(plan, strategy.config, hardware))

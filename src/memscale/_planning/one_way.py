@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from memscale._config import Config
 from memscale._decide import Traits, confirmed, decide_on, full_front, suspects_of
@@ -24,6 +24,7 @@ from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, budget_bytes, full_budget
 from memscale._decide.choice import Choice, Outcome, choice_of
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel
 from memscale._errors import quoted
@@ -41,7 +42,7 @@ from memscale._planning.allocations import allocator_settings, reserved_of
 from memscale._planning.job import Job
 from memscale._planning.least_reserved import growing, least_reserved
 from memscale._planning.optimizer_trials import OptimizerCosts
-from memscale._planning.recording import highest_of, record_steps, rehearse_lengthened
+from memscale._planning.recording import GoesOn, highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
 from memscale._profile import StepTrace, TraceKey
@@ -59,6 +60,7 @@ from memscale._units import MIB, round_up, show_bytes
 from memscale.report.explain import words_of_actions
 from memscale.techniques import planned_step, settling_steps, technique_of
 from memscale.techniques.offload.parameters import streaming
+from memscale.techniques.technique import PlannedStep
 
 logger = logging.getLogger("memscale")
 
@@ -92,6 +94,50 @@ class OneWay(Trials):
         """Peak against time with everything that the strategy allows, also what the plan did not need."""
         self.look_into_everything(strategy.config)
         return full_front(self.cost_model(), self.travel.said_in(strategy.config), plan)
+
+    # ---- what is tried, and when
+
+    def look_into_everything(self, config: Config) -> None:
+        """Try all that the config allows, whether the budget needs it or not."""
+        config = self.travel.said_in(config)
+        for level in self.levels(config):
+            level(config)
+
+    def levels(self, config: Config) -> list[Callable[[Config], None]]:
+        """What is dear to find out, or not exact, is looked into only when nothing else is left."""
+        eligible = resolve(config, self.hardware)
+        levels: list[Callable[[Config], None]] = [self._try_simple]
+        if any(technique.is_dear for technique in eligible.techniques):
+            levels.append(self._try_dear)
+        if not all(technique.is_exact for technique in eligible.techniques):
+            levels.append(self._try_lossy)
+            if any(eligible.must_use(technique) and not technique.is_exact for technique in eligible.techniques):
+                levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
+        return levels
+
+    def _try_simple(self, config: Config) -> None:
+        """Treatments of blocks, and what else is exact and soon found out."""
+        self.try_variants({TraceKey(treatment): a for treatment, a in self.treatments(config).items()}, config)
+        self._rehearse(config, is_exact=True, is_dear=False)
+
+    def _try_dear(self, config: Config) -> None:
+        self._rehearse(config, is_exact=True, is_dear=True)
+
+    def _try_lossy(self, config: Config) -> None:
+        """All that was tried so far, in 16 bits; and optimizer state in 8."""
+        self._try_simple(config)
+        self._rehearse(config, is_exact=False, is_dear=False)
+        if self.skipped_inside:
+            self._try_dear(config)  # where it did not help, it may in 16 bits
+            self._rehearse(config, is_exact=False, is_dear=False)
+
+    def _rehearse(self, config: Config, *, is_exact: bool, is_dear: bool) -> None:
+        """What eligible techniques of this kind want to be tried."""
+        for technique in resolve(config, self.hardware).techniques:
+            if technique.rehearse is not None and (technique.is_exact, technique.is_dear) == (is_exact, is_dear):
+                technique.rehearse(self, config)
+
+    # ---- deciding
 
     def decide_and_rehearse(self, strategy: Strategy) -> Plan:
         """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
@@ -130,13 +176,16 @@ class OneWay(Trials):
         """The number holds: run this very plan on the stage, and promise what that shows."""
         if not plan.actions:
             return self._confirm_plain(plan, config)
-        trace = self._rehearsed(plan.actions, config)
         choice = choice_of(plan.actions, self.profile)
         if choice.run.quantizes_optimizer:
             self.cost_in_8_bits()
-        peak_bytes = self._peak_of(trace, choice)
-        shown = Outcome(peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
-        fits = full_budget(self.hardware, config).admits(shown)
+        peak_of, budget = self._peaks(choice, planned_step(plan.actions)), full_budget(self.hardware, config)
+
+        def is_admitted(trace: StepTrace) -> bool:
+            return budget.admits(Outcome(peak_of(trace), 0.0, plan.host_bytes, plan.movable_bytes))
+
+        trace = self._rehearsed(plan.actions, config, is_admitted)
+        peak_bytes, fits = peak_of(trace), is_admitted(trace)
         held = self.held(plan.actions, config) if fits else None
         if held is not None:
             held = self._asking(held, plan.actions, config)
@@ -155,12 +204,17 @@ class OneWay(Trials):
     def held(self, actions: tuple[Action, ...], config: Config) -> Held | None:
         """What the model of the caching allocator holds, fed with whole steps; None where there is none, or where
         the steps cannot be recorded."""
-        if not self.hardware.has_caching_allocator or self.rehearsal.sharding is not None:
-            return None  # what gathering allocates, and in which order, is in no log
+        if not self._has_log:
+            return None
         key = self.key_of(actions)
         if key not in self.stage.held:
-            self.stage.held[key] = self._record_held(key, actions, config)
+            self._record_held(key, actions, config)
         return self.stage.held[key]
+
+    @property
+    def _has_log(self) -> bool:
+        """Whether there is an allocator whose model can be fed: what gathering allocates, and when, is in no log."""
+        return self.hardware.has_caching_allocator and self.rehearsal.sharding is None
 
     def _asking(self, held: Held, actions: tuple[Action, ...], config: Config) -> Held:
         """What is held with what a plan may ask of the allocator before it is given up for another."""
@@ -205,33 +259,47 @@ class OneWay(Trials):
         reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in others)
         return Held.on(self.hardware, allocated_bytes, reserved_bytes, use)
 
-    def _record_held(self, key: Hashable, actions: tuple[Action, ...], config: Config) -> Held | None:
+    def _record_held(
+        self, key: Hashable, actions: tuple[Action, ...], config: Config, goes_on: GoesOn | None = None
+    ) -> None:
+        """Find what is held, unless `goes_on` sees from live bytes that nobody needs to know."""
         try:
             with stage(f"recording what is allocated in steps with {words_of_actions(actions)}"):
-                log = self.steps(actions, config)
+                log = self.steps(actions, config, goes_on=goes_on)
         except Exception as error:  # a third party's optimizer on fake tensors, or one of bitsandbytes
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
-            return None
-        self._last_log = key, log
+            self.stage.held[key] = None
+            return
         self.stage.rehearsed.setdefault(key, highest_of(log.levels))
-        with stage("playing the caching allocator"):
-            found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
-        return self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
+        if log.steps:
+            self._last_log = key, log
+            with stage("playing the caching allocator"):
+                found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
+            self.stage.held[key] = self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
 
-    def steps(self, actions: tuple[Action, ...], config: Config, *, names_modules: bool = False) -> AllocationLog:
+    def steps(
+        self,
+        actions: tuple[Action, ...],
+        config: Config,
+        *,
+        names_modules: bool = False,
+        goes_on: GoesOn | None = None,
+    ) -> AllocationLog:
         """The allocations of whole steps under these actions, in order, with the moments at which memory could be given
-        back."""
-        log = None if names_modules else self._steps_short(actions, config)
-        return log or self._record(actions, config, names_modules=names_modules)
+        back. `goes_on` may end the recording when live bytes are known."""
+        log = None if names_modules else self._steps_short(actions, config, goes_on)
+        return log or self._record(actions, config, names_modules=names_modules, goes_on=goes_on)
 
-    def _steps_short(self, actions: tuple[Action, ...], config: Config) -> AllocationLog | None:
+    def _steps_short(
+        self, actions: tuple[Action, ...], config: Config, goes_on: GoesOn | None = None
+    ) -> AllocationLog | None:
         """Recorded on a shorter model, and lengthened; None where that is not the same."""
         cuts = self._cuts(actions)
         if not cuts:
             return None
         here = short_actions(actions, self.rehearsal.blocks, cuts)
         try:
-            return self._record(actions, config, here, cuts=cuts)
+            return self._record(actions, config, here, cuts=cuts, goes_on=goes_on)
         except Exception as error:
             logger.debug("steps are not recorded at a fraction of the depth: %s", quoted(error))
             return None
@@ -244,6 +312,7 @@ class OneWay(Trials):
         *,
         names_modules: bool = False,
         cuts: Sequence[Cut] = (),
+        goes_on: GoesOn | None = None,
     ) -> AllocationLog:
         attached = actions if attached is None else attached
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
@@ -259,6 +328,7 @@ class OneWay(Trials):
             names_modules=names_modules,
             cuts=cuts,
             known=self.stage.known_steps,
+            goes_on=goes_on,
         )
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
@@ -318,10 +388,10 @@ class OneWay(Trials):
         num_steps = settling_steps(actions) if self.travel.overlaps else 1
         return self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
 
-    def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
+    def _rehearsed(self, actions: tuple[Action, ...], config: Config, is_admitted: GoesOn) -> StepTrace:
         key, known = self.key_of(actions), self.stage.rehearsed
-        if key not in known:
-            self.held(actions, config)  # where there is such an allocator, recorded steps show what is live, too
+        if key not in known and self._has_log and key not in self.stage.held:
+            self._record_held(key, actions, config, is_admitted)  # recorded steps show what is live, too
         if key not in known:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
@@ -341,16 +411,22 @@ class OneWay(Trials):
             logger.debug("the plan is not rehearsed at a fraction of the depth: %s", quoted(error))
             return None
 
-    def _peak_of(self, trace: StepTrace, choice: Choice) -> int:
-        """The peak with the optimizer over what is not streamed, to the byte."""
+    def _peaks(self, choice: Choice, step: PlannedStep) -> Callable[[StepTrace], int]:
+        """What says the peak of a rehearsed step, with the optimizer over what is not streamed, to the byte."""
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self.streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
         in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
-        optimizer = self.costs.cost(eight_bit=in_8_bits, without=streamed, guests=choice.run.steps_on_device)
+        optimizer = self.costs.cost(
+            eight_bit=in_8_bits,
+            without=streamed,
+            guests=choice.run.steps_on_device,
+            resident_share=step.resident_share if step.moves else None,
+        )
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
         num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
-        return self.cost_model().peak_of(trace, choice, optimizer, num_bytes)
+        model = self.cost_model()
+        return lambda trace: model.peak_of(trace, choice, optimizer, num_bytes)
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,12 +1,12 @@
 """Techniques are tried on the stage, each once and only when a plan needs it, and the profile grows by what they show.
 
     trials = Trials(job, inputs, travel)
-    for level in trials.levels(config):     # what is exact and soon found out comes first
-        level(config)
+    trials.try_variants({TraceKey(CHECKPOINT): actions}, config)
     trials.profile                          # the plain step, and every variant that ran
     trials.cost_model()                     # what it says about any choice
 
-What a technique wants to be tried is said by its record (`Technique.rehearse`), which is handed these trials.
+What a technique wants to be tried is said by its record (`Technique.rehearse`), which is handed these trials; in which
+order techniques are looked into is said in `one_way.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,24 +86,6 @@ class Trials:
         self._compiled = compiled_parts(job.model)
         self._known_cost_model: CostModel | None = None
 
-    def look_into_everything(self, config: Config) -> None:
-        """Try all that the config allows, whether the budget needs it or not."""
-        config = self.travel.said_in(config)
-        for level in self.levels(config):
-            level(config)
-
-    def levels(self, config: Config) -> list[Callable[[Config], None]]:
-        """What is dear to find out, or not exact, is looked into only when nothing else is left."""
-        eligible = resolve(config, self.hardware)
-        levels: list[Callable[[Config], None]] = [self._try_simple]
-        if any(technique.is_dear for technique in eligible.techniques):
-            levels.append(self._try_dear)
-        if not all(technique.is_exact for technique in eligible.techniques):
-            levels.append(self._try_lossy)
-            if any(eligible.must_use(technique) and not technique.is_exact for technique in eligible.techniques):
-                levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
-        return levels
-
     def cost_model(self) -> CostModel:
         """The cost model of the profile as it is now, built once."""
         model = self._known_cost_model
@@ -122,28 +104,6 @@ class Trials:
         """What is done, without the reasons for it; and how tensors travel, where any does."""
         travel = self.travel if any(technique_of(action).travels for action in actions) else None
         return travel, *map(_without_reason, actions)
-
-    def _try_simple(self, config: Config) -> None:
-        """Treatments of blocks, and what else is exact and soon found out."""
-        self.try_variants({TraceKey(treatment): a for treatment, a in self.treatments(config).items()}, config)
-        self._rehearse(config, is_exact=True, is_dear=False)
-
-    def _try_dear(self, config: Config) -> None:
-        self._rehearse(config, is_exact=True, is_dear=True)
-
-    def _try_lossy(self, config: Config) -> None:
-        """All that was tried so far, in 16 bits; and optimizer state in 8."""
-        self._try_simple(config)
-        self._rehearse(config, is_exact=False, is_dear=False)
-        if self.skipped_inside:
-            self._try_dear(config)  # where it did not help, it may in 16 bits
-            self._rehearse(config, is_exact=False, is_dear=False)
-
-    def _rehearse(self, config: Config, *, is_exact: bool, is_dear: bool) -> None:
-        """What eligible techniques of this kind want to be tried."""
-        for technique in resolve(config, self.hardware).techniques:
-            if technique.rehearse is not None and (technique.is_exact, technique.is_dear) == (is_exact, is_dear):
-                technique.rehearse(self, config)
 
     def blocks_hold_the_peak(self, config: Config) -> bool:
         """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""

@@ -157,7 +157,7 @@ class Values(TorchDispatchMode):
         with private.real_tensors():
             scalars = [value.real.as_strided((), ()) if value else None for value in values]
             cell = Cell()
-            cell.take_from(value.cell for value in values if value)
+            cell.take_from([value.cell for value in values if value])
             set_value(result, func(*scalars, *args[len(scalars) :]).expand(tuple(result.shape)), cell)
         return True
 

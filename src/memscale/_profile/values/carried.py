@@ -133,7 +133,7 @@ def limit(tensor: torch.Tensor) -> int:
 
 def attach(fakes: list[torch.Tensor], reals: list[torch.Tensor], inputs: list[Value], new: Cell) -> None:
     """Results carry their values. Views share the cell of what they are views of; others have one like `new`."""
-    new.take_from(value.cell for value in inputs)
+    new.take_from([value.cell for value in inputs])
     given = {private.storage_key(value.real.untyped_storage()) for value in inputs}
     for fake, real in zip(fakes, reals, strict=True):
         if not private.is_fake(fake):
@@ -156,7 +156,8 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
     arguments = func._schema.arguments
     named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     is_write = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
-    return tensors_of(named.get(argument.name) for argument, write in zip(arguments, is_write, strict=True) if write)
+    names = [argument.name for argument, write in zip(arguments, is_write, strict=True) if write]
+    return tensors_of([named.get(name) for name in names])
 
 
 def spared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
