@@ -143,7 +143,7 @@ class Answer:
     error: str = ""
     """Why there is no answer."""
     version: str = ""
-    """Of MemScale, which planned it; "": that of the log."""
+    """The version of MemScale that planned it; "": that of the log."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
