@@ -86,7 +86,7 @@ def _row(cell: Cell, log: Log) -> tuple[str, ...]:
 
 
 def _mark(answer: Answer, log: Log) -> str:
-    """The version of a cell that another one than the log's has planned."""
+    """The mark of a cell that another version than that of the log has planned."""
     return f" ({answer.version})" if answer.version not in ("", log.version) else ""
 
 
