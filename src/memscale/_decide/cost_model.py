@@ -271,12 +271,12 @@ class CostModel:
         total_ms = extras.ms + sum(times_ms)
         known = self.sent_by_blocks(run) if self.window_bytes else {}
         sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
+        held = held_bytes(self, run, list(sent))
         if sent:
-            live = peak = live + held_bytes(self, run, list(sent))
             total_ms = min(total_ms, extras.ms + spaced_ms(self, choice, sent, times_ms))
         for index, how in enumerate(owners):
             stretch = stretches[how][index]
-            peak = max(peak, live + stretch.peak_bytes)
+            peak = max(peak, live + stretch.peak_bytes + held.get(index, 0))
             live += stretch.net_bytes
         return run, extras, live, peak, total_ms
 

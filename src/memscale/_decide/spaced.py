@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from memscale._config import AsyncOffloadConfig
 from memscale._decide.choice import Choice, RunOptions
 from memscale._profile import OFFLOAD
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 MAX_BASES, MAX_FULL_BASES = 16, 96
 """How many plans that the search has found are tried with blocks replaced in all numbers; and how many with as
 many as the link has time for."""
+_KEPT_BYTES = AsyncOffloadConfig().window_bytes
+"""The largest window that is kept to the end of a step. See NOTE [the window in backward]."""
 _MAX_NUMBERS = 6
 """How many numbers of blocks are tried with each."""
 
@@ -114,9 +117,35 @@ def thinned(choices: Sequence[Choice], most: int) -> list[Choice]:
     return [choices[place] for place in places]
 
 
-def held_bytes(model: CostModel, run: RunOptions, offloaded: Sequence[str]) -> int:
-    """What is in the window and is in no block's stretch: in the trace of all blocks, the first one's shows it."""
-    sent = model.sent_by_blocks(run)
-    if not offloaded or next(iter(sent), None) in offloaded:
-        return 0
-    return min(model.window_bytes, sum(sent[fqn].num_bytes for fqn in offloaded))
+def held_bytes(model: CostModel, run: RunOptions, offloaded: Sequence[str]) -> dict[int, int]:
+    """What is held by stretch, beside what the stretches of blocks in the trace of all blocks show; it may be less.
+
+    NOTE [the window in backward]: the first block that sends fills the window. One of the default size then holds as
+    much until the step ends. In wider ones, what was sent last is used from the window, and the next is fetched ahead
+    beside it; it is let go of when backward has waited for the first block whose activations had left. From then on as
+    much is fetched ahead, until the backward of the first block that sends. In the trace of all blocks these are the
+    first, the last, and the one as many before it as the window has room for; in a choice they are others.
+    """
+    if not offloaded:
+        return {}
+    sent, end = model.sent_by_blocks(run), len(model.owners)
+    window = min(model.window_bytes, sum(sent[fqn].num_bytes for fqn in offloaded))
+    mine, traced = (sorted(model.places(fqn) for fqn in fqns) for fqns in (offloaded, sent))
+    room = model.window_bytes // max(one.num_bytes for one in sent.values()) if model.window_bytes > _KEPT_BYTES else 0
+    held = [0] * end
+    if mine[0] != traced[0]:
+        _raise(held, mine[0][0], mine[0][1] + 1 if room else end, window)
+    if 0 < room < len(traced):
+        last, leaver = traced[-1], traced[-1 - room]
+        _raise(held, last[1] + 1, end, -window if last in mine else 0)
+        _raise(held, leaver[1] + 1, end, window if leaver in mine else 0)
+        if len(mine) > room:
+            _raise(held, mine[-1][1] + (mine[-1] == last), mine[-1 - room][1] + 1, window)
+        else:  # nothing has left, so nothing is waited for
+            _raise(held, mine[0][1] + 1, end, window)
+    return {index: num_bytes for index, num_bytes in enumerate(held) if num_bytes}
+
+
+def _raise(held: list[int], begin: int, end: int, num_bytes: int) -> None:
+    for index in range(begin, end):
+        held[index] += num_bytes
