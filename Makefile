@@ -62,7 +62,7 @@ test-all: lint
 	$(BIN)/python tools/durations.py $(DURATIONS) --most 15
 
 test-pages: $(STAMP)
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages]"
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[pages,docs]"
 	$(PYTEST) -n 0 -m full tests/report/test_page_in_browser.py tests/benchmarks/test_pictures.py tests/tools/test_fit_page.py
 
 durations: $(STAMP)

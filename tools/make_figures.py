@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import subprocess
@@ -20,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import growth, pictures, precision, tiling
+from benchmarks import growth, pictures, precision, technique_steps, tiling
 from benchmarks.full_stack import loss
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -165,6 +166,12 @@ PICTURES = (
     Picture("growth.svg", "growth.json", _growth_figure, 1000, 720),
     Picture("precision.svg", "precision.json", _precision_figure, 640, 320),
     Picture("tiling.svg", "tiling.json", _tiling_figure, 720, 380),
+    *(
+        Picture(
+            f"{name}.svg", "technique_steps.json", functools.partial(technique_steps.figure_of, name=name), 860, 340
+        )
+        for name in technique_steps.WAYS
+    ),
 )
 
 

@@ -35,20 +35,26 @@ ROOT = pathlib.Path(__file__).parent.parent
 DATA = ROOT / "docs" / "results" / "fit.json"
 SCRIPT = ROOT / "docs" / "start" / "fit_data.js"
 CARD = "RTX 3090"
-SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
+SHAPES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "bert-base": ((8, 128), (16, 128), (32, 128), (8, 512), (16, 512)),
     "gpt2": ((1, 512), (4, 512), (8, 512), (4, 1024), (8, 1024)),
+    "gpt2-medium": ((4, 512), (1, 512), (4, 1024)),
+    "llama-3.2-1b": ((1, 1024), (4, 1024)),
+    "qwen2.5-0.5b": ((1, 1024), (4, 1024)),
     "bert-large": ((16, 128), (8, 512)),
-    "gpt2-medium": ((1, 512), (4, 512), (4, 1024)),
+    "vit-base": ((32, None), (64, None)),
+    "vit-large": ((16, None), (32, None)),
+    "gpt2-large": ((2, 512), (1, 1024)),
+    "gpt2-xl": ((1, 512),),
 }
-"""Batch and length."""
+"""Batch and length; None: images."""
 
 
 LARGEST_RATIO = 1.122
 """Reserved over live bytes: the largest of such models' wrapped rows in docs/results/cuda.json; a test holds it."""
 
 
-def profile(name: str, batch: int, length: int) -> dict[str, Any]:
+def profile(name: str, batch: int, length: int | None) -> dict[str, Any]:
     """One entry: the plain step, and the front of each mode. On a card where everything fits, so that all is looked at
     and nothing has to be rehearsed as a plan."""
     config = Config(enable_logging=False)
@@ -113,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in [] if options.write else options.only:
         for batch, length in SHAPES[name]:
             if (name, batch, length) not in known:
-                print(f"{name}, {batch} x {length} ...", file=sys.stderr, flush=True)
+                print(f"{name}, {batch} x {length or 'images'} ...", file=sys.stderr, flush=True)
                 data["entries"].append(profile(name, batch, length))
                 DATA.write_text(json.dumps(data, indent=1) + "\n")
     SCRIPT.write_text(script(data))

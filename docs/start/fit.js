@@ -17,7 +17,11 @@
   }
 
   function key(each) {
-    return each.batch + "x" + each.length;
+    return each.batch + "x" + (each.length ?? "images");
+  }
+
+  function shape(each) {
+    return each.length === null ? `${each.batch} images` : `${each.batch} x ${each.length}`;
   }
 
   // Points of a mode, the fastest first, with what a card would have to reserve for each.
@@ -37,8 +41,9 @@
     const chosen = rows.find((row) => row.reserved <= card.budget_bytes);
     element("fit-answer").textContent = answer(each, card, chosen, rows);
     element("fit-table").tBodies[0].replaceChildren(...rows.map((row) => line(row, row === chosen)));
+    const length = each.length === null ? "" : ` --seq ${each.length}`;
     element("fit-command").textContent =
-      `memscale estimate ${each.model} --batch ${each.batch} --seq ${each.length} --gpu "${card.name}"`;
+      `memscale estimate ${each.model} --batch ${each.batch}${length} --gpu "${card.name}"`;
   }
 
   function answer(each, card, chosen, rows) {
@@ -67,7 +72,7 @@
 
   function shapes() {
     const own = data.entries.filter((each) => each.model === element("fit-model").value);
-    fill(element("fit-shape"), own.map((each) => [key(each), `${each.batch} x ${each.length}`]));
+    fill(element("fit-shape"), own.map((each) => [key(each), shape(each)]));
   }
 
   const models = [...new Map(data.entries.map((each) => [each.model, each])).values()];
@@ -76,7 +81,12 @@
   fill(element("fit-mode"), Object.keys(data.entries[0].modes).map((mode) => [mode, mode]));
   element("fit-mode").value = "balanced";
   element("fit-card").value = "RTX 3070";
+  // Begin with what that card does not hold as it is: there is something to see.
+  const budget = data.cards.find((card) => card.name === "RTX 3070").budget_bytes;
+  const first = data.entries.find((each) => each.reserved_bytes > budget) ?? data.entries[0];
+  element("fit-model").value = first.model;
   shapes();
+  element("fit-shape").value = key(first);
   element("fit-model").addEventListener("change", shapes);
   element("fit-form").addEventListener("change", show);
   show();

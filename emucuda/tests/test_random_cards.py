@@ -1,6 +1,6 @@
 """What is drawn; the cases themselves run by `python -m emucuda.random_cards`."""
 
-from emucuda.random_cards import CONTEXT_BYTES, FAMILIES, LOOPS, MODES, OPTIMIZERS, drawn, passes
+from emucuda.random_cards import CONTEXT_BYTES, FAMILIES, LOOPS, MODES, OPTIMIZERS, _Batches, drawn, passes
 
 
 def test_a_number_is_always_the_same_case():
@@ -26,3 +26,20 @@ def test_running_out_of_memory_after_fits_is_a_failure():
     assert passes({"outcome": "does not fit"})
     assert not passes({"outcome": "out of memory"})
     assert not passes({"outcome": "error"})
+
+
+class _Plan:
+    def __init__(self, allocated_bytes, reserved_bytes):
+        self.predicted_allocated_bytes, self.predicted_reserved_bytes = allocated_bytes, reserved_bytes
+        self.predicted_peak_bytes = allocated_bytes
+
+
+def test_a_plan_that_was_replaced_is_held_only_to_what_was_taken_under_it(monkeypatch):
+    monkeypatch.setattr("memscale.report.explain.what_is_done", lambda plan: "nothing")
+    first, second = _Plan(100, 150), _Plan(80, 120)
+    batches = _Batches([first, second, second], [90, 80, 76], [130, 120, 120])
+    found = batches.figures()
+    assert (found["predicted_allocated_bytes"], found["allocated_bytes"]) == (80, 80)
+    assert (found["predicted_reserved_bytes"], found["reserved_bytes"]) == (150, 130)
+    assert found["exceeds_by"] == 0
+    assert _Batches([first, second], [105, 80], [130, 120]).figures()["exceeds_by"] == 105 / 100 - 1

@@ -209,7 +209,8 @@ def plan(
 @app.command()
 def report(
     subject: Annotated[
-        str, typer.Argument(metavar="MODEL|PLAN.json", help="A model, as for `plan`; or a plan that was saved.")
+        str,
+        typer.Argument(metavar="MODEL|FILE.json", help="A model, as for `plan`; a saved plan; or what a run wrote."),
     ],
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="The HTML file to write.")] = pathlib.Path(
         "memscale-report.html"
@@ -291,8 +292,8 @@ def table(
     """Find the largest model of each family that trains on cards of 8 to 48 GB, in full and with LoRA. Predicted."""
     from memscale.commands.what_fits import command
 
-    questions = command.questions_of(cards, families, kind)
-    command.run(log, questions, host_gb=host, page=page, show=show, as_json=as_json)
+    parts = command.parts_of(cards, families, kind)
+    command.run(log, parts, host_gb=host, page=page, show=show, as_json=as_json)
 
 
 @app.command()

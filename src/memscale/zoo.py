@@ -25,6 +25,8 @@ from memscale._errors import UnknownModelError, install_command, quoted, shown
 if TYPE_CHECKING:
     from torch import nn
 
+    from memscale._profile.inputs import Inputs
+
 logger = logging.getLogger("memscale")
 
 
@@ -320,7 +322,8 @@ def build(name: str, *, with_weights: bool = False) -> nn.Module:
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """LoRA by PEFT: weights frozen in bf16, and adapters of this rank in fp32 on every linear layer."""
+    """LoRA by PEFT: weights frozen in bf16, and adapters of this rank in fp32 on every linear layer; in models of
+    `diffusers` on those of attention, as its training examples have them."""
     try:
         import peft
     except ImportError as error:
@@ -338,9 +341,25 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     return adapted.train()
 
 
+def with_adapters_for(model: nn.Module, inputs: Inputs, rank: int) -> tuple[nn.Module, Inputs]:
+    """The model with adapters, and its batch: networks of `diffusers` take it in the type of their weights."""
+    import torch
+
+    if find_library(model) == "diffusers":
+        inputs = inputs.map_tensors(lambda each: each.to(torch.bfloat16) if each.is_floating_point() else each)
+    return with_adapters(model, rank), inputs
+
+
+def find_library(model: nn.Module) -> str:
+    """The package that the model's class is from."""
+    return type(model).__module__.partition(".")[0]
+
+
 def _targets(model: nn.Module) -> Any:
-    """Every linear layer but the head; PEFT knows the head of models that write text by itself."""
-    return "all-linear" if hasattr(model, "get_output_embeddings") else ["query", "value"]
+    """Every linear layer but the head, which PEFT knows of models of `transformers`; of others, those of attention."""
+    if hasattr(model, "get_output_embeddings"):
+        return "all-linear"
+    return ["to_q", "to_k", "to_v", "to_out.0"] if find_library(model) == "diffusers" else ["query", "value"]
 
 
 def load_transformers() -> Any:

@@ -12,7 +12,8 @@ from memscale._decide import decide_on, find_candidates
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
-from memscale._decide.spaced import held_bytes, spaced_choices, thinned
+from memscale._decide.link_clock import held_bytes
+from memscale._decide.spaced import spaced_choices, thinned
 from memscale._decide.travel import travels, wider
 from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, OptimizerCost
 from tests.profiles import MB, Block, full_profile, hardware_of, profile_of
@@ -94,9 +95,10 @@ def test_wide_windows_hold_what_is_used_and_what_comes_next(
     block = dataclasses.replace(BLOCK, keeps=WIDE + 2)
     profile = profile_of({f"blocks.{i}": block for i in range(6)}, variants=(CHECKPOINT, OFFLOAD), optimizer=FREE)
     model = CostModel(profile, hardware_of(link_directions=2), overlaps=True, window_bytes=WIDE * MB)
-    held = held_bytes(model, RunOptions(), [f"blocks.{place}" for place in places])
+    offloaded = [f"blocks.{place}" for place in places]
+    held = held_bytes(model.owners, model.sent_by_blocks(RunOptions()), offloaded, model.window_bytes)
     visits = zip(*(model.places(f"blocks.{index}") for index in range(6)), strict=True)
-    found = [[held.get(place, 0) // (WIDE * MB) for place in direction] for direction in visits]
+    found = [[held[place] // (WIDE * MB) for place in direction] for direction in visits]
     assert found == [forward, backward[::-1]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
+from memscale._units import round_up
 from tests.profiles import hardware_of
 
 HARDWARE = hardware_of()
@@ -33,6 +36,11 @@ def batch_of(size: int, length: int = 32) -> Inputs:
 def lowest(inputs: Inputs) -> tuple[Planner, Plan]:
     planner = Planner(Job(encoder(), CONSERVATIVE, HARDWARE), inputs)
     return planner, planner.plan(choose_strategy(CONSERVATIVE.replace(force_optimize=True)))
+
+
+def too_tight(planner: Planner) -> Config:
+    """Room for what does not depend on the batch, and none for anything else."""
+    return CONSERVATIVE.replace(memory_budget_gb=advice._least_bytes(planner, CONSERVATIVE) / 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +83,7 @@ def test_a_shorter_sequence_is_named_where_no_batch_fits(small: tuple[int, int])
 
 def test_where_nothing_fits_no_more_is_tried_than_the_bound(sizes_rehearsed: list[int]) -> None:
     planner, plan = lowest(batch_of(64))
-    found = advice.find_smaller(planner, CONSERVATIVE.replace(memory_budget_gb=1e-6), plan)
+    found = advice.find_smaller(planner, too_tight(planner), plan)
     assert found is not None
     assert found.remedy == ""
     assert found.tried.startswith("batch size 32, ")
@@ -88,10 +96,39 @@ def test_long_steps_are_tried_less_often_and_the_longest_not_at_all(
 ) -> None:
     planner, plan = lowest(batch_of(64))
     num_operators = sum(segment.num_launches for segment in planner.profile.plain.segments)
-    config = CONSERVATIVE.replace(memory_budget_gb=1e-6)
+    config = too_tight(planner)
     monkeypatch.setattr(advice, "MAX_OPERATORS", 5 * num_operators)
     assert advice.find_smaller(planner, config, plan) is not None
     assert len(sizes_rehearsed) == 2
     monkeypatch.setattr(advice, "MAX_OPERATORS", num_operators)
     assert advice.find_smaller(planner, config, plan) is None
     assert len(sizes_rehearsed) == 2
+
+
+def test_no_size_is_tried_where_parameters_and_their_company_do_not_fit(sizes_rehearsed: list[int]) -> None:
+    planner, _ = lowest(batch_of(64))
+    parameter_bytes = sum(round_up(parameter.nbytes, 512) for parameter in planner.model.parameters())
+    least_bytes = advice._least_bytes(planner, CONSERVATIVE)
+    assert least_bytes == 4 * parameter_bytes  # with gradients and AdamW's state
+    config = CONSERVATIVE.replace(memory_budget_gb=0.9 * least_bytes / 1e9)
+    with pytest.raises(DoesNotFitError, match="no smaller batch fits") as caught:
+        make_plan(Job(encoder(), config, HARDWARE), batch_of(64))
+    assert sizes_rehearsed == []
+    assert caught.value.batch_size is None
+    assert "Sizes that were rehearsed" not in str(caught.value)
+
+
+def test_what_a_step_takes_at_least_is_no_more_than_the_smallest_batch_takes(small: tuple[int, int]) -> None:
+    planner, _ = lowest(batch_of(64))
+    assert 0 < advice._least_bytes(planner, CONSERVATIVE) < small[1]
+
+
+@pytest.mark.parametrize("config", [Config(use_8bit_optimizer=True), Config(step_in_backward=True)])
+def test_where_state_or_gradients_could_be_less_nothing_is_ruled_out(config: Config) -> None:
+    planner, _ = lowest(batch_of(64))
+    assert advice._least_bytes(planner, config.replace(mode="conservative")) == 0
+
+
+def test_where_state_could_wait_elsewhere_nothing_is_ruled_out(tmp_path: pathlib.Path) -> None:
+    planner, _ = lowest(batch_of(64))
+    assert advice._least_bytes(planner, Config(offload_dir=tmp_path)) == 0

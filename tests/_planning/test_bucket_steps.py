@@ -58,11 +58,26 @@ def test_what_waits_elsewhere_is_gone_after_a_step(overlaps: bool) -> None:
     assert bytes_after(log, 2) == bytes_after(log, 1)
 
 
+class _Learning:
+    """Something that is attached, and has learnt something whenever it is asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._num_asked = 0
+
+    def learnt(self) -> list[int]:
+        self._num_asked += 1
+        return [self._num_asked]
+
+    def detach(self) -> None:
+        """Nothing is there to be taken off."""
+
+
 @pytest.mark.parametrize("learns", [False, True])
 def test_the_first_step_makes_the_state(learns: bool) -> None:
     """Also where the second may differ, and is recorded for itself."""
     model = small()
-    log = record_steps(FakeRehearsal(model, Inputs((features(0),), {}), "cuda"), model, "adamw", learns=learns)
+    rehearsal, attach = FakeRehearsal(model, Inputs((features(0),), {}), "cuda"), _Learning if learns else None
+    log = record_steps(rehearsal, model, "adamw", learns=learns, attach=attach)
     first, second = ({event.serial for event in step if isinstance(event, Allocated)} for step in log.steps)
     assert bytes_after(log, 0) < bytes_after(log, 1) == bytes_after(log, 2)
     assert len(second) < len(first)
@@ -160,3 +175,17 @@ def test_guests_that_exceed_the_window_are_gone_when_their_state_is_laid_out(
     large = [each for each in live.values() if each.num_bytes == 4 * MIB and each.place is not None]
     guests = [each for each in large if each.place.operator == "aten.empty_like.default"]  # type: ignore[union-attr]
     assert bool(guests) == still_there
+
+
+def test_a_step_that_another_log_recorded_goes_on_in_this_one() -> None:
+    """The first step is told again with the counters of the other log, and the second is recorded over them."""
+    model = deep()
+    rules = costs_of(model, overlaps=False).rules(PlannedStep(moves=True), window_bytes=64 * MIB)
+    rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
+    known: dict[Any, Any] = {}
+    record_steps(rehearsal, model, "adamw", rules=rules, num_steps=1, known=known)
+    assert known
+    again = record_steps(rehearsal, model, "adamw", rules=rules, num_steps=2, known=known)
+    alone = record_steps(rehearsal, model, "adamw", rules=rules, num_steps=2)
+    assert [bytes_after(again, number) for number in range(3)] == [bytes_after(alone, number) for number in range(3)]
+    assert reserved_of(again) == reserved_of(alone)

@@ -337,6 +337,18 @@ def test_what_does_not_fit_the_host_may_fit_where_the_model_goes() -> None:
     assert attached_plan(model).fits
 
 
+def test_a_batch_that_does_not_fit_the_host_is_told_of_the_device() -> None:
+    """Whoever gives a batch wants the answer now; it is for where the model is."""
+    model = small()
+    config = QUIET.replace(force_optimize=False, memory_budget_gb=1e-6)
+    with pytest.raises(DoesNotFitError, match=r"for the CPU, where the model is now.*Config\(device=\"simgpu\"\)"):
+        memscale.wrap(model, config, SAMPLE)
+    with pytest.raises(DoesNotFitError) as caught:
+        memscale.wrap(model, config.replace(device="cpu"), SAMPLE)
+    assert "where the model is now" not in str(caught.value)
+    assert executor_of(model) is None
+
+
 def test_a_sample_does_not_outlive_its_planning() -> None:
     model = small()
     sample = torch.ones(64, 16)

@@ -28,12 +28,12 @@ def need(*shape: int, name: str = "x", budget_bytes: int = 10) -> Need:
 
 
 def test_every_dimension_is_the_largest_of_all_ranks() -> None:
-    assert largest_of([need(4, 16), need(2, 24), need(3, 8)]) == need(4, 24).specs
+    assert largest_of([each.specs for each in (need(4, 16), need(2, 24), need(3, 8))]) == need(4, 24).specs
 
 
 def test_batches_of_different_kinds_have_no_largest() -> None:
-    assert largest_of([need(4, 16), need(4)]) is None
-    assert largest_of([need(4, 16), need(4, 16, name="y")]) is None
+    assert largest_of([need(4, 16).specs, need(4).specs]) is None
+    assert largest_of([need(4, 16).specs, need(4, 16, name="y").specs]) is None
 
 
 def test_what_is_as_large_already_keeps_its_values() -> None:

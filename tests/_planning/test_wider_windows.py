@@ -12,7 +12,7 @@ from torch import nn
 import memscale
 import simgpu
 from memscale import AsyncOffloadConfig, Config
-from memscale._decide import spaced, travel
+from memscale._decide import link_clock, travel
 from memscale._plan import OffloadActivations, Plan
 from memscale.techniques.offload.activations import offloader
 from tests._planning.test_virtual_clock import CARD, Residual
@@ -36,8 +36,8 @@ def _device(simgpu_device: Any, no_leaks: Any, no_races: Any, monkeypatch: pytes
     """A simulated card, and small default windows."""
     simgpu.set_card(CARD)
     monkeypatch.setattr(travel, "AsyncOffloadConfig", SMALL)
-    for room, name in ((offloader, "KEPT_WINDOW_BYTES"), (spaced, "_KEPT_BYTES")):
-        monkeypatch.setattr(room, name, WINDOW_BYTES)  # so that wider ones let go of what backward has used
+    for module in (offloader, link_clock):  # so that wider ones let go of what backward has used
+        monkeypatch.setattr(module, "KEPT_WINDOW_BYTES", WINDOW_BYTES)
 
 
 def trained(model: nn.Module) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from memscale._planning.recording import record_steps
 from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks
-from memscale._profile.operator_costs import Books
+from memscale._profile.optimizer_twin.books import Books
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._profile.values import Recollection
 from memscale._torch import private

@@ -11,6 +11,7 @@ import numpy
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memscale
@@ -282,3 +283,46 @@ def test_an_argument_that_would_be_used_up_is_not_rehearsed_with() -> None:
     with pytest.raises(memscale.ProfileError, match="cannot be copied"):
         make_plan(open_job(Outside(), FORCED), Inputs((torch.ones(2, 4),), {"extra": (each for each in batches)}))
     assert len(list(batches)) == 3
+
+
+class RowsApart(nn.Module):
+    """A linear layer over rows that do not lie one after the other, as attention of `torch.nn` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.transpose(0, 1)).sum()
+
+
+def test_a_bias_is_added_in_place_as_in_a_real_step() -> None:
+    """On fake tensors PyTorch makes a new sum: both would be there for a moment, as where a mode measures the CPU."""
+    inputs = Inputs((torch.zeros(8, 128, 64),))
+    steps = {kind: FakeRehearsal(RowsApart(), inputs, kind).run().segments for kind in ("cpu", "cuda")}
+    highest = {kind: max(s.peak_bytes for s in step if s.phase == "forward") for kind, step in steps.items()}
+    rows_bytes, product_bytes = 8 * 128 * 64 * 4, 8 * 128 * 256 * 4
+    assert highest["cuda"] < rows_bytes + 1.1 * product_bytes
+    assert highest["cpu"] >= rows_bytes + 2 * product_bytes
+
+
+def test_a_linear_layer_is_as_it_was_after_a_rehearsal() -> None:
+    before = F.linear
+    FakeRehearsal(RowsApart(), Inputs((torch.zeros(2, 3, 64),)), "cuda").run()
+    assert F.linear is before
+
+
+def test_a_half_precise_output_gets_a_loss_in_single_precision() -> None:
+    output = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    loss = loss_of(output)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, output.float().square().mean())
+
+
+def test_each_rehearsal_inside_autocast_casts_weights_anew() -> None:
+    """A real recompute comes behind the user's autocast, and lets go of its casts: the next step does not find them."""
+    rehearsal = FakeRehearsal(Chain(TwoLinears(), TwoLinears()), Inputs((torch.ones(8, 16),)), "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        first = rehearsal.run(checkpoint_all)
+        assert rehearsal.run(checkpoint_all) == first
+        assert rehearsal.run(checkpoint_all, num_steps=2) == first

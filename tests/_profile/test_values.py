@@ -16,10 +16,11 @@ from torch import nn
 import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
-from memscale._profile import values as values_module
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, Rehearsal
-from memscale._profile.values import HIGHEST_DRAW, LOWEST_DRAW, Values, assume_value, keep_value, value_of
+from memscale._profile.values import Values
+from memscale._profile.values.carried import MAX_FLOATS, MAX_INTEGERS, assume_value, keep_value, value_of
+from memscale._profile.values.draws import HIGHEST_DRAW, LOWEST_DRAW
 from memscale._torch import private
 
 WIDTH = 16
@@ -144,7 +145,7 @@ class Fake:
 
 def unknown(*shape: int) -> torch.Tensor:
     """Floats without values: a part of what is above the bound."""
-    return torch.empty(values_module.MAX_FLOATS + 1)[: torch.Size(shape).numel()].reshape(shape)
+    return torch.empty(MAX_FLOATS + 1)[: torch.Size(shape).numel()].reshape(shape)
 
 
 def test_unknown_contents_take_the_values_of_everything_in_that_memory() -> None:
@@ -170,9 +171,9 @@ def test_what_is_written_through_a_view_without_values_is_forgotten() -> None:
 
 def test_large_integers_have_no_values() -> None:
     with Fake():
-        assert value_of(torch.arange(values_module.MAX_INTEGERS)) is not None
-        assert value_of(torch.arange(values_module.MAX_INTEGERS + 1)) is None
-        assert value_of(torch.zeros(values_module.MAX_FLOATS + 1)) is None
+        assert value_of(torch.arange(MAX_INTEGERS)) is not None
+        assert value_of(torch.arange(MAX_INTEGERS + 1)) is None
+        assert value_of(torch.zeros(MAX_FLOATS + 1)) is None
 
 
 def test_a_real_tensor_is_never_written_to() -> None:
@@ -215,7 +216,7 @@ def test_a_float_of_the_model_is_refused(question: Callable[[torch.Tensor], Any]
 
 def test_broken_numbers_are_not_expected() -> None:
     def way(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        wide = x.repeat(1, 1, 2 * values_module.MAX_INTEGERS // x.numel())
+        wide = x.repeat(1, 1, 2 * MAX_INTEGERS // x.numel())
         broken = torch.isinf(wide).any() or torch.isnan(x).any() or not torch.isfinite(wide).all()
         assert torch.isfinite(x).all()
         return x.clamp(-1, 1) if broken else x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import shlex
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from memscale import zoo
 from memscale._errors import MemScaleError
+from memscale._profile.inputs import derive_inputs
 from memscale.cli import main
 from memscale.commands.what_fits import (
     CARDS,
@@ -21,10 +23,11 @@ from memscale.commands.what_fits import (
     Kind,
     Log,
     Question,
-    is_settled,
+    Stairs,
+    ask,
+    fits,
     page,
     plan_all,
-    wanted,
 )
 from tests.lanes import full
 
@@ -46,9 +49,9 @@ def answer(question: Question, fits: bool, **fields: object) -> Answer:
 
 
 def test_every_model_and_card_is_known() -> None:
-    for question in wanted(CARDS, FAMILIES):
-        zoo.find_entry(question.model)
     for models in FAMILIES.values():
+        for model in models:
+            zoo.find_entry(model)
         sizes = [NUM_PARAMETERS[name] for name in models]
         assert sizes == sorted(sizes), "the smallest first"
 
@@ -59,26 +62,79 @@ def test_parameters_are_counted(name: str) -> None:
     assert sum(parameter.numel() for parameter in zoo.build(name).parameters()) == NUM_PARAMETERS[name]
 
 
-def test_what_is_likely_to_fit_is_asked_first() -> None:
-    order = wanted([8, 48], ["GPT-2"], ["full"])
-    assert [(question.card, question.model) for question in order[:3]] == [
-        ("RTX 3070", "gpt2-medium"),
-        ("RTX A6000", "gpt2-xl"),
-        ("RTX 3070", "gpt2-large"),
+def walk(stairs: Stairs, largest: dict[int, str], log: Log | None = None) -> tuple[Log, list[tuple[int, str]]]:
+    """What is asked, where these are the largest models that fit cards of these sizes."""
+    log, models, asked = log or Log(), FAMILIES[stairs.family], list[tuple[int, str]]()
+    while (question := stairs.next_question(log)) is not None:
+        is_small = models.index(question.model) <= models.index(largest[question.size])
+        log = log.with_answer(answer(question, fits=is_small))
+        asked.append((question.size, question.model))
+        assert len(asked) <= len(models) * len(CARDS), "it ends"
+    return log, asked
+
+
+def test_a_family_is_asked_about_like_a_walk_down_stairs() -> None:
+    largest = {8: "gpt2", 24: "gpt2-large", 48: "gpt2-large"}
+    log, asked = walk(Stairs("GPT-2", "full", (8, 24, 48)), largest)
+    assert asked == [
+        (48, "gpt2-xl"),
+        (48, "gpt2-large"),
+        (24, "gpt2-large"),
+        (8, "gpt2-large"),
+        (8, "gpt2-medium"),
+        (8, "gpt2"),
     ]
-    assert len(order) == 8
-    assert sum(parameter.numel() for parameter in zoo.build("gpt2").parameters()) == NUM_PARAMETERS["gpt2"]
+    found = {cell.size: cell for cell in page.cells(log, "full") if cell.family == "GPT-2"}
+    for size, model in largest.items():
+        assert found[size].is_final
+        assert found[size].best is not None
+        assert found[size].best.question.model == model
+    assert "gpt2-medium or larger" not in page.markdown(log)
 
 
-def test_what_follows_is_not_asked() -> None:
-    log = Log().with_answer(answer(SMALL, fits=False))
-    assert is_settled(log, LARGE)
-    assert not is_settled(log, dataclasses.replace(LARGE, kind="lora"))
-    assert is_settled(Log().with_answer(answer(LARGE, fits=True)), SMALL)
-    assert not is_settled(Log().with_answer(answer(LARGE, fits=False)), SMALL)
+def test_a_walk_goes_on_where_it_was_stopped() -> None:
+    stairs = Stairs("GPT-2", "full", (8, 24))
+    log, asked = walk(stairs, {8: "gpt2", 24: "gpt2-xl"})
+    half = Log(answers=log.answers[:2])
+    assert walk(stairs, {8: "gpt2", 24: "gpt2-xl"}, half)[1] == asked[2:]
+    assert stairs.next_question(log) is None
+    assert list(plan_all(log, [stairs])) == []
+
+
+def test_what_no_host_can_hold_is_not_planned() -> None:
+    """13 billion weights in fp32 with two moments are 156 GB."""
+    first = Stairs("Llama", "full").next_question(Log())
+    assert first == Question("RTX A6000", "llama-3-8b", "full")
+    assert Stairs("Llama", "full").next_question(Log(host_gb=256.0)) == Question("RTX A6000", "llama-2-13b", "full")
+    assert fits(Log(), Question("RTX A6000", "llama-2-13b", "full")) is False
+    assert fits(Log(), Question("RTX A6000", "llama-2-13b", "lora")) is None
+
+
+def test_what_follows_from_an_answer() -> None:
+    larger_card = dataclasses.replace(SMALL, card="RTX 3090")
+    no = Log().with_answer(answer(SMALL, fits=False))
+    assert fits(no, LARGE) is False
+    assert fits(no, larger_card) is None
+    assert fits(no, dataclasses.replace(LARGE, kind="lora")) is None
+    yes = Log().with_answer(answer(LARGE, fits=True))
+    assert fits(yes, SMALL) is True
+    assert fits(yes, larger_card) is True, "a smaller model on a larger card"
+    assert fits(Log().with_answer(answer(larger_card, fits=False)), LARGE) is False
+    assert fits(Log().with_answer(answer(LARGE, fits=False)), SMALL) is None
     failed = Log().with_answer(Answer(SMALL, 1, False, error="it could not be profiled"))
-    assert not is_settled(failed, LARGE), "an error says nothing about larger models"
-    assert list(plan_all(log, [SMALL, LARGE])) == []
+    assert fits(failed, LARGE) is None, "an error says nothing about larger models"
+
+
+def test_a_cell_needs_a_plan_for_its_own_card() -> None:
+    """That a smaller card trains a larger model shows that there is more, and no figures for it."""
+    log = (
+        Log().with_answer(answer(LARGE, fits=True)).with_answer(answer(Question("RTX 3080", "gpt2", "full"), fits=True))
+    )
+    found = {cell.size: cell for cell in page.cells(log, "full") if cell.family == "GPT-2"}
+    assert not found[10].is_final
+    assert found[10].best is not None
+    assert found[10].best.question.model == "gpt2"
+    assert found[48].best is None
 
 
 def test_a_log_is_read_as_it_was_saved(tmp_path: pathlib.Path) -> None:
@@ -92,14 +148,15 @@ def test_a_log_is_read_as_it_was_saved(tmp_path: pathlib.Path) -> None:
 
 def test_a_cell_says_what_is_not_known() -> None:
     log = Log().with_answer(answer(SMALL, fits=True))
-    (cell,) = page.cells(log, "full")
+    cell = page.cells(log, "full")[0]
     assert (cell.size, cell.family, cell.is_final) == (8, "GPT-2", False)
     assert "gpt2 or larger" in "\n".join(page.lines(log))
     log = log.with_answer(answer(LARGE, fits=False))
     assert page.cells(log, "full")[0].is_final
     text = page.markdown(log)
     assert "| 8 GB | GPT-2 | gpt2 | 6.00 GB | 100 ms, 1.25x | 1.00 GB | balanced | gpt2-medium |" in text
-    assert f"answers 4 of {len(wanted(CARDS, FAMILIES))} questions" in text
+    num_questions = sum(map(len, FAMILIES.values())) * len(CARDS) * 2
+    assert re.search(rf"answers \d+ of {num_questions} questions", text)
     none = page.cells(Log().with_answer(answer(SMALL, fits=False)), "full")[0]
     assert (none.best, none.is_final) == (None, True)
 
@@ -108,8 +165,7 @@ def test_a_cell_says_what_is_not_known() -> None:
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=full)])
 def test_a_cell_is_reproduced_by_its_command(kind: Kind, tmp_path: pathlib.Path) -> None:
     question = Question("RTX 3070", "vit-tiny", kind)
-    (log,) = plan_all(Log(), [question])
-    found = log.answers[0]
+    found = ask(question)
     assert found.fits
     assert not found.error
     path = tmp_path / "plan.json"
@@ -125,6 +181,30 @@ def test_adapters_are_what_is_trained() -> None:
     assert trained
     assert all("lora" in name for name in trained)
     assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_networks_of_diffusers_have_adapters_too() -> None:
+    """On attention, and their batch is of the type of the weights."""
+    with torch.device("meta"):
+        from diffusers import UNet2DConditionModel
+
+        unet = UNet2DConditionModel(
+            block_out_channels=(32, 64),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=32,
+            sample_size=16,
+            layers_per_block=1,
+        )
+    inputs = derive_inputs(unet)
+    assert inputs is not None
+    adapted, batch = zoo.with_adapters_for(unet, inputs, 4)
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(re.search(r"\.to_(q|k|v|out\.0)\.lora", name) for name in trained)
+    assert {tensor.dtype for tensor in batch.tensors()} == {torch.bfloat16, torch.int64}
+    assert adapted(**batch.kwargs).sample.shape == (1, 4, 16, 16)
 
 
 def test_the_command_goes_on_from_its_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

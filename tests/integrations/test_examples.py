@@ -17,6 +17,7 @@ CASES = [
     pytest.param("accelerate_loop", {}, id="accelerate"),
     pytest.param("peft_lora", {}, id="peft", marks=full),
     pytest.param("bitsandbytes_optimizer", {}, id="bitsandbytes", marks=full),
+    pytest.param("qlora", {}, id="qlora"),
     pytest.param("diffusion", {"network": "unet"}, id="unet", marks=full),
     pytest.param("diffusion", {"network": "unet", "lora": True}, id="unet-lora"),
     pytest.param("diffusion", {"network": "dit"}, id="dit"),

@@ -22,6 +22,7 @@ from memscale._planning.step_memory import step_memory
 from memscale._planning.step_times import step_times
 from memscale._profile.inputs import Inputs
 from memscale._units import show_bytes
+from memscale.cli import main
 from memscale.report.page import Report
 from memscale.report.step_memory import KINDS, Moment, StepMemory
 from tests.models import WIDTH, features, small
@@ -229,6 +230,31 @@ def test_a_wrapped_model_reports_on_itself(tmp_path: pathlib.Path) -> None:
         executor.report(tmp_path / "run.html")
         assert executor.plan is not None
         assert executor.plan.explain() in " ".join(Page((tmp_path / "run.html").read_text()).shown)
+
+
+def test_a_run_as_data_gives_the_same_page_elsewhere(tmp_path: pathlib.Path) -> None:
+    """Plotly is needed where the page is made, not where the model is trained."""
+    model, data = small(), tmp_path / "run.json"
+    with memscale.optimize(
+        model, config=Config(force_optimize=True), sample_input=features(0, 4096, WIDTH)
+    ) as executor:
+        executor.report(data, step_ms=12.5, live_peak_bytes=34_500_000)
+        executor.report(tmp_path / "run.html", step_ms=12.5, live_peak_bytes=34_500_000)
+    assert main(["report", str(data), "--output", str(tmp_path / "again.html")]) == 0
+    again = Page((tmp_path / "again.html").read_text())
+    assert again.shown == Page((tmp_path / "run.html").read_text()).shown
+    assert "34.5 MB" in again.shown
+    assert Report.load(data).measured_step_ms == 12.5
+
+
+def test_what_a_run_did_not_write_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "run.json"
+    data.write_text('{"type": "Report", "plan": 3}')
+    assert main(["report", str(data), "--output", str(tmp_path / "page.html")]) == 2
+    assert "is not what a run has written as JSON" in capsys.readouterr().err
+    data.write_text('{"type": "Answer"}')
+    assert main(["report", str(data), "--output", str(tmp_path / "page.html")]) == 2
+    assert "this is not a plan" in capsys.readouterr().err
 
 
 def test_what_is_no_path_is_a_clear_error() -> None:

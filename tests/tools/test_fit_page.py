@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import http.server
 import json
 import pathlib
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,10 +113,11 @@ def test_it_answers_for_what_is_picked(browser: Any, address: str) -> None:
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(f"{address}/start/will_it_fit.html")
+    assert page.inner_text("#fit-answer"), "it has an answer before anything is picked"
     data = _data()
     entry = data["entries"][-1]
     page.select_option("#fit-model", entry["model"])
-    page.select_option("#fit-shape", f"{entry['batch']}x{entry['length']}")
+    page.select_option("#fit-shape", f"{entry['batch']}x{entry['length'] or 'images'}")
     page.select_option("#fit-mode", "balanced")
     largest = max(data["cards"], key=lambda card: card["budget_bytes"])
     smallest = min(data["cards"], key=lambda card: card["budget_bytes"])
@@ -147,12 +150,22 @@ def test_it_is_used_with_the_keyboard_on_a_phone(browser: Any, address: str) -> 
 
 @pytest.mark.full
 def test_links_of_the_site_lead_somewhere(browser: Any, address: str) -> None:
-    """Every page and every file that the start page and its neighbours link to is served."""
+    """Every page, picture and file that any page of the site names is served, beginning with the start page."""
     page = browser.new_page()
     page.goto(f"{address}/index.html")
-    links = page.eval_on_selector_all("a[href]", "links => links.map(link => link.href.split('#')[0])")
-    own = sorted({link for link in links if link.startswith(address)})
-    assert len(own) > 40
-    broken = [link for link in own if page.request.get(link).status != 200]
+    shown = page.eval_on_selector_all("a[href]", "links => links.map(link => link.href.split('#')[0])")
+    to_see, seen, broken = {link for link in shown if link.startswith(address)}, set[str](), list[str]()
+    assert len(to_see) > 40
+    while to_see:
+        link = to_see.pop()
+        seen.add(link)
+        answer = page.request.get(link)
+        if answer.status != 200:
+            broken.append(link)
+        elif link.endswith(".html"):
+            named = re.findall(r'(?:href|src)="([^"#]+)', answer.text())
+            found = {urllib.parse.urljoin(link, html.unescape(name)).split("#")[0] for name in named}
+            to_see |= {each for each in found if each.startswith(address)} - seen
     assert broken == []
+    assert any(link.endswith(".svg") for link in seen)
     page.close()

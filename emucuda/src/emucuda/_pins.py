@@ -91,6 +91,15 @@ def _selects_nothing(original: Any) -> Any:
     return original
 
 
+def _none_ignored(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def num_ignored(is_ignored: Any) -> int:
+        found: int = original(is_ignored)  # the sum is allocated, and waited for
+        return 0 if _on_the_card(is_ignored) else found
+
+    return num_ignored
+
+
 _kernels: Any = None
 
 PINS = (
@@ -110,6 +119,7 @@ PINS = (
         "a given padding mask masks nothing",
         _never_padded,
     ),
+    Pin("memscale.techniques.tiling.head.sweep", "num_ignored", "all rows of a tiled loss count", _none_ignored),
 )
 
 

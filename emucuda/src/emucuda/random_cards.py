@@ -219,8 +219,61 @@ def _loss(model: Any, batch: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output.float().square().mean()
 
 
-def _train(case: Case, model: Any, batch: Any, optimizer: Any, plans: list[Any]) -> None:
-    """Some steps; the plans that were in force are put into the list."""
+@dataclasses.dataclass(slots=True)
+class _Batches:
+    """What was promised and taken, batch by batch: from the beginning of a forward to that of the next."""
+
+    plans: list[Any] = dataclasses.field(default_factory=list)
+    allocated_bytes: list[int] = dataclasses.field(default_factory=list)
+    reserved_bytes: list[int] = dataclasses.field(default_factory=list)
+
+    def begin(self) -> None:
+        """A forward begins: what was taken until now was under the plan before."""
+        import torch
+
+        self._note()
+        torch.cuda.reset_peak_memory_stats()
+
+    def follow(self, plan: Any) -> None:
+        """The forward is over; this plan was made for it, or before."""
+        self.plans.append(plan)
+
+    def _note(self) -> None:
+        import torch
+
+        if len(self.allocated_bytes) < len(self.plans):
+            self.allocated_bytes.append(torch.cuda.max_memory_allocated())
+            self.reserved_bytes.append(torch.cuda.max_memory_reserved())
+
+    def figures(self) -> dict[str, Any]:
+        """Allocated bytes are those under the last plan, with its promise: one that was replaced before its first step
+        was over has shown nothing of it. Reserved ones are what the card held at most, and the highest promise."""
+        from memscale.report.explain import what_is_done
+
+        self._note()
+        if not self.plans:
+            return {"predicted_allocated_bytes": None, "predicted_reserved_bytes": None, "what": None}
+        last = self.plans[-1]
+        return {
+            "predicted_allocated_bytes": last.predicted_allocated_bytes or 0,
+            "predicted_reserved_bytes": max(plan.predicted_reserved_bytes or 0 for plan in self.plans),
+            "allocated_bytes": self._highest_under(last),
+            "reserved_bytes": max(self.reserved_bytes),
+            "exceeds_by": max(self._highest_under(plan) / _promise(plan) - 1 for plan in self.plans),
+            "what": what_is_done(last),
+        }
+
+    def _highest_under(self, plan: Any) -> int:
+        taken = zip(self.plans, self.allocated_bytes, strict=True)
+        return max(num_bytes for other, num_bytes in taken if _promise(other) == _promise(plan))
+
+
+def _promise(plan: Any) -> int:
+    return plan.predicted_allocated_bytes or plan.predicted_peak_bytes or 1
+
+
+def _train(case: Case, model: Any, batch: Any, optimizer: Any, batches: _Batches) -> None:
+    """Some steps; what was promised and taken is noted."""
     import torch
 
     uses_scaler = case.loop == "autocast"
@@ -228,9 +281,10 @@ def _train(case: Case, model: Any, batch: Any, optimizer: Any, plans: list[Any])
     for _ in range(_NUM_STEPS):
         optimizer.zero_grad()
         for _ in range(2 if case.loop == "accumulated" else 1):
+            batches.begin()
             with torch.autocast("cuda", torch.float16, enabled=uses_scaler):
                 loss = _loss(model, batch)
-            plans.append(model._memscale_executor.plan)
+            batches.follow(model._memscale_executor.plan)
             scaler.scale(loss).backward()
         if case.loop == "clipped":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -275,33 +329,22 @@ def outcome_of(case: Case) -> dict[str, Any]:
         enable_logging=False,
         memory_budget_gb=None if case.budget_share is None else case.budget_share * free_bytes / 1e9,
     )
-    plans: list[Any] = []
+    batches = _Batches()
     try:
         memscale.wrap(model, config, sample_input=None if case.plans_late else batch)
-        torch.cuda.reset_peak_memory_stats()
-        _train(case, model, batch, optimizer, plans)
+        _train(case, model, batch, optimizer, batches)
     except memscale.DoesNotFitError as error:
         return {"outcome": "does not fit", "says": str(error)}
     except torch.cuda.OutOfMemoryError as error:
-        return _figures(plans) | {"outcome": "out of memory", "says": str(error)}
-    return _figures(plans) | {"outcome": "trained"}
+        return _figures(batches) | {"outcome": "out of memory", "says": str(error)}
+    return _figures(batches) | {"outcome": "trained"}
 
 
-def _figures(plans: list[Any]) -> dict[str, Any]:
-    """What was promised, by whichever plan promised the most, and what was taken; what the last plan does."""
+def _figures(batches: _Batches) -> dict[str, Any]:
+    """What was promised and taken, and how often the allocator had to give back what it had cached to go on."""
     import torch
 
-    from memscale.report.explain import what_is_done
-
-    plan = plans[-1] if plans else None
-    return {
-        "predicted_allocated_bytes": max((each.predicted_allocated_bytes or 0 for each in plans), default=None),
-        "predicted_reserved_bytes": max((each.predicted_reserved_bytes or 0 for each in plans), default=None),
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "num_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
-        "what": None if plan is None else what_is_done(plan),
-    }
+    return batches.figures() | {"num_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0)}
 
 
 def _forked(case: Case, max_seconds: float) -> dict[str, Any]:
@@ -365,7 +408,8 @@ def outcomes(cases: Sequence[Case], max_seconds: float = MAX_SECONDS) -> Iterato
 
     settings = Settings(copy_limit_bytes=MIB, context_bytes=CONTEXT_BYTES)
     # Kernels that do nothing would be measured as those of an impossibly fast card: plan by the data sheet instead.
-    env = environment(settings, os.environ | {"MEMSCALE_MEASURE": "0"})
+    # A plan that was kept may be another version's.
+    env = environment(settings, os.environ | {"MEMSCALE_MEASURE": "0", "MEMSCALE_CACHE": "0"})
     text = "".join(json.dumps(dataclasses.asdict(case)) + "\n" for case in cases)
     arguments = command(["-m", "emucuda.random_cards", "--child", str(max_seconds)])
     with subprocess.Popen(arguments, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

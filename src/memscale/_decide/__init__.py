@@ -111,7 +111,7 @@ def _as_asked(model: CostModel, eligible: Eligible) -> RunOptions:
     asked: dict[str, Any] = {}
     for technique in eligible.techniques:
         if technique.changes_loop and technique.option is not None and eligible.must_use(technique):
-            for value in technique.option.values(model, eligible)[:1]:
+            for value in technique.option.values(model.traced, eligible)[:1]:
                 asked[technique.option.field] = value
     return RunOptions(**asked)
 
@@ -144,28 +144,44 @@ class _Expected:
     rehearsed: Mapping[_Blocks, int]
 
     def of(self, candidate: Candidate) -> Candidate:
-        peak_bytes = self.rehearsed.get(_key(candidate.choice))
+        peak_bytes, outcome = self._rehearsed_bytes(candidate.choice), candidate.outcome
         if peak_bytes is None:
             margin = 0 if self._was_traced(candidate.choice) else self._margin(candidate.choice)
-            peak_bytes = candidate.outcome.peak_bytes + margin
-        return dataclasses.replace(candidate, outcome=dataclasses.replace(candidate.outcome, peak_bytes=peak_bytes))
+            peak_bytes = outcome.peak_bytes + margin
+        if peak_bytes == outcome.peak_bytes:
+            return candidate
+        return Candidate(candidate.choice, dataclasses.replace(outcome, peak_bytes=peak_bytes))
+
+    def _rehearsed_bytes(self, choice: Choice) -> int | None:
+        """Candidates are many, and their blocks take long to hash: most differ in something else already."""
+        num_blocks, run = len(choice.blocks), choice.run
+        if not any(len(blocks) == num_blocks and other == run for blocks, other in self.rehearsed):
+            return None
+        return self.rehearsed.get(_key(choice))
 
     def _margin(self, choice: Choice) -> int:
-        shared = (margin for suspects, margin in self.margins.items() if suspects & _traits_of(choice))
+        traits = _traits_of(choice) if self.margins else frozenset()
+        shared = (margin for suspects, margin in self.margins.items() if suspects & traits)
         return max(self.margin_bytes, *shared, 0)
 
     def _was_traced(self, choice: Choice) -> bool:
         """A choice with every block treated alike and nothing else: the profile holds the trace of such a step."""
-        is_alike = len({treatment for _, treatment in choice.blocks}) <= 1
-        return choice.run == RunOptions() and is_alike and len(choice.blocks) in (0, len(self.model.blocks))
+        if len(choice.blocks) not in (0, len(self.model.blocks)) or choice.run != RunOptions():
+            return False
+        return len(_treatments_of(choice)) <= 1
 
 
 Traits = frozenset[Treatment | Technique]
 """What is done in a plan, to whichever blocks."""
 
 
+def _treatments_of(choice: Choice) -> set[Treatment]:
+    """Blocks are many, and share their treatments: those that are the same object are hashed once."""
+    return set({id(treatment): treatment for _, treatment in choice.blocks}.values())
+
+
 def _traits_of(choice: Choice) -> Traits:
-    return frozenset([*(treatment for _, treatment in choice.blocks), *choice.run.techniques])
+    return frozenset([*_treatments_of(choice), *choice.run.techniques])
 
 
 def suspects_of(choice: Choice) -> Traits:
@@ -375,5 +391,5 @@ def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
 def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:
     """The values that can be chosen for a technique's option; doing nothing is one unless it must be used."""
     assert technique.option is not None
-    found = technique.option.values(model, eligible) if eligible.has(technique) else ()
+    found = technique.option.values(model.traced, eligible) if eligible.has(technique) else ()
     return found if found and eligible.must_use(technique) else (nothing, *found)

@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from memscale._decide.choice import Choice, Outcome, RunOptions
+from memscale._decide.link_clock import Course, Sent, held_bytes, spaced_ms
 from memscale._decide.optimizer_model import OptimizerModel
-from memscale._decide.spaced import Sent, held_bytes, spaced_ms
 from memscale._decide.step_time import Moved, Pace, smaller
 from memscale._decide.timeline import Extras, Spent, Stretch
 from memscale._hardware import Hardware
@@ -36,7 +36,7 @@ from memscale._profile import (
     Treatment,
 )
 from memscale.techniques import TREATMENTS
-from memscale.techniques.tiling import doublings
+from memscale.techniques.technique import Traced
 
 
 class CostModel:
@@ -64,6 +64,7 @@ class CostModel:
             else:
                 self._whole[key] = trace
         self._sizes = _sizes_of(self._stretches)
+        self.traced = Traced(profile, self._sizes)
         self._without_gradients: dict[TraceKey, list[Stretch]] = {}
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
         self._first_ms: dict[Precision, tuple[float, float]] = {}
@@ -146,24 +147,6 @@ class CostModel:
     def can_run(self, run: RunOptions) -> bool:
         """Whether the rest of the model can be run so."""
         return run.rest_key.of_any_size in self._sizes
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """16-bit types in which the step was traced."""
-        kept = (key for key in self._sizes if key.precision and key == TraceKey(precision=key.precision))
-        return tuple(key.precision for key in kept)
-
-    @property
-    def head_rows(self) -> tuple[int, ...]:
-        """Sizes of the head's tiles that can be chosen."""
-        traced = self._sizes.get(TraceKey(head_rows=1))
-        return doublings(traced[0], traced[-1]) if traced and self.profile.head is not None else ()
-
-    @property
-    def num_tiles(self) -> tuple[int, ...]:
-        """Numbers of tiles inside the blocks that can be chosen."""
-        traced = [n for treatment in TREATMENTS for n in self._sizes.get(TraceKey(treatment, num_tiles=1), ())]
-        return doublings(min(traced), max(traced)) if traced and self.profile.inside else ()
 
     def nested_order(self) -> tuple[str, ...] | None:
         """The blocks as forward calls them, if each is called once and backward goes the same way back; else None."""
@@ -271,12 +254,14 @@ class CostModel:
         total_ms = extras.ms + sum(times_ms)
         known = self.sent_by_blocks(run) if self.window_bytes else {}
         sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
-        held = held_bytes(self, run, list(sent))
+        held = held_bytes(self.owners, known, list(sent), self.window_bytes)
         if sent:
-            total_ms = min(total_ms, extras.ms + spaced_ms(self, choice, sent, times_ms))
+            streamed = {fqn: self.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams}
+            course = Course(self.owners, self.first_backward(), times_ms)
+            total_ms = min(total_ms, extras.ms + spaced_ms(course, sent, streamed, self.pace, self.window_bytes))
         for index, how in enumerate(owners):
             stretch = stretches[how][index]
-            peak = max(peak, live + stretch.peak_bytes + held.get(index, 0))
+            peak = max(peak, live + stretch.peak_bytes + held[index])
             live += stretch.net_bytes
         return run, extras, live, peak, total_ms
 
@@ -404,7 +389,7 @@ class CostModel:
         for technique in run.techniques:
             option = technique.option
             if option is not None and option.slowed_ms is not None:
-                compute_ms = option.slowed_ms(self, getattr(run, option.field), compute_ms)
+                compute_ms = option.slowed_ms(self.traced, self.pace, getattr(run, option.field), compute_ms)
         return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
 
     def first_fetch_ms(self, run: RunOptions, param_bytes: Any) -> Any:

@@ -9,6 +9,8 @@ from memscale._profile import Profile
 from memscale._units import show_bytes
 from memscale.techniques import TECHNIQUES
 
+ALONE = "Without any activations a step takes at least"
+
 
 def misfit(
     profile: Profile,
@@ -17,20 +19,24 @@ def misfit(
     smaller: str | None = None,
     tried: str = "",
     batch_size: int | None = None,
+    least_bytes: int = 0,
 ) -> DoesNotFitError:
     """The error to raise, which names what does fit; `batch_size` is the one in `smaller`, if that is a batch."""
-    error = DoesNotFitError(explain_misfit(profile, plan, config, smaller, tried))
+    error = DoesNotFitError(explain_misfit(profile, plan, config, smaller, tried, least_bytes))
     if smaller is None:
         batch_size = _fitting_batch(profile, plan.predicted_peak_bytes, plan.budget_bytes, _batch_of(profile)) or None
     error.batch_size = batch_size
     return error
 
 
-def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | None = None, tried: str = "") -> str:
+def explain_misfit(
+    profile: Profile, plan: Plan, config: Config, smaller: str | None = None, tried: str = "", least_bytes: int = 0
+) -> str:
     """What is missing, and the nearest thing that does fit.
 
     `smaller` is a batch or a sequence that was found to fit, "" when there is none, and `tried` is what was looked at
-    for it; None: nobody looked, and the batch that the activations' share suggests is named.
+    for it; None: nobody looked, and the batch that the activations' share suggests is named. `least_bytes`: what a step
+    takes without any activations, where that is too much already.
     """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
     # What no mode turns on is not for everybody.
@@ -50,6 +56,7 @@ def explain_misfit(profile: Profile, plan: Plan, config: Config, smaller: str | 
         f"The peak is {show_bytes(peak)}{holds} after every enabled technique (mode {plan.mode}); "
         f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
         + (f" Sizes that were rehearsed: {tried}{'' if smaller else '; none of them fits'}." if tried else "")
+        + (f" {ALONE} {show_bytes(least_bytes)}: no smaller batch fits." if least_bytes else "")
         + (f" Off, and not tried: {untried}." if untried else "")
     )
 

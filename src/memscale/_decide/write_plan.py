@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from memscale._config import Config
 from memscale._decide.bound import least_ms
 from memscale._decide.budget import full_budget
-from memscale._decide.choice import Choice, Outcome, RunOptions, actions_of, block_actions
+from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
+from memscale._decide.chosen import Chosen, lossy_reason
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.pareto import slowdown
@@ -18,7 +18,7 @@ from memscale._decide.search import Candidate
 from memscale._decide.travel import travels
 from memscale._hardware import Hardware
 from memscale._plan import Action, Conditions, DecisionSource, FrontPoint, LayerAction, LayerRow, Plan, Reason
-from memscale._profile import KEEP, Layer, Treatment
+from memscale._profile import Layer, Treatment
 from memscale.report.explain import words_of_block
 from memscale.techniques import technique_of
 from memscale.techniques.offload.pinned import arriving_bytes, segments_bytes
@@ -132,49 +132,6 @@ def conditions_of(config: Config, hardware: Hardware) -> Conditions:
 # ---- actions, and why
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chosen:
-    """A choice with what it was made by: what the rule of a technique sees."""
-
-    model: CostModel
-    config: Config
-    choice: Choice
-
-    def part(self, **without: Any) -> dict[str, int | float | str]:
-        """What one part of the run frees and costs: this very plan without it, and with it."""
-        model, choice = self.model, self.choice
-        other = Choice(choice.blocks, dataclasses.replace(choice.run, **without))
-        treatments = {treatment for _, treatment in choice.blocks} or {KEEP}
-        if not model.can_run(other.run) or not all(model.can_treat(other.run, treatment) for treatment in treatments):
-            return {}  # one of a pair that was traced together only
-        before, after = model.evaluate(other), model.evaluate(choice)
-        return {
-            "frees_bytes": before.peak_bytes - after.peak_bytes,
-            "costs_ms": round(after.step_ms - before.step_ms, 4),
-        }
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Trainable bytes of blocks that are streamed."""
-        return sum(self.model.blocks[fqn].trainable_bytes for fqn, how in self.choice.blocks if how.streams)
-
-    def run_with(self, **options: Any) -> RunOptions:
-        """The run options that were chosen, but for these."""
-        return dataclasses.replace(self.choice.run, **options)
-
-    @property
-    def steps_on_host_allowed(self) -> bool:
-        return resolve(self.config, self.model.hardware).host_step
-
-    def reason_of_lossy(self, switch: str, numbers: dict[str, int | float | str]) -> Reason:
-        return _lossy_reason(self.config, switch, numbers)
-
-
-def _lossy_reason(config: Config, switch: str, numbers: dict[str, int | float | str]) -> Reason:
-    why = f"{switch}=True" if config.asks_for(switch) else f"mode {config.mode.value}: nothing exact suffices"
-    return Reason(why, numbers)
-
-
 def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
     """The actions of the plan, with their reasons."""
     treated, chosen = dict(choice.blocks), Chosen(model, config, choice)
@@ -201,7 +158,7 @@ def asked_for(model: CostModel, config: Config, eligible: Eligible) -> Iterator[
         option = technique.option
         if option is not None and option.asked_for is not None and eligible.must_use(technique):
             for action in option.asked_for(model.profile, eligible):
-                yield dataclasses.replace(action, reason=_lossy_reason(config, technique.switch, {}))
+                yield dataclasses.replace(action, reason=lossy_reason(config, technique.switch, {}))
 
 
 def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:

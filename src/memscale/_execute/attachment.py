@@ -67,6 +67,8 @@ class Attachment:
         """Layers whose parameters live in host memory."""
         self.held: list[torch.Tensor] = []
         """What exists before the step on a stage, beside the model and its inputs."""
+        self.lessons: list[Callable[[], Any]] = []
+        """What is asked to say what a technique has learnt from steps, such as in which order layers come."""
         self._waiting_bytes = waiting_bytes
         self._held: list[HeldState] = []
         self._is_settled = False

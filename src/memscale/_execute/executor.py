@@ -94,6 +94,7 @@ class Executor:
         """After `apply_all_optimizations`: each technique, and what was done or why it was not."""
         self.held: list[torch.Tensor] = []
         """What exists before the step on a stage, beside the model and its inputs."""
+        self._lessons: list[Callable[[], Any]] = []
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
         self.resume_first: Callable[[], Any] | None = None
@@ -168,6 +169,12 @@ class Executor:
         return "streaming" in self._offloading.users
 
     @property
+    def moved_to(self) -> torch.device | None:
+        """Where the user has moved the model to while it was streamed; None: nowhere, or it is not."""
+        streamer = self._offloading.users.get("streaming")
+        return None if streamer is None else streamer.homes.sent_to
+
+    @property
     def keeps_waiting(self) -> bool:
         """Whether parameters or optimizer state wait elsewhere from step to step."""
         return self.streams or self._offloading.parked is not None
@@ -231,7 +238,7 @@ class Executor:
                 technique.attach(mine, to)
         to.settle_state()
         self._recomputed += to.recomputed
-        self.held = to.held
+        self.held, self._lessons = to.held, to.lessons
         self._precision = to.precision
         if to.precision is not None and to.precision.scale is not None:
             self._loss_scale = to.precision.scale
@@ -294,6 +301,10 @@ class Executor:
                 self._loss_scale = LossScale()
             self._loss_scale.load_state_dict(state["loss_scale"])
 
+    def learnt(self) -> list[Any]:
+        """What techniques have learnt from the steps so far. A step that changes none of it is as all that follow."""
+        return [lesson() for lesson in self._lessons]
+
     def traffic(self) -> tuple[int, int, int, int]:
         """Transfers to the next tier so far and their bytes; those back, and theirs. Without the optimizer's."""
         return self._offloading.traffic()
@@ -329,9 +340,10 @@ class Executor:
         """Write one HTML page about this run: the plan with its reasons, and what was predicted and measured.
 
             executor.report("run.html")
+            executor.report("run.json")     # the same as data: `memscale report run.json` draws it, on any machine
 
         Args:
-            path: The file; what is there is overwritten.
+            path: The file; what is there is overwritten. One that ends with ".json" gets the data, without Plotly.
             step_ms: How long a step took, if somebody has timed it: it is shown beside what was predicted.
             live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
 
@@ -356,8 +368,7 @@ class Executor:
         )
         seen = tuple(numbers for numbers in measured if numbers[2] is not None)
         waiting = (("on the host, in all", None, stats.host_bytes), ("on disk, in all", None, stats.disk_bytes))
-        page = Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting).html()
-        pathlib.Path(path).write_text(page, encoding="utf-8")
+        Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting).write(pathlib.Path(path))
 
 
 def _does_the_same(one: Plan, other: Plan) -> bool:

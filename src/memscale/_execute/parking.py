@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import MemScaleError, OffloadError, ParkedError, StoreFullError
 from memscale._execute.executor import Executor
+from memscale._execute.reserving import empty_cache
 from memscale._hardware.host import host_memory
 from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, living_optimizers, owns_any, watch_steps
@@ -115,7 +116,7 @@ class Parking(StepWatcher):
             assert bucket.memory is not None
             bucket.memory = bucket.memory.cpu()
         if devices or executor is not None:
-            _empty_caches()
+            empty_cache()
         self._guard(model, executor)
         return num_bytes
 
@@ -148,7 +149,7 @@ class Parking(StepWatcher):
             _move(tensors)
         except torch.OutOfMemoryError as error:
             needed = _bytes_of([tensor for tensor, _ in tensors]) + sum(bucket.num_bytes for bucket in buckets)
-            _empty_caches()
+            empty_cache()
             raise OffloadError(
                 f"{show_bytes(needed)} do not fit back on {', '.join(sorted({str(d) for _, d in tensors}))}: the model "
                 "stays parked. Free device memory and call memscale.resume(model) again"
@@ -307,8 +308,3 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
     """The bytes that these tensors take in memory; memory that they share counts once."""
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     return sum(max(tensor.nbytes for tensor in group) for group in overlapping(strided))
-
-
-def _empty_caches() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()

@@ -101,7 +101,13 @@ def refuse_to_spill(device: torch.device, undo: contextlib.ExitStack) -> None:
 
 
 def _give_back(point: ReleasePoint) -> None:
-    torch.accelerator.empty_cache()
+    empty_cache()
+
+
+def empty_cache() -> None:
+    """Give back what the allocator of the device has cached, where there is a device."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 # ---- the moments of a step

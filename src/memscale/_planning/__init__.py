@@ -17,6 +17,7 @@ from memscale._decide.travel import travel_of
 from memscale._hardware import Hardware
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._planning.advice import find_smaller
+from memscale._planning.garbage import few_collections
 from memscale._planning.job import Job
 from memscale._planning.other_peaks import other_peaks
 from memscale._planning.planner import Planner
@@ -24,6 +25,7 @@ from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 
 
+@few_collections()
 def make_plan(
     job: Job,
     inputs: Inputs,
@@ -48,7 +50,7 @@ def make_plan(
         plan = planner.plan(strategy)
     if not plan.fits:
         advice = find_smaller(planner, strategy.config, plan)
-        found = (None, "", None) if advice is None else (advice.remedy, advice.tried, advice.batch_size)
+        found = (None, "", None, 0) if advice is None else dataclasses.astuple(advice)
         raise misfit(planner.profile, plan, strategy.config, *found)
     if on_front is not None:
         travelling = planner.by(travel_of(plan, strategy.config, hardware))

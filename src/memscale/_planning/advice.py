@@ -2,7 +2,8 @@
 
 The plan with the lowest peak is rehearsed at other sizes, and nothing else is: a line through what this shows names the
 next size to try. How many sizes are tried is bounded by the number of operators that this runs through, so that advice
-takes seconds, not minutes, and is the same on every machine. What was tried is said.
+takes seconds, not minutes, and is the same on every machine. What was tried is said. Where parameters, gradients and
+optimizer state alone are above the budget, and nothing may be done about them, no size can help, and none is tried.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 
 from memscale._config import Config
 from memscale._decide.budget import budget_bytes
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
 from memscale._decide.travel import travel_of
 from memscale._errors import MemScaleError
@@ -43,6 +45,8 @@ class Advice:
     """"batch size 32, 12"; "" when nothing was looked at."""
     batch_size: int | None = None
     """The batch size of the remedy, where it is one."""
+    least_bytes: int = 0
+    """What a step takes at least without any activations, where this is why nothing was looked at; else 0."""
 
 
 def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
@@ -54,6 +58,9 @@ def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
     num_sizes = MAX_OPERATORS // max(1, num_operators)
     if not planner.rehearsal.is_fake or not num_sizes:
         return None
+    least_bytes = _least_bytes(planner, config)
+    if least_bytes > budget_bytes(planner.hardware, config):
+        return Advice(least_bytes=least_bytes)
     tried: list[str] = []
     for dimension, what in ((0, "batch size"), (1, "sequence length")):
         size = planner.inputs.size(dimension)
@@ -66,6 +73,16 @@ def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
                 remedy = f"lower the {what} from {size} to {found}"
                 return Advice(remedy, " and ".join(tried), found if dimension == 0 else None)
     return Advice("", " and ".join(tried))
+
+
+def _least_bytes(planner: Planner, config: Config) -> int:
+    """What a step takes without any activations: parameters, gradients and optimizer state; 0 where the config allows
+    something that makes them smaller, or lets them wait elsewhere."""
+    techniques = resolve(config, planner.hardware).techniques
+    if any(t.travels or t.changes_loop or (t.state is not None and not t.is_exact) for t in techniques):
+        return 0
+    profile = planner.profile
+    return profile.static_bytes - profile.input_bytes + profile.plain.end_bytes
 
 
 class _Descent:

@@ -152,8 +152,12 @@ class AllocationLog:
             self._now.append(Multiplied(thread))
 
     def forget(self, keys: Iterable[int]) -> None:
-        """What lives under these keys is on the host in a real run, and was counted here: the log forgets it."""
-        gone = {self._serials[key] for key in keys} - self._forgotten
+        """What lives under these keys is on the host in a real run, and was counted here: the log forgets it.
+
+        What it never knew it need not forget: counters of a step that another log has recorded.
+        """
+        known = (self._serials.get(key) for key in keys)
+        gone = {serial for serial in known if serial is not None} - self._forgotten
         self._forgotten |= gone
         for events in (*reversed(self.steps), self.before):
             if gone:  # most likely what was allocated last, and a log is long

@@ -17,6 +17,7 @@ from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.advice import find_smaller
+from memscale._planning.garbage import few_collections
 from memscale._planning.job import Job, open_job
 from memscale._planning.planner import Planner
 from memscale._planning.together import withheld_from
@@ -123,6 +124,7 @@ def estimate(
     return estimate_job(open_job(model, config, optimizer, hardware), inputs)
 
 
+@few_collections()
 def estimate_job(job: Job, inputs: Inputs) -> Estimate:
     """What a step of this job would peak at, on each of the ranks that train it."""
     job = job.under(withheld_from(job.config, job.ranks))

@@ -9,6 +9,8 @@ threads where it is long, and these blocks meet in a buffer of device memory. It
 follows from the shape and from how many multiprocessors the card has (`aten/src/ATen/native/cuda/Reduce.cuh`). The
 sizes were compared with what PyTorch's own allocator was asked for on the emulated card.
 
+Those of attention are in `attention_temporaries.py`.
+
 NOTE [workspaces of convolutions]: cuDNN does not publish them. Its kernels want channels last and copy what lies
 otherwise, so the tensors that do are counted: an estimate, and the emulated card makes the same one. Convolutions of
 one channel a group are PyTorch's own kernels, and need none.
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from memscale._hardware import Hardware
+from memscale._planning import attention_temporaries
 
 _aten = torch.ops.aten
 _SUMS = frozenset((_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default))
@@ -133,7 +136,8 @@ class KernelTemporaries:
     def __init__(self, hardware: Hardware | None) -> None:
         self._has_card = hardware is not None
         self._num_multiprocessors = hardware.num_multiprocessors if hardware is not None else 0
-        self._threads_each = threads_of(hardware.architecture) if hardware is not None else 0
+        self._architecture = hardware.architecture if hardware is not None else ""
+        self._threads_each = threads_of(self._architecture) if hardware is not None else 0
 
     def inside(
         self, func: Any, args: tuple[Any, ...], result: Any, kwargs: dict[str, Any] | None = None
@@ -149,6 +153,7 @@ class KernelTemporaries:
         is_convolution = func in (_aten.convolution.default, _aten.convolution_backward.default)
         if is_convolution and (sizes := _of_convolution(args, result)):
             yield sizes
+        yield from attention_temporaries.groups(func, args, self._architecture)
 
     def _of_split_sum(self, summed: torch.Tensor, result: torch.Tensor, dims: Any) -> tuple[int, ...]:
         """The buffers of a sum over the rows of a matrix, which are far apart, or over everything."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,6 +18,7 @@ from memscale._decide.travel import Travel, travels
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.bucket_steps import BucketRules
 from memscale._planning.job import Job
+from memscale._planning.stepping import InBuckets
 from memscale._profile import GuestCost, OptimizerCost
 from memscale._profile.optimizer_twin import (
     Prepare,
@@ -34,20 +32,10 @@ from memscale._profile.optimizer_twin import (
 from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
-from memscale.techniques.offload.optimizer.buckets import (
-    SMALL_BYTES,
-    choose_resident,
-    rounded,
-    split_into_buckets,
-    step_order,
-    stretches_of,
-)
 from memscale.techniques.offload.optimizer.in_backward import bucket_bytes_of
-from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, steps_each_element
+from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
 from memscale.techniques.offload.store.stores import PART_BYTES
-from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
 from memscale.techniques.optimizer8bit.eight_bit import (
-    Chooser,
     eligible_parameters,
     embeddings_of,
     is_8bit,
@@ -82,7 +70,7 @@ class OptimizerCosts:
             refuse_inseparable(job.optimizer)
         self._can_pack = _is_separable(job.optimizer) and _has_moments(job.optimizer)
         self._idle: frozenset[int] = frozenset()
-        self._found: dict[tuple[bool, frozenset[int], bool], OptimizerCost] = {}
+        self._found: dict[tuple[bool, frozenset[int], bool, float | None], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
         self._trials: dict[bool, Trials] = {False: {}, True: {}}
         """Steps that were tried, of the optimizer and of what replaces it in 8 bits, however state travels."""
@@ -115,16 +103,23 @@ class OptimizerCosts:
             self._found.clear()
 
     def cost(
-        self, *, eight_bit: bool = False, without: frozenset[int] = frozenset(), guests: bool = False
+        self,
+        *,
+        eight_bit: bool = False,
+        without: frozenset[int] = frozenset(),
+        guests: bool = False,
+        resident_share: float | None = None,
     ) -> OptimizerCost:
         """The cost without the parameters with these ids, which are streamed; with `guests` they visit it to be
-        stepped."""
+        stepped. `resident_share`: only what it takes while all but this share of the state waits elsewhere."""
         # Else the state stays as it is, and the executor says why.
         eight_bit = eight_bit and (self._can_pack or self._replacement is not None)
-        key = (eight_bit, without, guests)
+        every, key = (eight_bit, without, guests, None), (eight_bit, without, guests, resident_share)
+        if every in self._found:
+            return self._found[every]
         if key not in self._found:
             with stage("costing the optimizer's step"):
-                self._found[key] = self._find(eight_bit, without, guests=guests)
+                self._found[key] = self._find(eight_bit, without, guests=guests, resident_share=resident_share)
         return self._found[key]
 
     def guests(self, streamed: frozenset[int]) -> GuestCost | None:
@@ -145,7 +140,9 @@ class OptimizerCosts:
             trials=self._trials[optimizer is not self._optimizer],
         )
 
-    def _find(self, eight_bit: bool, without: frozenset[int], *, guests: bool) -> OptimizerCost:
+    def _find(
+        self, eight_bit: bool, without: frozenset[int], *, guests: bool, resident_share: float | None
+    ) -> OptimizerCost:
         optimizer = self._replacement if eight_bit and self._replacement is not None else self._optimizer
         packs = eight_bit and optimizer is self._optimizer
         is_separable = _is_separable(optimizer)
@@ -158,6 +155,9 @@ class OptimizerCosts:
             in_buckets=self._in_step_buckets() if is_separable and not packs else None,
             in_backward=self._in_backward() if is_separable and not packs and self._steps_in_backward else None,
         )
+        if resident_share is not None and ways.offloaded is not None:
+            offloaded = self._stepping(moves=True, eight_bit=packs).with_share(resident_share)
+            ways = Ways(offloaded=offloaded, guests=ways.guests, on_device=False)
         return optimizer_cost(self._stepped(optimizer, without), ways)
 
     def rules(self, step: PlannedStep, *, window_bytes: int) -> BucketRules | None:
@@ -186,12 +186,12 @@ class OptimizerCosts:
         """What the optimizer costs in 8 bits; None where there is no state."""
         return self.cost(eight_bit=True) if self.cost().state_bytes else None
 
-    def _in_step_buckets(self) -> _InBuckets:
+    def _in_step_buckets(self) -> InBuckets:
         """The rules for a step in buckets whose state stays where it is."""
         in_parts = self._stepping(moves=False, eight_bit=False)
         return dataclasses.replace(in_parts, bucket_bytes=STEP_BUCKET_BYTES)
 
-    def _in_backward(self) -> _InBuckets:
+    def _in_backward(self) -> InBuckets:
         in_parts = self._stepping(moves=False, eight_bit=False)
         num_bytes = sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
         return dataclasses.replace(in_parts, bucket_bytes=bucket_bytes_of(num_bytes))
@@ -203,14 +203,14 @@ class OptimizerCosts:
         stand_ins = {id(parameter): by_name[name] for name, parameter in named if name in by_name}
         return optimizer_over(stand_ins, self._model, self._optimizer, self._device_type)
 
-    def _of_guests(self, *, eight_bit: bool) -> _InBuckets:
+    def _of_guests(self, *, eight_bit: bool) -> InBuckets:
         """What is at home on the host visits the device."""
         how = self._stepping(moves=True, eight_bit=eight_bit)
         return dataclasses.replace(how, are_guests=True)
 
-    def _stepping(self, *, moves: bool, eight_bit: bool = True) -> _InBuckets:
+    def _stepping(self, *, moves: bool, eight_bit: bool = True) -> InBuckets:
         action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
-        return _InBuckets(
+        return InBuckets(
             moves=moves,
             prefetches=self.travel.overlaps,
             padding_bytes=PART_BYTES if self._device_type == "cpu" else 0,
@@ -235,66 +235,3 @@ def _is_separable(optimizer: str | Optimizer) -> bool:
 
 def _has_moments(optimizer: str | Optimizer) -> bool:
     return isinstance(optimizer, str) or (not is_8bit(optimizer) and moments_of(optimizer) is not None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _InBuckets:
-    """The rules by which `techniques.offload` and `techniques.optimizer8bit` let state wait."""
-
-    moves: bool
-    prefetches: bool
-    padding_bytes: int
-    eligible: frozenset[int]
-    """Parameters whose state waits in 8 bits."""
-    block_size: int
-    device_type: str
-    bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
-    window_bytes: int = 0
-    resident_shares: tuple[float, ...] = ()
-    are_guests: bool = False
-    """Their parameters live on the host, and come with their state."""
-    cuts: bool = False
-    """A large parameter may come a stretch at a time."""
-
-    def stays(self, sizes: list[int], resident_share: float, *, cuts: bool) -> list[bool]:
-        return choose_resident(sizes, resident_share, sum(sizes) if cuts else self.bucket_bytes)
-
-    def order(self, sizes: list[int], travels: list[bool]) -> list[int]:
-        return step_order(sizes, travels)
-
-    def cuts_for(self, optimizer: Optimizer) -> bool:
-        return self.cuts and steps_each_element(optimizer)
-
-    def split(self, sizes: list[int]) -> list[list[int]]:
-        return split_into_buckets(sizes, self.bucket_bytes)
-
-    def stretches(
-        self, optimizer: Optimizer, together: Sequence[torch.Tensor]
-    ) -> list[dict[torch.Tensor, torch.Size | None]]:
-        first = together[0] if together else None
-        if first is None or first.nbytes <= self.bucket_bytes or not self.cuts_for(optimizer):
-            return [dict.fromkeys(together)]
-        sizes = (torch.Size([one.stop - one.start]) for one in stretches_of(first, self.bucket_bytes))
-        return [{first: size} for size in sizes]
-
-    def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
-        if value.nbytes <= SMALL_BYTES and not (self.are_guests and value.dim() > 0):
-            return None
-        packing = self._packing(optimizer, parameter_id, name, value)
-        if packing is not None:
-            return rounded(packing.waiting_bytes(value.numel()))
-        return rounded(value.nbytes) if self.moves else None
-
-    def _packing(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> BlockPacking | None:
-        return Chooser(self.eligible, moments_of(optimizer) or {}, self.block_size).packing(parameter_id, name, value)
-
-    def packs(self, parameter_id: int) -> bool:
-        return parameter_id in self.eligible
-
-    def scratch_bytes(self, value: torch.Tensor) -> int:
-        return BlockPacking(True, self.block_size).scratch_bytes(value.numel(), self.device_type, value.itemsize)
-
-    def tables_bytes(self, optimizer: Optimizer, device_type: str) -> int:
-        if not self.eligible:
-            return 0
-        return len(set((moments_of(optimizer) or {}).values())) * table_bytes(device_type)

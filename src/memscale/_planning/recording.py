@@ -6,7 +6,7 @@
 A step is forward, backward, the optimizer's step and `zero_grad()`. The log has what lives all the time (parameters,
 buffers, the batch), then the first step, in which the optimizer makes its state, and a second one, which is like all
 that follow. Under a plan, parameters that are streamed leave the device before the first step. Forward and backward are
-the same in all steps, and are run once; unless what is attached may learn something in the first.
+the same in all steps, and are run once; unless what is attached has learnt something in the first.
 
 The log also has what kernels allocate and free inside themselves, as far as it is known: the workspace of matrix
 products, and what kernel_temporaries.py lists. It does not have workspaces of convolutions, nor what building the model
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from memscale._planning.lengthened import Mark, lengthened
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import OPENED
 from memscale._profile.optimizer_twin import optimizer_over
-from memscale._profile.rehearsal import Attach, FakeRehearsal, left_autocast, loss_of
+from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of
 from memscale._profile.segments import FakeRecorder
 from memscale._profile.shallow import Cut, shortened
 from memscale._torch import private
@@ -55,6 +55,9 @@ PRODUCTS = frozenset(
     (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._grouped_mm.default)
 )
 """Operators that cuBLAS computes."""
+
+_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
+"""Its last results are a seed and an offset, which a card keeps on the host."""
 
 CARD_TYPE = "cuda"
 """The devices whose kernels are known to allocate for themselves."""
@@ -101,7 +104,7 @@ class EventRecorder(LogRecorder):
         self.marks: list[Mark] = []
         self.log = self._both = _Both(self.storages, log)
         self._kernels = KernelTemporaries(hardware)
-        self._is_dropout = False
+        self._is_dropout = self._has_seed = False
         self.thread: Thread = "forward"
         self.is_optimizing = False
         self._has_card_kernels = rehearsal.target_type == CARD_TYPE
@@ -110,6 +113,7 @@ class EventRecorder(LogRecorder):
         if self._has_card_kernels and func in OPENED:
             return self._run_opened(func, args, kwargs)
         self._is_dropout = func is _aten.native_dropout.default
+        self._has_seed = self._has_card_kernels and func is _EFFICIENT
         self.events.place = self._place_of(func)
         result = super().run(func, args, kwargs)
         if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
@@ -165,7 +169,8 @@ class EventRecorder(LogRecorder):
         self.events.sum_up(private.storage_key(result.untyped_storage()), alike)
 
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
-        """The mask of a dropout is allocated before its result."""
+        """The mask of a dropout is allocated before its result; seeds of attention are not the device's."""
+        tree = tree[:2] if self._has_seed else tree
         super().see_all(tree[::-1] if self._is_dropout else tree, kind)
 
 
@@ -188,6 +193,7 @@ def record_steps(
     names_modules: bool = False,
     cuts: Sequence[Cut] = (),
     known: KnownSteps | None = None,
+    goes_on: GoesOn | None = None,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
@@ -198,6 +204,8 @@ def record_steps(
     `names_modules`: the log says in which block or other piece of the model something is allocated. `cuts`: blocks that
     forward and backward are recorded without, to which the log is then lengthened; `attach` is for the model without
     them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
+    `goes_on` is asked when the live bytes of forward and backward are known: without its consent the optimizer does not
+    step, and the log has levels and no steps.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
@@ -214,8 +222,8 @@ def record_steps(
                 recorder.watch(module_fqn, module, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
         missing = _Missing(rehearsal, recorder, cuts, undo)
-        if attach is not None:
-            attached = attach(rehearsal.model)
+        attached = None if attach is None else attach(rehearsal.model)
+        if attached is not None:
             undo.callback(attached.detach)
             log.place = Place("optimizer")
             recorder.see_all(getattr(attached, "held", []), "optimizer state")
@@ -224,10 +232,25 @@ def record_steps(
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
         recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
-        for num_stepped in (1, num_steps - 1) if learns or leaving is not None else (num_steps,):
-            recorded += _record_parts(rehearsal, recorder, stepping, num_stepped, missing, leaving)
+        lesson = _Lesson(attached) if learns and attached is not None else None
+        parts = _Parts(rehearsal, recorder, stepping, missing, leaving)
+        recorded += parts.record(num_steps, lesson, goes_on)
+        if recorded and len(recorded) < num_steps:
+            recorded += parts.record(num_steps - len(recorded))
         log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
     return log
+
+
+class _Lesson:
+    """Tells whether what is attached has learnt something since it was attached."""
+
+    def __init__(self, attached: Detachable) -> None:
+        self._learnt: Callable[[], list[Any]] = getattr(attached, "learnt", list)
+        self._before = self._learnt()
+
+    @property
+    def is_learnt(self) -> bool:
+        return self._learnt() != self._before
 
 
 class _Missing:
@@ -315,44 +338,78 @@ def _optimizer_on(
     return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
 
 
-def _record_parts(
-    rehearsal: FakeRehearsal,
-    recorder: EventRecorder,
-    optimizer: SteppedOptimizer | None,
-    num_steps: int,
-    missing: _Missing,
-    leaving: LeftGradients | None,
-) -> list[list[Event]]:
-    """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps."""
-    log = recorder.events
-    recorder.recall = rehearsal.recall()
-    with recorder:
-        passed, held = log.begin_step(), recorder.storages.begin_step()
-        recorder.marks, recorder.storage_marks = [], []
-        if leaving is not None:
-            leaving.begin(held)
-        elif rehearsal.holds_gradients:
-            _pass_through(rehearsal, recorder)  # an earlier batch of this step, whose gradients are added to
-        kept, loss = _pass_through(rehearsal, recorder)
-        with left_autocast(rehearsal.device_type):
-            missing.make_gradients()
-            stepped = []
-            for _ in range(num_steps):
-                stepped.append(log.begin_step())
-                if optimizer is not None:
-                    with recorder.optimizing(), rehearsal.values.unasked():
-                        optimizer.step()
-    ended, let_go = log.begin_step(), recorder.storages.begin_step()
-    del loss
-    num_ending = len(let_go)
-    del kept
-    if leaving is None:
-        for parameter in rehearsal.model.parameters():
-            parameter.grad = None
-    missing.clear_gradients()
-    log.levels.append(missing.levels(held, let_go, num_ending))
-    passed, *stepped, ended = missing.put_in(log, recorder.marks, passed, *stepped, ended)
-    return [[*passed, *events, *ended] for events in stepped]
+GoesOn = Callable[[StepTrace], bool]
+"""Whether it is worth going on, given the highest forward and backward as one segment."""
+
+
+class _Parts:
+    """The parts of steps: forward and backward, the optimizer's step on what they leave, and the end."""
+
+    def __init__(
+        self,
+        rehearsal: FakeRehearsal,
+        recorder: EventRecorder,
+        optimizer: SteppedOptimizer | None,
+        missing: _Missing,
+        leaving: LeftGradients | None,
+    ) -> None:
+        self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
+        self._missing, self._leaving = missing, leaving
+
+    def record(self, num_steps: int, lesson: _Lesson | None = None, goes_on: GoesOn | None = None) -> list[list[Event]]:
+        """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps.
+
+        One step alone where what is attached has learnt something from it, or its gradients are left to the next.
+        """
+        log, recorder, missing = self._recorder.events, self._recorder, self._missing
+        recorder.recall = self._rehearsal.recall()
+        stepped: list[list[Event]] = []
+        with recorder:
+            passed, held = log.begin_step(), recorder.storages.begin_step()
+            recorder.marks, recorder.storage_marks = [], []
+            kept, loss = self._pass(held)
+            is_learnt = lesson is not None and lesson.is_learnt
+            with left_autocast(self._rehearsal.device_type):
+                missing.make_gradients()
+                if goes_on is None or is_learnt or goes_on(self._least(held, [*kept, loss])):
+                    stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
+        ended, let_go = log.begin_step(), recorder.storages.begin_step()
+        del loss
+        num_ending = len(let_go)
+        del kept
+        if self._leaving is None:
+            for parameter in self._rehearsal.model.parameters():
+                parameter.grad = None
+        missing.clear_gradients()
+        log.levels.append(missing.levels(held, let_go, num_ending))
+        if not stepped:
+            return []
+        passed, *stepped, ended = missing.put_in(log, recorder.marks, passed, *stepped, ended)
+        return [[*passed, *events, *ended] for events in stepped]
+
+    def _pass(self, held: list[Event]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        if self._leaving is not None:
+            self._leaving.begin(held)
+        elif self._rehearsal.holds_gradients:
+            # An earlier batch of this step, whose gradients are added to.
+            _pass_through(self._rehearsal, self._recorder)
+        return _pass_through(self._rehearsal, self._recorder)
+
+    def _step(self, num_steps: int) -> list[list[Event]]:
+        stepped = []
+        for _ in range(num_steps):
+            stepped.append(self._recorder.events.begin_step())
+            if self._optimizer is not None:
+                with self._recorder.optimizing(), self._rehearsal.values.unasked():
+                    self._optimizer.step()
+        return stepped
+
+    def _least(self, held: list[Event], ending: list[torch.Tensor]) -> StepTrace:
+        """Forward and backward so far, without what goes at the end."""
+        peak_bytes, live_bytes = self._missing.levels(held, [], 0)
+        sizes = {private.storage_key(one.untyped_storage()): one.untyped_storage().nbytes() for one in ending}
+        ending_bytes = sum(round_up(size, self._recorder.rounding_bytes) for size in sizes.values())
+        return highest_of([(peak_bytes, live_bytes - ending_bytes)])
 
 
 def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:

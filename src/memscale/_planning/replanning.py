@@ -5,6 +5,10 @@ NOTE [values that decide]: a plan holds for shapes, and where values of integer 
 it takes more. That is bounded: new records become rare by themselves, and after `_MAX_LOOKS` of them, or a few that
 changed nothing, the plan for the largest step seen stays.
 
+NOTE [joint forwards]: a forward that comes while an earlier one awaits its backward follows the plan that is in force,
+also where that was made for less. From the next step on every batch is planned for as if it were as large as the
+largest of such a step, so that one plan holds for all of them.
+
 Ranks that train together agree on their first plan (`together.py`).
 """
 
@@ -13,7 +17,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,33 +25,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._config import Config
 from memscale._decide.budget import full_budget
-from memscale._decide.travel import travel_of
 from memscale._errors import DoesNotFitError, MemScaleError, StaticProfileError
 from memscale._execute.executor import Executor
-from memscale._execute.settings import ExecutionSettings
+from memscale._execute.reserving import empty_cache
 from memscale._hardware import Hardware
 from memscale._plan import Plan
-from memscale._planning import make_plan, plan_cache
+from memscale._planning import plan_cache
 from memscale._planning.demand import Demand, read_demand
-from memscale._planning.held_gradients import GradientWatch, Stay, counted_for, held_bytes
-from memscale._planning.job import Job, device_of
+from memscale._planning.held_gradients import GradientWatch, held_bytes
+from memscale._planning.job import Job
+from memscale._planning.known_plans import Known, KnownPlans
 from memscale._planning.loop_watch import Found, LoopWatch
 from memscale._planning.observed_steps import ObservedSteps
-from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.open_passes import OpenPasses
 from memscale._planning.other_peaks import warn_of_other_peaks
-from memscale._planning.planner import Planner
-from memscale._planning.shapes import bucket_below, does_less, largest_that_fits, loosened, shape_text
+from memscale._planning.shapes import bucket_below, largest_that_fits, shape_text
+from memscale._planning.standing_job import StandingJob
 from memscale._planning.step_watch import Excess, StepWatch
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, withheld_from
-from memscale._planning.trained_by import TrainedBy
+from memscale._planning.together import Meeting, Need, NobodyCameError, Specs, enlarged, largest_of, meets
 from memscale._planning.uncalled import UncalledWatch
-from memscale._profile import LoopHolds, Profile, StepTrace
+from memscale._profile import LoopHolds, Profile
 from memscale._profile.inputs import Inputs
-from memscale._profile.profiler import open_rehearsal
-from memscale._profile.ranks import ALONE, Group, Ranks, find_group, refuse_flat_parameters
-from memscale._progress import stage
+from memscale._profile.ranks import ALONE, Group, find_group, refuse_flat_parameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, is_redirected, refuse_compiler
 from memscale._units import show_bytes
@@ -58,8 +57,6 @@ logger = logging.getLogger("memscale")
 
 Report = Callable[[Executor, Plan, Hardware], None]
 """A function that is called after every plan."""
-_MAX_KNOWN = 32
-"""The most demands whose plans are remembered."""
 _MAX_LOOKS = 32
 """The most batches that are rehearsed because of their values."""
 _MAX_IDLE_LOOKS = 4
@@ -68,23 +65,8 @@ _WORTH_LOOSENING = 1.05
 """A plan that is predicted to take less, as a multiple of the plain step's time, is left as it is."""
 _TIMES_SEEN = 2
 """Shapes that are smaller than what was planned for get a plan of their own when they come so often."""
-_OF_ALLOCATOR = ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes")
 _MAX_EXCEEDED = 2
 """How often steps are observed anew because one exceeded the budget."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Known:
-    """What was planned for."""
-
-    demand: Demand
-    plan: Plan
-    plain: StepTrace | None = None
-    """The step without techniques, where it was rehearsed."""
-    stay: Stay = "none"
-    """How long it counts gradients of earlier batches."""
-    is_bound: bool = False
-    """The plan's numbers are no less than what it takes, and may be more."""
 
 
 class Replanner(OwnHook):
@@ -99,15 +81,11 @@ class Replanner(OwnHook):
         """`replica`: the DDP around the model, where it was there before."""
         self.executor = executor
         self._replica = None if replica is None else weakref.ref(replica)
-        self.ranks = job.ranks
         self._has_met = False
         """The other ranks. See NOTE [no collective] in `together.py`."""
-        # The model is not among them: it holds this hook, and must not be held by it.
-        self.config, self.hardware, self._trained_by = job.config, job.hardware, TrainedBy(job.optimizer)
-        self.replacement, self.holds_gradients = job.replacement, job.holds_gradients
+        self.job = StandingJob(executor, job)
         self.reporter = reporter
-        self._known: list[_Known] = []
-        """What was planned for; none of these demands covers another."""
+        self._known = KnownPlans()
         self._observed: ObservedSteps | None = None
         """While a model that cannot be rehearsed shows what it needs."""
         self._needs_observation = False
@@ -116,8 +94,6 @@ class Replanner(OwnHook):
         self._num_looks = self._num_other_steps = 0
         """Batches that were rehearsed because of their values, and those of them that were other steps."""
         self._watch = StepWatch(executor.model)
-        self.loop = self._seen_loop = job.loop
-        """What the loop holds, as plans count it and as it was seen: some of it may have fitted no plan."""
         self._loop_watch = LoopWatch(executor.model)
         self._num_seen: collections.Counter[Any] = collections.Counter()
         """How often batches of each bucket came that have no plan of their own. See NOTE [plans by shape]."""
@@ -126,13 +102,17 @@ class Replanner(OwnHook):
         self._num_exceeded = 0
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
-        self._is_planning = self._has_warned = False
+        self._passes = OpenPasses(executor.model)
+        self._joint: Specs | None = None
+        """The largest sizes of batches that shared a step with others. See NOTE [joint forwards]."""
+        self._has_warned = False
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
         self._gradients = GradientWatch("backward" if job.holds_gradients else "none")
         self._ignores_held = False
         """No plan that counts gradients of earlier batches fits."""
         executor.on_detach(self._stop_observing)
+        executor.on_detach(self._passes.stop)
         executor.on_detach(self._watch.stop)
         executor.on_detach(self._loop_watch.stop)
 
@@ -141,10 +121,16 @@ class Replanner(OwnHook):
             if model.training and torch.is_grad_enabled():
                 refuse_compiler(type(model).__name__)
             return
-        if self._is_planning or self.is_repeating or is_redirected(model):
+        if self.job.is_planning or self.is_repeating or is_redirected(model):
             return
+        if private.graph_task_id() >= 0 and self.executor.plan is not None:
+            return  # a checkpoint around the whole model computes it again, and must do what its forward did
         if torch.is_grad_enabled():
             self._uncalled.stop()
+        self._follow_move()
+        if model.training and torch.is_grad_enabled() and self._passes.are_open and self.executor.plan is not None:
+            self._stay(model, Inputs(args, kwargs))
+            return
         self._excess = self._watch.end() or self._excess
         if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
@@ -159,46 +145,63 @@ class Replanner(OwnHook):
         if held is None or not self._plan_for_loop(model, inputs, held):
             self._prepare(model, inputs)
         plan = self.executor.plan
+        if plan is not None and (plan.actions or plan.device_type != "cpu"):
+            self._passes.follow()
+        else:
+            self._passes.stop()  # what a CPU computes without techniques needs no plan in its backward
         if plan is not None and not plan.provisional and self._observed is None:
-            self._watch.begin(plan, inputs, self._device(model), counts_held=self._holds)
+            self._watch.begin(plan, inputs, self.job.device(model), counts_held=self.job.holds)
             if not self._needs_observation:
                 self._loop_watch.begin()
 
-    def _prepare(self, model: nn.Module, inputs: Inputs) -> None:
+    def _stay(self, model: nn.Module, inputs: Inputs) -> None:
+        """An earlier forward awaits its backward. See NOTE [joint forwards]."""
+        if self._observed is not None or self._deciding or private.inside_functional_transform():
+            return
+        demand, plan = self._demand(model, inputs), self.executor.plan
+        if any(known.plan is plan and known.demand.covers(demand) for known in self._known):
+            return
+        joint = inputs.specs() if self._joint is None else largest_of([self._joint, inputs.specs()])
+        if joint is not None and joint != self._joint:
+            logger.info("this loop runs the model several times before backward: one plan will hold for all of them")
+            self._joint = joint
+
+    def _joined(self, inputs: Inputs) -> Inputs:
+        """A batch as large as those that may come before its backward."""
+        largest = None if self._joint is None or self._deciding else largest_of([self._joint, inputs.specs()])
+        return inputs if largest in (None, inputs.specs()) else enlarged(inputs, largest)
+
+    def _prepare(self, model: nn.Module, begun: Inputs) -> None:
         """Put a plan in force that holds for the training forward that begins."""
         group = find_group(model, None if self._replica is None else self._replica())
-        self._train_with(ALONE if group is None else group.ranks)
+        self.job.train_with(ALONE if group is None else group.ranks)
         if group is not None and meets(group) and not self._has_met:
             self._has_met = True
-            if self._plan_together(model, inputs, group):
+            if self._plan_together(model, begun, group):
                 return
+        inputs = self._joined(begun)
         demand = self._demand(model, inputs)
-        known = self._find(demand)
+        known = self._known.find(demand)
         if self._observed is not None:
-            self._go_on_observing(model, inputs, demand, is_known=known is not None)
+            self._go_on_observing(model, begun, demand, is_known=known is not None)
             return
         known = known or self._look_at(model, inputs, demand)
-        if known is not None and self._trained_by.has_changed(model):
-            logger.info("the optimizer is another than the one that was planned for: planning again")
-            self._known, known = [], None
+        if known is not None and self.job.trained_by.has_changed(model):
+            logger.info("the optimizer is not the one that was planned for: planning again")
+            self._known, known = KnownPlans(), None
         if known is None:
             if self._known:
                 logger.info("this step may need more memory than any that was planned for: planning again")
-            self.plan(model, inputs, inside=True)
+            self.plan(model, inputs, inside=True, begun=begun)
             return
         known = self._loosened(model, inputs, known)
         if known.plan is not self.executor.plan:
-            self._put_in_force(known.plan, inputs)
-        if known.stay != self._gradients.stay and not (self._ignores_held or self.ranks.keeps_gradients):
-            self._count_held(model, inputs, known, is_largest=known.demand == demand)
+            self._put_in_force(known.plan, begun)
+        if known.stay != self._gradients.stay and not (self._ignores_held or self.job.ranks.keeps_gradients):
+            self._count_held(model, begun, known, is_largest=known.demand == demand and inputs is begun)
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
-        return read_demand(model, inputs, self._device(model), self._deciding, self.ranks)
-
-    def _find(self, demand: Demand) -> _Known | None:
-        """The plan for the least batch, of those that hold: it does the least."""
-        holding = (known for known in self._known if known.demand.covers(demand))
-        return min(holding, key=lambda known: known.demand.num_elements, default=None)
+        return read_demand(model, inputs, self.job.device(model), self._deciding, self.job.ranks)
 
     # ---- plans by shape
 
@@ -217,7 +220,7 @@ class Replanner(OwnHook):
         if self._observed is not None:
             return  # what fake tensors cannot show is seen as the batches come
         for sample in samples[1:]:
-            known = self._find(self._demand(model, sample))
+            known = self._known.find(self._demand(model, sample))
             if known is None:
                 self.plan(model, sample)
             else:
@@ -230,11 +233,11 @@ class Replanner(OwnHook):
             return False
         return True
 
-    def _loosened(self, model: nn.Module, inputs: Inputs, known: _Known, *, times_seen: int = _TIMES_SEEN) -> _Known:
+    def _loosened(self, model: nn.Module, inputs: Inputs, known: Known, *, times_seen: int = _TIMES_SEEN) -> Known:
         """What holds for this batch and slows it less, if its shape has come before and is well below `known`."""
         plan = known.plan
         is_settled = plan.rehearsed and not plan.provisional and plan.allocator is None
-        goes_low = self.config.force_optimize  # as low as the mode allows, with every batch
+        goes_low = self.job.config.force_optimize  # as low as the mode allows, with every batch
         if not is_settled or goes_low or self._deciding:
             return known
         if plan.predicted_slowdown < _WORTH_LOOSENING:
@@ -247,21 +250,12 @@ class Replanner(OwnHook):
             return known
         return self._loosened_plan(model, largest, plan) or known
 
-    def _loosened_plan(self, model: nn.Module, largest: Inputs, plan: Plan) -> _Known | None:
-        self._is_planning = True
-        try:
-            with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__} for a shape"):
-                job = self._job(model)
-                planner = Planner(job, largest, OptimizerCosts(job))
-                looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
-        except StaticProfileError as error:  # a size that the model does not take, though smaller ones do
-            logger.debug("no plan for this shape: %s", str(error))
+    def _loosened_plan(self, model: nn.Module, largest: Inputs, plan: Plan) -> Known | None:
+        found = self.job.loosened_plan(model, largest, plan)
+        if found is None:
             return None
-        finally:
-            self._is_planning = False
-        if looser is None:
-            return None
-        new = _Known(self._demand(model, largest), looser, planner.profile.plain, self._counted)
+        looser, plain = found
+        new = Known(self._demand(model, largest), looser, plain, self.job.counted)
         self._remember(new)
         logger.info(
             "batches up to %s get a plan of their own, with %d of the %d actions of the plan for larger ones",
@@ -273,7 +267,7 @@ class Replanner(OwnHook):
 
     # ---- gradients of earlier batches
 
-    def _count_held(self, model: nn.Module, inputs: Inputs, known: _Known, *, is_largest: bool) -> None:
+    def _count_held(self, model: nn.Module, inputs: Inputs, known: Known, *, is_largest: bool) -> None:
         """The loop adds up gradients over several batches, or keeps them during forward: plans are to count them.
 
         What is done stays as it is where that fits; else it is planned again. `is_largest`: these inputs are as large
@@ -281,19 +275,19 @@ class Replanner(OwnHook):
         """
         if not is_largest and known.is_bound:
             return
-        earlier = self.holds_gradients, self.loop, self._known
-        self._hold_until(self._gradients.stay)
+        earlier = self.job.holds_gradients, self.job.loop, self._known
+        self.job.hold_until(self._gradients.stay)
         counted = self._counting(model, inputs, known, is_largest=is_largest)
         if counted.plan.fits:
             logger.info("this loop keeps gradients between batches: the plan's numbers count them from here on")
             self._promise(counted, known, inputs)
             return
         logger.info("this loop keeps gradients between batches: planning again, so that the plan counts them")
-        self._known = []
+        self._known = KnownPlans()
         try:
             self.plan(model, inputs, inside=True)
         except DoesNotFitError as error:
-            (self.holds_gradients, self.loop, self._known), self._ignores_held = earlier, True
+            (self.job.holds_gradients, self.job.loop, self._known), self._ignores_held = earlier, True
             self._promise(counted, known, inputs)
             warnings.warn(
                 f"this loop keeps gradients between batches ({show_bytes(held_bytes(model))}), for which the current "
@@ -301,44 +295,23 @@ class Replanner(OwnHook):
                 stacklevel=2,
             )
 
-    def _promise(self, counted: _Known, known: _Known, inputs: Inputs) -> None:
+    def _promise(self, counted: Known, known: Known, inputs: Inputs) -> None:
         """The plan that is in force, with other numbers."""
-        self._known = [counted if one is known else one for one in self._known]
+        self._known = self._known.replaced(known, counted)
         if counted.plan.allocator == known.plan.allocator:
             self.executor.plan = counted.plan
         else:
             self._put_in_force(counted.plan, inputs)
+            self._begin_afresh()
 
-    def _hold_until(self, stay: Stay) -> None:
-        """Plans that are made from here on count gradients of earlier batches so long."""
-        self.holds_gradients = stay != "none"
-        self.loop, self._seen_loop = (
-            dataclasses.replace(loop, clears_late=stay == "forward") for loop in (self.loop, self._seen_loop)
-        )
-
-    def _counting(self, model: nn.Module, inputs: Inputs, known: _Known, *, is_largest: bool) -> _Known:
+    def _counting(self, model: nn.Module, inputs: Inputs, known: Known, *, is_largest: bool) -> Known:
         """What was planned for, with gradients of earlier batches in its numbers."""
         if is_largest and not self._needs_observation and known.plan.rehearsed:
-            plan = self._counted_plan(model, inputs, known.plan)
+            plan = self.job.counted_plan(model, inputs, known.plan)
             if plan is not None:
-                return _Known(known.demand, plan, known.plain, self._counted)
+                return Known(known.demand, plan, known.plain, self.job.counted)
         more = 0 if known.stay == "backward" else held_bytes(model)
-        plan = with_more(known.plan, more, is_of_loop=False)
-        needed_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0)
-        plan = dataclasses.replace(plan, fits=needed_bytes <= plan.budget_bytes)
-        return dataclasses.replace(known, plan=plan, is_bound=True)
-
-    def _counted_plan(self, model: nn.Module, inputs: Inputs, plan: Plan) -> Plan | None:
-        self._is_planning = True
-        try:
-            with console.progress(self.config.enable_logging), stage(f"counting what {type(model).__name__} takes"):
-                counted = counted_for(Planner(self._job(model), inputs), plan, self.config)
-        except StaticProfileError as error:
-            logger.debug("gradients of earlier batches are not counted: %s", str(error))
-            return None
-        finally:
-            self._is_planning = False
-        return counted
+        return known.bounded(more)
 
     # ---- what the loop holds
 
@@ -346,25 +319,27 @@ class Replanner(OwnHook):
         plan = self.executor.plan
         if plan is None or plan.provisional or self._observed is not None or self._needs_observation:
             return None  # who observes sees it with the rest
-        device, counts_all = self._device(model), self.config.memory_budget_gb is None
-        return self._loop_watch.look(plan, inputs, device, self._seen_loop, counts_all=counts_all)
+        device, counts_all = self.job.device(model), self.job.config.memory_budget_gb is None
+        return self._loop_watch.look(plan, inputs, device, self.job.seen_loop, counts_all=counts_all)
 
     def _plan_for_loop(self, model: nn.Module, inputs: Inputs, found: Found) -> bool:
         """Count from here on what the loop holds. Plans that have room for it promise more; for others new ones are
         made when they are needed. True: one was made for this batch."""
-        earlier, known = self.loop, self._known
-        self.loop = self._seen_loop = found.loop
+        earlier, known = self.job.loop, self._known
+        self.job.loop = self.job.seen_loop = found.loop
         self._num_seen.clear()
-        self._known = [one for one in (self._with_held(one, inputs, found.new_bytes) for one in known) if one]
+        self._known, in_force = known.holding(found.new_bytes, inputs, self.executor.plan)
+        if in_force is not None:
+            self.executor.plan = in_force
         what = _words_of_loop(earlier, found.loop)
-        if self._find(self._demand(model, inputs)) is not None:
+        if self._known.find(self._demand(model, inputs)) is not None:
             logger.info("this loop %s (%s): plans count it from here on", what, show_bytes(found.new_bytes))
             return False
         logger.info("this loop %s (%s): planning again, to count it", what, show_bytes(found.new_bytes))
         try:
             self.plan(model, inputs, inside=True)
         except DoesNotFitError as error:
-            self.loop, self._known = earlier, known
+            self.job.loop, self._known = earlier, known
             logger.warning(
                 "this loop %s (%s), and no plan that counts it fits the budget: the peak may be above the predicted "
                 "one by that much. %s",
@@ -374,19 +349,6 @@ class Replanner(OwnHook):
             )
             return False
         return True
-
-    def _with_held(self, known: _Known, inputs: Inputs, num_bytes: int) -> _Known | None:
-        """What was planned for, with so much more held, where it has room for that."""
-        elements = sum(tensor.numel() for tensor in inputs.tensors())
-        held_bytes = math.ceil(num_bytes * max(1.0, known.demand.num_elements / max(1, elements)))
-        plan = known.plan
-        needed_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0) + held_bytes
-        if needed_bytes > plan.budget_bytes:
-            return None
-        right = with_more(plan, held_bytes)
-        if plan is self.executor.plan:
-            self.executor.plan = right
-        return dataclasses.replace(known, plan=right)
 
     def plan(
         self,
@@ -401,12 +363,12 @@ class Replanner(OwnHook):
         called, where the plan is for more. `is_guess`: the inputs were derived, not given, so an error about them is no
         error of the user's."""
         refuse_flat_parameters(model)
-        device = self._device(model)
+        device = self.job.device(model)
         if inside:  # else it is being wrapped, and its hardware was looked at a moment ago
             self._turn_to(device)
         profiles: list[Profile] = []
         is_untouched = self.executor.plan is None and not self._needs_observation
-        slot = plan_cache.slot_for(self._job(model), inputs) if is_untouched else None
+        slot = plan_cache.slot_for(self.job.of(model), inputs) if is_untouched else None
         kept = None if slot is None else slot.read()
         if kept is not None:
             logger.info("the plan that was made for this before is used; MEMSCALE_CACHE=0 would plan anew")
@@ -414,7 +376,7 @@ class Replanner(OwnHook):
             plan = kept or self._rehearsed_plan(model, inputs, profiles.append)
         except StaticProfileError as error:
             is_sample = not inside and not is_guess
-            if not self.config.use_empirical_fallback or (is_sample and not error.needs_values):
+            if not self.job.config.use_empirical_fallback or (is_sample and not error.needs_values):
                 raise
             self._observe_instead(model, begun or inputs, error, inside=inside)
             return
@@ -426,18 +388,20 @@ class Replanner(OwnHook):
             if slot is not None and not profiles[-1].deciding_inputs:
                 slot.write(plan)
         demand = self._demand(model, inputs)
-        self._remember(self._widened(_Known(demand, plan, plain, self._counted)))
+        self._remember(self._known.widened(Known(demand, plan, plain, self.job.counted)))
         self._put_in_force(plan, (begun or inputs) if inside else None)
+        self._begin_afresh()
         self._announce(plan)
 
     def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
         """Plan for this batch, and for all that come, within a smaller budget. If nothing fits, all stays as it is."""
-        earlier = self.config, self._known
-        self.config, self._known = self.config.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False), []
+        earlier = self.job.config, self._known
+        self.job.config = self.job.config.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False)
+        self._known = KnownPlans()
         try:
             self.plan(model, inputs, inside=inside)
         except BaseException:
-            self.config, self._known = earlier
+            self.job.config, self._known = earlier
             raise
 
     @property
@@ -445,58 +409,22 @@ class Replanner(OwnHook):
         """The plan in force is the careful one, under which steps are observed."""
         return self._observed is not None
 
-    def _job(self, model: nn.Module) -> Job:
-        config, optimizer = self._travelling(), self._trained_by.find(model)
-        return Job(model, config, self.hardware, optimizer, self.replacement, self._holds, self.ranks, self.loop)
-
-    @property
-    def _holds(self) -> bool:
-        """Whether plans count gradients of earlier batches."""
-        return self.holds_gradients or self.ranks.keeps_gradients
-
-    @property
-    def _counted(self) -> Stay:
-        """How long plans that are made now count them."""
-        if not self._holds:
-            return "none"
-        return "forward" if self.loop.clears_late else "backward"
-
-    def _travelling(self) -> Config:
-        """What waits in memory that is not pinned goes on to block: to be moved, it would have to fit the device."""
-        plan = self.executor.plan
-        blocks = plan is not None and plan.conditions is not None and not plan.conditions.async_offload
-        if plan is None or not blocks or not self.executor.keeps_waiting:
-            return self.config
-        return travel_of(plan, self.config, self.hardware).said_in(self.config)
-
     def _rehearsed_plan(self, model: nn.Module, inputs: Inputs, on_profile: Callable[[Profile], None]) -> Plan:
         if self._needs_observation:
             refusal = StaticProfileError(f"{type(model).__name__} could not be rehearsed before")
             refusal.needs_values = True
             raise refusal
-        # Copies of a wrapped model are plain, so a plan on fake tensors needs nothing taken off.
-        self._is_planning = True
-        try:
-            with console.progress(self.config.enable_logging), stage(f"planning {type(model).__name__}"):
-                job = self._job(model)
-                return make_plan(job, inputs, on_profile=on_profile)
-        finally:
-            self._is_planning = False
+        return self.job.rehearsed_plan(model, inputs, on_profile)
 
     # ---- ranks that train together
 
-    def _train_with(self, ranks: Ranks) -> None:
-        """What these ranks cannot do with a model is not planned for it."""
-        self.ranks = ranks
-        self.config = withheld_from(self.config, ranks)
-
     def _plan_together(self, model: nn.Module, inputs: Inputs, group: Group) -> bool:
         """Agree with the other ranks on a plan for the largest of their batches. False: each goes on by itself."""
-        self._turn_to(self._device(model))
+        self._turn_to(self.job.device(model))
         meeting = Meeting(group, type(model).__name__)
         try:
-            needs = meeting.gather(Need(inputs.specs(), full_budget(self.hardware, self.config).device_bytes))
-            largest = largest_of(needs)
+            needs = meeting.gather(Need(inputs.specs(), full_budget(self.job.hardware, self.job.config).device_bytes))
+            largest = largest_of([need.specs for need in needs])
             if largest is None:
                 logger.info("the batches of the ranks are of different kinds: each rank plans by itself")
                 return False
@@ -513,10 +441,10 @@ class Replanner(OwnHook):
     def _lead(self, model: nn.Module, common: Inputs, begun: Inputs, budget_bytes: int, meeting: Meeting) -> bool:
         """Plan for all, within the smallest budget, and tell them; also where no plan is found."""
         answer: dict[str, Any] = {"error": "planning failed there; its own message says why"}
-        own = self.config
+        own = self.job.config
         try:
-            if budget_bytes < full_budget(self.hardware, own).device_bytes:
-                self.config = own.replace(memory_budget_gb=budget_bytes / 1e9)
+            if budget_bytes < full_budget(self.job.hardware, own).device_bytes:
+                self.job.config = own.replace(memory_budget_gb=budget_bytes / 1e9)
             self.plan(model, common, inside=True, begun=begun)
             plan = self.executor.plan
             is_for_all = plan is not None and not plan.provisional and not self._deciding
@@ -525,44 +453,42 @@ class Replanner(OwnHook):
             answer = {"misfit": str(error)}
             raise
         finally:
-            self.config = own
+            self.job.config = own
             meeting.answer(answer)
         return True
 
     def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, answer: dict[str, Any]) -> bool:
         """Do what the leader has planned. False: that was for itself alone."""
         if "misfit" in answer:
-            raise DoesNotFitError(f"of the rank with the largest batch: {answer['misfit']}")
+            raise DoesNotFitError(f"the batch of another rank, which is the largest, does not fit: {answer['misfit']}")
         if "error" in answer:
             raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
         if "plan" not in answer:
             return False
         plan = Plan.from_json(answer["plan"])
-        self._remember(_Known(self._demand(model, common), plan, None, self._counted))
+        self._remember(Known(self._demand(model, common), plan, None, self.job.counted))
         self._put_in_force(plan, begun)
         self._announce(plan)
         return True
 
     # ---- values that decide
 
-    def _look_at(self, model: nn.Module, inputs: Inputs, demand: Demand) -> _Known | None:
+    def _look_at(self, model: nn.Module, inputs: Inputs, demand: Demand) -> Known | None:
         """What holds for a batch whose values, and no dimension, go beyond those that were planned for: a plan for a
         step that goes the same way, and nowhere lower. See NOTE [values that decide]."""
-        alike = [
-            known for known in self._known if known.plain is not None and known.demand.without_values().covers(demand)
-        ]
+        alike = self._known.of_shapes(demand)
         if not alike:
             return None
         if self._num_looks >= (_MAX_LOOKS if self._num_other_steps else _MAX_IDLE_LOOKS):
             self._forget_values()
-            return self._find(demand)
+            return self._known.find(demand)
         self._num_looks += 1
         names = ", ".join(name.partition(".")[2] for name, _ in demand.reaches)
         logger.info(
             "the values of an input (%s) decide sizes, and go further than before: rehearsing this batch", names
         )
         try:
-            plain = self._rehearsed_plain(model, inputs)
+            plain = self.job.rehearsed_plain(model, inputs)
         except StaticProfileError:
             return None  # a plan for it will meet the same error, and observe the step
         self._num_other_steps += all(known.plain != plain for known in alike)
@@ -572,26 +498,6 @@ class Replanner(OwnHook):
                 self._remember(wider)
                 return wider
         return None
-
-    def _rehearsed_plain(self, model: nn.Module, inputs: Inputs) -> StepTrace:
-        self._is_planning = True
-        try:
-            device, static = torch.device(self.hardware.device_type), self.config.use_static_profiling
-            shards = self.ranks.num_shards
-            return open_rehearsal(
-                model, inputs, device, static=static, holds_gradients=self._holds, num_shards=shards, loop=self.loop
-            )[1]
-        finally:
-            self._is_planning = False
-
-    def _widened(self, new: _Known) -> _Known:
-        """A plan for values of one batch holds for those of an earlier one, too, if that step was nowhere higher."""
-        shapes, demand = new.demand.without_values(), new.demand
-        for other in self._known:
-            is_lower = new.plain is not None and other.plain is not None and new.plain.spans(other.plain)
-            if is_lower and shapes.covers(other.demand):
-                demand = demand.widened(other.demand)
-        return dataclasses.replace(new, demand=demand)
 
     def _forget_values(self) -> None:
         """From here on, the plan for the largest step of the same shapes holds for all values."""
@@ -603,10 +509,7 @@ class Replanner(OwnHook):
             self._num_looks,
         )
         self._deciding, self._num_looks = frozenset(), _MAX_LOOKS
-        by_peak = sorted(self._known, key=lambda known: known.plan.baseline_peak_bytes)
-        self._known = []
-        for known in by_peak:
-            self._remember(dataclasses.replace(known, demand=known.demand.without_values()))
+        self._known = self._known.without_values()
 
     # ---- steps that take more than was promised
 
@@ -617,7 +520,7 @@ class Replanner(OwnHook):
         """
         plan, shown_bytes = excess.plan, excess.peak_bytes
         is_over = shown_bytes > plan.budget_bytes
-        observes = is_over and self.config.use_empirical_fallback
+        observes = is_over and self.job.config.use_empirical_fallback
         logger.warning(
             "a training step peaked at %s, where the plan promised %s; the budget is %s%s",
             show_bytes(shown_bytes),
@@ -627,56 +530,55 @@ class Replanner(OwnHook):
         )
         if observes:
             self._num_exceeded += 1
-            self._needs_observation, self._known = True, []
+            self._needs_observation, self._known = True, KnownPlans()
         else:
             right = dataclasses.replace(plan, predicted_peak_bytes=shown_bytes, fits=not is_over)
-            self._known = [dataclasses.replace(k, plan=right) if k.plan is plan else k for k in self._known]
+            self._known = self._known.promising(plan, right)
+
+    def _follow_move(self) -> None:
+        """Whatever this forward is for: a model that was moved elsewhere while it was streamed computes there."""
+        device = self.executor.moved_to
+        if device is not None and self.job.config.device is None:
+            self._turn_to(device)
 
     def _turn_to(self, device: torch.device) -> None:
         """Plan for this device: the model may have been moved since it was wrapped."""
-        self.hardware = Hardware.detect(device, self.config.offload_dir)
-        if self.executor.settings.device != device:
+        if self.job.turn_to(device):
             if self._known:
                 logger.info("the model computes on %s now: planning again", device)
-            host_bytes = full_budget(self.hardware, self.config).host_bytes
-            self.executor.turn_to(ExecutionSettings.from_config(self.config, device, host_bytes))
-            self._known = []
+            self._known = KnownPlans()
 
     def _put_in_force(self, plan: Plan, inputs: Inputs | None) -> None:
         """`inputs`: of the forward that has just begun, if one has."""
-        with console.progress(self.config.enable_logging):
+        with console.progress(self.job.config.enable_logging):
             if inputs is None:
                 self.executor.apply(plan)
             else:
                 self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
 
-    def _remember(self, new: _Known) -> None:
-        """Plans for smaller batches stay if they do less. See NOTE [plans by shape]."""
+    def _begin_afresh(self) -> None:
+        """Give back what the allocator has cached.
 
-        def stays(known: _Known) -> bool:
-            is_smaller = known.demand.num_elements < new.demand.num_elements
-            return not new.demand.covers(known.demand) or (is_smaller and does_less(known.plan, new.plan))
+        NOTE [plans begin afresh]: what a plan reserves is predicted for steps that begin with nothing cached. Segments
+        that building the model or an earlier plan left behind have other sizes, and would be held beside its own.
+        """
+        if self.job.hardware.has_caching_allocator:
+            empty_cache()
 
-        others = [known for known in self._known if stays(known)]
-        if len(others) < len(self._known):
+    def _remember(self, new: Known) -> None:
+        known = self._known.beside(new)
+        if len(known) < len(self._known):
             self._num_seen.clear()  # what was found out about smaller shapes was about another placement
-        self._known = [*others, new][-_MAX_KNOWN:]
+        self._known = known.with_one(new)
 
     def _announce(self, plan: Plan) -> None:
-        if self.config.enable_logging:
+        if self.job.config.enable_logging:
             console.show_plan(plan)
         if self.reporter is not None:
-            self.reporter(self.executor, plan, self.hardware)
+            self.reporter(self.executor, plan, self.job.hardware)
         if not self._has_warned:
             self._has_warned = True
             warn_of_other_peaks(plan)
-
-    def _device(self, model: nn.Module) -> torch.device:
-        """Where the model computes. Streamed parameters do not tell: between visits they are at home, on the host."""
-        device = self.executor.settings.device
-        if device is not None and self.executor.streams:
-            return device
-        return device_of(model, self.config)
 
     # ---- models that cannot be rehearsed
 
@@ -685,7 +587,7 @@ class Replanner(OwnHook):
             logger.info("%s Its first training steps are observed, and the plan is made from them.", error)
             self._needs_observation = error.needs_values
         self._deciding = frozenset()  # what was seen is what counts
-        self._observed = ObservedSteps(model, self.config, self.hardware, self._costs(model))
+        self._observed = ObservedSteps(model, self.job.config, self.job.hardware, self.job.costs(model))
         if self._num_exceeded > _MAX_EXCEEDED:
             self._observed.give_up("what they showed was exceeded by later ones, above the budget")
         self._put_in_force(self._observed.careful, inputs if inside else None)
@@ -707,7 +609,7 @@ class Replanner(OwnHook):
             plan = self._observed_plan(model, steps)
             if plan is not None:
                 for seen in steps.demands:
-                    self._remember(_Known(seen, plan, None, self._counted))
+                    self._remember(Known(seen, plan, None, self.job.counted))
                 self._put_in_force(plan, inputs)
                 self._announce(plan)
             if was_planned and (plan is None or plan.rehearsed):
@@ -717,7 +619,7 @@ class Replanner(OwnHook):
 
     def _observed_plan(self, model: nn.Module, steps: ObservedSteps) -> Plan | None:
         """From what was seen; None: what is in force stays."""
-        costs = self._costs(model)
+        costs = self.job.costs(model)
         try:
             return steps.make_plan(model, costs) if steps.plan is None else steps.check(model, costs)
         except DoesNotFitError as error:
@@ -736,17 +638,6 @@ class Replanner(OwnHook):
         if self._observed is not None:
             self._observed.abandon()
             self._observed = None
-
-    def _costs(self, model: nn.Module) -> OptimizerCosts:
-        return OptimizerCosts(self._job(model))
-
-
-def with_more(plan: Plan, num_bytes: int, *, is_of_loop: bool = True) -> Plan:
-    """The plan where so much more is on the device all the time. `is_of_loop`: which the loop holds for itself."""
-    names = ("baseline_peak_bytes", "predicted_peak_bytes", *_OF_ALLOCATOR, *(("loop_bytes",) if is_of_loop else ()))
-    known = {name: getattr(plan, name) for name in names}
-    changed: dict[str, Any] = {name: number + num_bytes for name, number in known.items() if number is not None}
-    return dataclasses.replace(plan, **changed)
 
 
 def _words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:

@@ -17,6 +17,8 @@ oneDNN knows, and the fake one is empty. `CpuKernels` asks it, by running the la
 What fake tensors refuse and every device has: grouped matrix products, by which mixtures of experts compute, in other
 types than bfloat16.
 
+What real tensors do in place and fake ones do not: see NOTE [biases in place].
+
 What some losses keep and fake tensors do not show: a mean that lies in the memory of all that it is the mean of.
 
 Where values steer the way: `transformers` looks for packed sequences in the position ids, cannot read fake ones, and
@@ -42,7 +44,7 @@ from memscale._torch import private
 from memscale._torch.interception import replaced_in_this_thread
 from memscale._units import round_up
 
-_DROPOUT, _ATTENTION, _RMS_NORM = F.dropout, F.scaled_dot_product_attention, F.rms_norm
+_DROPOUT, _ATTENTION, _RMS_NORM, _LINEAR = F.dropout, F.scaled_dot_product_attention, F.rms_norm, F.linear
 
 
 @contextlib.contextmanager
@@ -84,6 +86,22 @@ def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, i
         return input
     result: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return result
+
+
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_seen: bool
+) -> torch.Tensor:
+    """A linear layer as it is in a real step. `is_seen`: a mode sees operators there, too.
+
+    NOTE [biases in place]: PyTorch multiplies rows that do not lie one after the other first, and adds the bias to the
+    product in place. Where tensors are subclasses, or a mode sees operators, as on a stage, the sum is a new tensor.
+    Attention of `torch.nn` that gets its batch first is such a layer.
+    """
+    is_by_parts = bias is not None and input.dim() > 2 and not (input.dim() == 3 and input.is_contiguous())
+    if is_seen or not is_by_parts or torch.is_autocast_enabled(input.device.type):
+        return _LINEAR(input, weight, bias)
+    product = input @ weight.t()
+    return product.add_(bias) if bias is not None else product
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves_with_path, tree_map
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 
 from memscale._errors import MemScaleError
 from memscale._profile import TensorSpec
@@ -51,18 +51,18 @@ class Inputs:
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         """A tensor that is given twice (as inputs and as labels) stays one tensor."""
-        mapped: dict[int, torch.Tensor] = {id(tensor): function(tensor) for tensor in self.tensors()}
-        args, kwargs = _map(lambda tensor: mapped[id(tensor)], (self.args, self.kwargs))
+        return self.replaced({id(tensor): function(tensor) for tensor in self.tensors()})
+
+    def replaced(self, tensors: Mapping[int, torch.Tensor], others: Mapping[int, Any] | None = None) -> Inputs:
+        """The same inputs with other tensors, and with others of `others()`, by the ids of those that they replace."""
+        args, kwargs = _map(lambda tensor: tensors[id(tensor)], (self.args, self.kwargs))
+        if others is not None:
+            args, kwargs = tree_map(lambda leaf: others[id(leaf)] if _is_other(leaf) else leaf, (args, kwargs))
         return Inputs(args, kwargs)
 
-    def map_others(self, function: Callable[[Any], Any]) -> Inputs:
-        """The same inputs with this function applied to what is neither a tensor nor a dataclass."""
-
-        def mapped(leaf: Any) -> Any:
-            return leaf if isinstance(leaf, torch.Tensor) or _is_record(leaf) else function(leaf)
-
-        args, kwargs = tree_map(mapped, (self.args, self.kwargs))
-        return Inputs(args, kwargs)
+    def others(self) -> list[Any]:
+        """What is neither a tensor nor a dataclass."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if _is_other(leaf)]
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for _, tensor in self.named_tensors()]
@@ -123,6 +123,10 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
     for field in _fields_of(leaf):
         object.__setattr__(record, field, _map(function, getattr(leaf, field)))  # also where it is frozen
     return record
+
+
+def _is_other(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) and not _is_record(leaf)
 
 
 def _is_record(leaf: Any) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from memscale._torch import fake_repeats, private
-from memscale._torch.live_bytes import LiveBytes
 
 _FREE = frozenset(
     f"aten::{name}"
@@ -178,17 +177,3 @@ def _is_in_16_bits(tensors: list[torch.Tensor]) -> bool:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.layout is torch.strided else 0
-
-
-@private.without_compiler
-class Books(LiveBytes):
-    """Live bytes, and what is computed, on fake tensors."""
-
-    def __init__(self, device_type: str, rounding_bytes: int) -> None:
-        super().__init__(device_type, rounding_bytes, counts_fakes=True)
-        self.work = Work()
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = super().run(func, args, kwargs)
-        self.work.add(func, args, kwargs, result, self.device_type, self.known)
-        return result

@@ -17,10 +17,11 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._profile.operator_costs import tensors_of
-from memscale._torch.each_operator import EachOperator
 from memscale._torch.overrides import OwnHook
 
 
@@ -53,14 +54,14 @@ class Readings:
 
         A hook could not end it: none is called when the forward ends with what is no `Exception`.
         """
-        return EachOperator(self._see) if self._is_watching else contextlib.nullcontext()
+        return ReadingWatch(self) if self._is_watching else contextlib.nullcontext()
 
-    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for leaf in tensors_of((*args, *kwargs.values())):
+    def see(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are read by an operator."""
+        for leaf in tensors:
             if id(leaf) in self._seen:
                 running = frozenset(key for key, count in self._running.items() if count)
                 self._seen[id(leaf)].add(running)
-        return func(*args, **kwargs)
 
     def outside(self, module_fqns: Iterable[str]) -> frozenset[str]:
         """The modules among these with a parameter that was read while none of its owners among them ran."""
@@ -75,6 +76,19 @@ class Readings:
             if any(running.isdisjoint(names) for running in self._seen.get(key, ()))
             for module_fqn in names.values()
         )
+
+
+class ReadingWatch(TorchDispatchMode):
+    """Shows the tensors that each operator is given, in rehearsals alone."""
+
+    def __init__(self, readings: Readings) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._readings = readings
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._readings.see(tensors_of((*args, *kwargs.values())))
+        return func(*args, **kwargs)
 
 
 class _Step(OwnHook):

@@ -18,28 +18,21 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memscale._profile import NOTHING_HELD, StepTrace
-from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, sequences_unpacked
+from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, linear, sequences_unpacked
 from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
-from memscale._profile.read_elsewhere import Readings
+from memscale._profile.read_elsewhere import Readings, ReadingWatch
 from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
-from memscale._profile.values import (
-    LOWEST_DRAW,
-    MIDDLE_DRAW,
-    SEED,
-    Recollection,
-    Values,
-    assume_value,
-    keep_value,
-    private_values,
-    readable,
-)
+from memscale._profile.values import SEED, Recollection, Values, readable
+from memscale._profile.values.carried import assume_value, keep_value, private_values
+from memscale._profile.values.draws import LOWEST_DRAW, MIDDLE_DRAW
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
+from memscale._torch.interception import replaced_in_this_thread
 from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of
 from memscale._torch.overrides import plain_attributes
 from memscale._torch.released_gradients import held_gradient
@@ -354,8 +347,16 @@ class FakeRehearsal(Rehearsal):
             self.mode,
             self.values,
             kernels,
+            replaced_in_this_thread(F, linear=self._linear),
         ):
             yield
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See NOTE [biases in place]. Modes of techniques are there in a real step, too; and a step on the CPU can be
+        measured only by one."""
+        others = [mode for mode in private.active_modes() if mode is not self.mode and mode is not self.values]
+        is_seen = not all(isinstance(mode, FakeRecorder | ReadingWatch) for mode in others)
+        return linear(input, weight, bias, is_seen=is_seen or self.target_type == "cpu")
 
 
 @contextlib.contextmanager
@@ -398,9 +399,9 @@ def left_autocast(device_type: str) -> Iterator[None]:
     active = [kind for kind in {"cpu", device_type} if torch.is_autocast_enabled(kind)]
     for kind in active:
         torch.set_autocast_enabled(kind, False)
-    torch.clear_autocast_cache()
     try:
-        yield
+        with private.left_autocast_blocks():
+            yield
     finally:
         for kind in active:
             torch.set_autocast_enabled(kind, True)
@@ -413,7 +414,8 @@ def _sizes_of(trace: StepTrace) -> list[tuple[str, str, int, int]]:
 def loss_of(output: Any) -> torch.Tensor:
     """The loss that the model computes, or a stand-in for the one that its user will compute outside.
 
-    Class scores (a last dimension of 1000 and more) get a cross-entropy, other outputs a mean square.
+    Class scores (a last dimension of 1000 and more) get a cross-entropy, other outputs a mean square. What comes in 16
+    bits is made 32 first, as losses want it: a user who does not takes less than is predicted, never more.
     """
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
@@ -428,8 +430,10 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _stand_in_loss(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0 or tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
     if tensor.dim() == 0:
-        return tensor.float()
+        return tensor
     if tensor.dim() >= 2 and tensor.shape[-1] >= CLASSIFIER_WIDTH:
         rows = tensor.reshape(-1, tensor.shape[-1])
         return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=tensor.device)).float()
@@ -479,7 +483,8 @@ def _fake_inputs(inputs: Inputs, mode: Any, device: torch.device) -> Inputs:
                 keep_value(fake, tensor, name)
         return fake.requires_grad_(tensor.requires_grad)
 
-    return inputs.map_tensors(fake_input).map_others(_own_copy)
+    fakes = {id(tensor): fake_input(tensor) for tensor in inputs.tensors()}
+    return inputs.replaced(fakes, {id(leaf): _own_copy(leaf) for leaf in inputs.others()})
 
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import TYPE_CHECKING
 
+from memscale import _json
 from memscale._errors import PlanError, quoted, shown
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ def refuse_same_file(option: str, path: pathlib.Path | None, other: str, other_p
 
 def _is_same_file(one: pathlib.Path | None, other: pathlib.Path | None) -> bool:
     return one is not None and other is not None and one.resolve() == other.resolve()
+
+
+def is_of_a_run(path: pathlib.Path) -> bool:
+    """Whether `executor.report("run.json")` or a Trainer's `memscale_report` wrote it; else it should be a plan."""
+    try:
+        found = _json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # which is said when it is read as a plan
+    return isinstance(found, dict) and found.get("type") == "Report"
 
 
 def read_plan(path: pathlib.Path) -> Plan:

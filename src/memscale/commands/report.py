@@ -1,4 +1,4 @@
-"""`memscale report`: one HTML page about a plan, made now or saved before."""
+"""`memscale report`: one HTML page about a plan, made now or saved before, or about a run that has written its data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def run(asked: Asked, config: Config, *, has_options: bool, output: pathlib.Path
             raise ConfigError(
                 f"{asked.name} is a plan that was made already: of the options only --output applies to it"
             )
-        made = Report(files.read_plan(pathlib.Path(asked.name)))
+        path = pathlib.Path(asked.name)
+        made = Report.load(path) if files.is_of_a_run(path) else Report(files.read_plan(path))
     else:
         made = _report_of(open_subject(asked), config)
     files.write("--output", output, made.html())

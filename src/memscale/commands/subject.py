@@ -81,7 +81,8 @@ def open_subject(asked: Asked) -> Subject:
         else:
             model, sample = zoo.build(asked.name), None
         inputs = inputs_for(asked.name, model, sample, asked.batch, asked.seq)
-        model = model if asked.lora is None else zoo.with_adapters(model, asked.lora)
+        if asked.lora is not None:
+            model, inputs = zoo.with_adapters_for(model, inputs, asked.lora)
         return Subject(asked.name, model, inputs, hardware or Hardware.detect(), asked.optimizer)
 
 

@@ -1,6 +1,7 @@
 """`Report`: a plan, and what is known of its steps, as one HTML file that opens without a network.
 
-    pathlib.Path("plan.html").write_text(Report(plan).html())
+    Report(plan).write(pathlib.Path("plan.html"))
+    Report(plan).write(pathlib.Path("run.json"))      # its data; `Report.load` reads it, where there is Plotly
 
 The file carries Plotly itself. It is light or dark as the reader's system is, and everything that a chart shows by
 hovering stands in a table below it as well.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from memscale import _json
 from memscale._plan import Plan
 from memscale._units import show_bytes
 from memscale.report import charts
@@ -39,6 +42,18 @@ class Report:
     """How long a step of the run took."""
     elsewhere: tuple[tuple[str, int | None, int | None], ...] = ()
     """The same as `measured`, of what waits on the host and on disk."""
+
+    def write(self, path: pathlib.Path) -> None:
+        """The page; to a file that ends with ".json", the data that it is made of."""
+        if path.suffix == ".json":
+            _json.save(self, path)
+        else:
+            path.write_text(self.html(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> Report:
+        """What `write` wrote as data; `MemScaleError` says why a file is none."""
+        return _json.load(cls, path, "what a run has written as JSON")
 
     def html(self) -> str:
         """The whole page. Raises `MemScaleError` where Plotly is not installed."""

@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from memscale._config import Config, OptimizationMode, modes_of
 from memscale._hardware import Hardware
 from memscale._plan import Action, LayerAction, Reason
-from memscale._profile import Layer, OptimizerCost, Profile, Treatment
+from memscale._profile import Layer, OptimizerCost, Profile, TraceKey, Treatment
 
 if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.optimizer_model import OptimizerModel
-    from memscale._decide.step_time import StepWork
-    from memscale._decide.write_plan import Chosen
+    from memscale._decide.optimizer_shares import OptimizerShares
+    from memscale._decide.step_time import Pace, StepWork
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,18 +42,27 @@ class Treated:
     actions: tuple[LayerAction, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """What was rehearsed of a step, as far as choices can be made of it."""
+
+    profile: Profile
+    sizes: Mapping[TraceKey, Sequence[int]]
+    """The sizes of tiles that were traced, in order, by key with tiles of any size; 0 where nothing is tiled."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOption:
     """A field of `RunOptions`: something about the run around the blocks that can be chosen."""
 
     field: str
-    values: Callable[[CostModel, Eligible], tuple[Any, ...]]
+    values: Callable[[Traced, Eligible], tuple[Any, ...]]
     """What can be chosen beside the field's default, which stands for doing nothing."""
     actions: Callable[[Any, Profile], Iterable[Action]]
     """What a plan with this value does."""
     value: Callable[[Sequence[Any], Profile], Any]
     """And back: the value behind these actions."""
-    slowed_ms: Callable[[CostModel, Any, Any], Any] | None = None
+    slowed_ms: Callable[[Traced, Pace, Any, Any], Any] | None = None
     """Forward and backward with this value, from their time without. None: as their traces say."""
     in_row: Callable[[Layer, Profile], tuple[str, ...]] | None = None
     """What is said in the row of a layer that it is about; None: it is about no layer."""
@@ -67,17 +75,17 @@ class StepManner(Protocol):
 
     def can_step(self, cost: OptimizerCost) -> bool: ...
 
-    def resident_bytes(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
+    def resident_bytes(self, shares: OptimizerShares, run: Any, streamed_bytes: Any) -> Any: ...
 
-    def bytes_away(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> tuple[Any, Any]: ...
+    def bytes_away(self, shares: OptimizerShares, run: Any, streamed_bytes: Any) -> tuple[Any, Any]: ...
 
-    def step_bytes(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any: ...
+    def step_bytes(self, shares: OptimizerShares, run: Any, streamed_bytes: Any) -> Any: ...
 
-    def step_ms(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> Any:
+    def step_ms(self, shares: OptimizerShares, run: Any, streamed_bytes: Any) -> Any:
         """How long the step takes by itself, where it is not in buckets that take turns with others."""
         ...
 
-    def work(self, model: OptimizerModel, run: Any, streamed_bytes: Any) -> StepWork | None:
+    def work(self, shares: OptimizerShares, run: Any, streamed_bytes: Any) -> StepWork | None:
         """What the step takes where it is in buckets, which take turns with those of streamed parameters; else None."""
         ...
 
@@ -176,7 +184,7 @@ class Technique:
     """An action for a batch between two sizes, from those for both and the line through two numbers; None: the action
     does not depend on the size."""
 
-    rehearse: Callable[[OneWay, Config], None] | None = None
+    rehearse: Callable[[Trials, Config], None] | None = None
     """What is tried for it beside its treatments of blocks, which are always tried; None: nothing."""
     is_dear: bool = False
     """Trying it takes long: that is done only when nothing else suffices."""

@@ -105,3 +105,21 @@ def test_active_modes_are_in_the_order_in_which_they_were_entered() -> None:
     with first, second:
         assert private.active_modes() == [first, second]
     assert private.active_modes() == []
+
+
+def _casts_under_autocast(weight: torch.Tensor) -> int:
+    with torch.autocast("cpu", torch.bfloat16), Counting() as seen:
+        torch.ones(4, 4, dtype=torch.bfloat16) @ weight
+    return seen.count
+
+
+def test_casts_that_are_cached_go_when_blocks_of_autocast_have_been_left() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        first = _casts_under_autocast(weight)
+        assert _casts_under_autocast(weight) < first
+        with private.left_autocast_blocks():
+            assert _casts_under_autocast(weight) == first
+            assert _casts_under_autocast(weight) == first
+        assert _casts_under_autocast(weight) == first
+        assert _casts_under_autocast(weight) < first

@@ -22,7 +22,9 @@ from memscale._errors import MemScaleError, PlanError
 from memscale._plan import TileHead
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale._torch.interception import replaced_in_this_thread
 from memscale._torch.live_bytes import LiveBytes
+from memscale.techniques.tiling.head import product_with
 from memscale.techniques.tiling.head.lazy import LazyLogits, lazy_linear
 from memscale.techniques.tiling.head.recipe import StaleLogitsError
 from tests.techniques.tiling.models import (
@@ -747,3 +749,11 @@ def test_distributed_data_parallel(tmp_path):
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert "same on rank 0" in answer.stdout
     assert "same on rank 1" in answer.stdout
+
+
+def test_a_linear_layer_that_somebody_stands_in_front_of_is_one() -> None:
+    """As a rehearsal does, whose heads would not be tiled else."""
+    hidden, weight, builtin = torch.zeros(2, 4), torch.zeros(8, 4), F.linear
+    with replaced_in_this_thread(F, linear=builtin):
+        assert F.linear is not builtin
+        assert product_with(weight, builtin, (hidden, weight), {})[0] is hidden

@@ -80,8 +80,8 @@ def optimizer_over(
 
     It chooses its implementation as it would on the device.
     """
-    twin = Twin(SteppedModel(model, optimizer, device_type))
-    standing = {id(fake): stand_ins[number] for number, fake in twin.fakes.items() if number in stand_ins}
+    twin = Twin(SteppedModel(model, optimizer, device_type, stand_ins=stand_ins))
+    standing = {id(stand_ins[number]) for number in twin.fakes if number in stand_ins}
     groups = twin.optimizer.param_groups
-    chosen = [{**group, "params": [standing[id(p)] for p in group["params"] if id(p) in standing]} for group in groups]
+    chosen = [{**group, "params": [p for p in group["params"] if id(p) in standing]} for group in groups]
     return same_class(twin.optimizer, chosen)

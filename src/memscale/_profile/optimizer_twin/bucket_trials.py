@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memscale._profile.optimizer_twin.bucket_cost import BucketCost, peak_of_step
 from memscale._profile.optimizer_twin.same_optimizer import over_parameters, same_class
 from memscale._profile.optimizer_twin.stepping import Stepping
-from memscale._profile.optimizer_twin.twin import Trial, Twin, each_once
+from memscale._profile.optimizer_twin.twin import Trial, Twin, each_once, kind_of
 from memscale._units import round_up
 
 
@@ -23,6 +23,9 @@ class BucketTrials:
     def __init__(self, twin: Twin, guests: Stepping | None) -> None:
         self._twin = twin
         self.how_guests = guests
+        self._known: dict[Hashable, BucketCost] = {}
+        """What buckets cost, by what decides it: a model has many that are alike."""
+        self._group_of = {id(p): index for index, group in enumerate(twin.members) for p in group}
 
     def in_turn(self, how: Stepping, buckets: list[BucketCost]) -> tuple[int, int]:
         """What is on the device between steps, and the most that there is above it in any step, the first included.
@@ -53,8 +56,11 @@ class BucketTrials:
             yield sum(parameter.nbytes for parameter in members), trained
 
     def _try_bucket(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> BucketCost:
-        optimizer = over_parameters(self._twin.optimizer, {id(fake): fake for fake in bucket.values()})
-        return self._try_over(how, optimizer, bucket)
+        kinds = tuple((self._group_of[number], kind_of(fake), how.packs(number)) for number, fake in bucket.items())
+        if (how, kinds) not in self._known:
+            optimizer = over_parameters(self._twin.optimizer, {id(fake): fake for fake in bucket.values()})
+            self._known[how, kinds] = self._try_over(how, optimizer, bucket)
+        return self._known[how, kinds]
 
     def try_pieces(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> list[BucketCost]:
         """The turns in which a bucket is stepped whose state travels: one, or one for each stretch of a parameter."""
@@ -72,6 +78,21 @@ class BucketTrials:
         groups: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> BucketCost:
         """Some parameters, by number, or a stretch of one; `groups` holds them as the optimizer's groups do."""
+        kinds = tuple(
+            (self._group_of[number], kind_of(parameter), how.packs(number), sizes[parameter])
+            for number, parameter in members.items()
+        )
+        if (how, kinds) not in self._known:
+            self._known[how, kinds] = self._try_new_part(how, members, sizes, groups)
+        return self._known[how, kinds]
+
+    def _try_new_part(
+        self,
+        how: Stepping,
+        members: Mapping[int, torch.Tensor],
+        sizes: Mapping[torch.Tensor, torch.Size | None],
+        groups: Sequence[Sequence[torch.Tensor]] | None,
+    ) -> BucketCost:
         fakes: dict[int, nn.Parameter] = {}
         by_member: dict[int, nn.Parameter] = {}
         with self._twin.mode:

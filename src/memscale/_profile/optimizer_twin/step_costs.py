@@ -43,6 +43,8 @@ class Ways:
     """How streamed parameters visit the device to be stepped there; None: they are stepped on the host."""
     is_separable: bool = True
     """Whether it can be stepped in parts."""
+    on_device: bool = True
+    """Whether it may step with all of its state on the device; False: nobody asks what that takes."""
 
 
 class StepCosts:
@@ -54,7 +56,9 @@ class StepCosts:
 
     def cost(self, ways: Ways) -> OptimizerCost:
         """What the step takes in each of these ways."""
-        cost = self._resident(ways.resident, is_separable=ways.is_separable)
+        cost = OptimizerCost(self._twin.name, 0, 0, 0)
+        if ways.on_device:
+            cost = self._resident(ways.resident, is_separable=ways.is_separable)
         cost = cost if ways.offloaded is None else self._with_offloaded(cost, ways.offloaded)
         cost = cost if ways.in_buckets is None else self._with_buckets(cost, ways.in_buckets)
         if ways.in_backward is None:

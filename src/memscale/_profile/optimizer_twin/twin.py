@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._profile.operator_costs import Books, Work
+from memscale._profile.optimizer_twin.books import Books
 from memscale._profile.optimizer_twin.same_optimizer import host_counters, same_class
 from memscale._profile.optimizer_twin.stepping import Prepare
 from memscale._profile.rehearsal import device_exists
@@ -53,7 +53,8 @@ Trials = dict[Hashable, Trial]
 """Trials by what decides what their steps take: the kinds of the parameters, group by group."""
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What of a parameter decides what its step takes."""
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
@@ -75,6 +76,8 @@ class SteppedModel:
     """The optimizer steps one of so many shares of each parameter."""
     trials: Trials = dataclasses.field(default_factory=dict)
     """Steps of the same optimizer on this device that are known; more are added."""
+    stand_ins: Mapping[int, nn.Parameter] = dataclasses.field(default_factory=dict)
+    """Fake parameters that are there already, by the ids of those that they stand for."""
 
 
 class Twin:
@@ -87,6 +90,7 @@ class Twin:
         self._idle = stepped.idle
         self._prepare = stepped.prepare
         self._trials = stepped.trials
+        self._stand_ins = stepped.stand_ins
         self.name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
         self.device_type = device_type
         self.mode = private.fake_tensor_mode()
@@ -134,7 +138,9 @@ class Twin:
 
     def _fake(self, parameter: torch.Tensor) -> nn.Parameter:
         fakes = self.fakes if self.is_trained(parameter) else self._idle_fakes
-        if id(parameter) not in fakes:
+        if id(parameter) in self._stand_ins:
+            fakes[id(parameter)] = self._stand_ins[id(parameter)]
+        elif id(parameter) not in fakes:
             with self.mode:
                 shape, stride = parameter.shape, parameter.stride()
                 if self._num_shards > 1 and shape:
@@ -155,7 +161,7 @@ class Twin:
         """
         inside = {id(fake) for fake in trained.values()}
         members = tuple(
-            (index, group.get("foreach"), id(fake) in inside, _kind(fake))
+            (index, group.get("foreach"), id(fake) in inside, kind_of(fake))
             for index, group in enumerate(optimizer.param_groups)
             for fake in group["params"]
         )
@@ -181,7 +187,7 @@ class Twin:
                 optimizer.step()
                 making_bytes, state_bytes = books.peak_bytes - before, books.total_bytes - before
                 books.reset_peak()
-                books.work = Work()
+                books.begin_work()
                 optimizer.step()
             step_bytes = max(0, books.peak_bytes - before - state_bytes)
         for parameter in trained.values():

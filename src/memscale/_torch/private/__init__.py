@@ -6,7 +6,7 @@ mirrors the modules and says when a release of PyTorch changes one of these thin
 """
 
 from memscale._torch.private.allocator import allocator_bytes, set_allocator_settings
-from memscale._torch.private.checkpoints import see_through_checkpoints
+from memscale._torch.private.checkpoints import outside_checkpoints, see_through_checkpoints
 from memscale._torch.private.compiling import (
     COMPILED_CALL,
     is_compiled,
@@ -27,6 +27,7 @@ from memscale._torch.private.dispatch import (
     inside_functional_transform,
     is_composite,
     is_tracing,
+    left_autocast_blocks,
     real_tensors,
     remove_mode,
     run_opened,
@@ -127,6 +128,7 @@ __all__ = [
     "is_own_node",
     "is_tracing",
     "keeps_graph",
+    "left_autocast_blocks",
     "mark_node",
     "mark_of",
     "meeting_store",
@@ -134,6 +136,7 @@ __all__ = [
     "never_while_compiled",
     "next_sequence_number",
     "num_holders",
+    "outside_checkpoints",
     "plain_shells",
     "real_tensors",
     "remove_mode",

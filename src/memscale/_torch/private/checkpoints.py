@@ -1,12 +1,16 @@
 """Checkpoints that a model has of its own, through `torch.utils.checkpoint`.
 
-Relies on: the generator behind a non-reentrant checkpoint, and the autograd function behind a reentrant one.
+Relies on: the generator behind a non-reentrant checkpoint, the autograd function behind a reentrant one, and the stack
+of hooks on saved tensors, of which only the top is asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 
 def _only_called() -> Iterator[None]:
@@ -48,3 +52,21 @@ def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str
             del kind.apply
 
     return restore
+
+
+@contextlib.contextmanager
+def outside_checkpoints() -> Iterator[None]:
+    """What is computed in here is not seen by checkpoints that are under way: it is no part of what they compute."""
+    stack, taken = torch._C._autograd, []
+    while (top := stack._top_saved_tensors_default_hooks(True)) is not None and _is_of_checkpoint(top[0]):
+        stack._pop_saved_tensors_default_hooks()
+        taken.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            stack._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _is_of_checkpoint(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"

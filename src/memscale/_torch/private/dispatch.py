@@ -1,12 +1,13 @@
 """How PyTorch finds the kernel of an operator, and which modes and transforms stand before it.
 
 Relies on: the stack of dispatch modes of a thread, the dispatcher's keys and kernels, the registry of FLOP counts, and
-the states of TorchScript's tracing, `torch.func` and forward-mode differentiation.
+the states of TorchScript's tracing, `torch.func`, forward-mode differentiation and autocast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,25 @@ def active_modes() -> list[Any]:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return list(_get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def left_autocast_blocks() -> Iterator[None]:
+    """Inside, it is as if every `with torch.autocast(...)` around had been left: what a new one caches goes with it.
+
+    PyTorch counts how many of them are nested, and empties its cache of cast weights when the last is left.
+    """
+    num_blocks = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    for _ in range(num_blocks):
+        torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for _ in range(num_blocks):
+            torch.autocast_increment_nesting()
 
 
 def can_take_outermost_mode() -> bool:

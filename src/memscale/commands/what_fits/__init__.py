@@ -1,12 +1,16 @@
 """`memscale table`: the largest model of each family that trains on common cards, in full and with LoRA. Predicted.
 
     log = Log.load(path)                           # what was planned before
-    for log in plan_all(log, wanted(...)): log.save(path)
+    for log in plan_all(log, stairs_of(...)): log.save(path)
     page.markdown(log)
 
 Each question ("does this model train on that card?") is planned as `memscale plan` does and kept in a log: planning a
-large model takes minutes, and a table that was stopped goes on where it was. A model is not asked about where a smaller
-one of its family does not fit, or a larger one does.
+large model takes minutes, and a table that was stopped goes on where it was.
+
+NOTE [stairs]: what does not fit a card fits no smaller one, and neither does a larger model of its family. So a family
+is asked about like a walk down stairs, from its largest model on the largest card: after a "no" the next smaller model
+is next, after a "yes" the next smaller card. Each cell of the table ends with a plan of its own, and no more plans are
+made than there are cards and models of the family together, instead of their product.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ FAMILIES = {
     "Qwen": ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"),
     "Gemma": ("gemma-2b", "gemma-2-2b"),
     "ViT": ("vit-tiny", "vit-small", "vit-base", "vit-large", "vit-huge"),
+    "SDXL": ("sdxl-unet",),
+    "FLUX": ("flux.1-dev-transformer",),
 }
-"""The smallest first."""
+"""The smallest first. Of diffusion models the network that is trained; text encoders and VAE are not beside it."""
 NUM_PARAMETERS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -60,6 +66,8 @@ NUM_PARAMETERS = {
     "vit-base": 86_567_656,
     "vit-large": 304_326_632,
     "vit-huge": 632_045_800,
+    "sdxl-unet": 2_567_463_684,
+    "flux.1-dev-transformer": 11_901_408_320,
 }
 """The parameters of the zoo's models, counted: a rule of thumb needs nothing else."""
 RANK = 16
@@ -68,6 +76,10 @@ BYTES_A_PARAMETER = {"full": 16, "lora": 2}
 """What a parameter takes without MemScale: fp32 weight, gradient and two moments of AdamW; a frozen weight in bf16."""
 ACTIVATIONS_SHARE = 0.2
 """What the rule of thumb leaves of a card for activations and everything else."""
+LEAST_BYTES_A_PARAMETER = {"full": 12, "lora": 2}
+"""What must be somewhere at every time: weight and moments, however gradients come and go; a frozen weight."""
+IMAGES = ("ViT", "SDXL", "FLUX")
+"""Families that take no sequences."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,12 +100,22 @@ class Question:
 
     @property
     def seq(self) -> int | None:
-        """The length of sequences; None: images of 224 x 224."""
-        return None if self.family == "ViT" else 1024
+        """The length of sequences; None: images."""
+        return None if self.family in IMAGES else 1024
 
     @property
     def shape(self) -> str:
         return f"{self.batch} x {self.seq}" if self.seq is not None else f"{self.batch} images"
+
+    @property
+    def size(self) -> int:
+        """The card's memory in GiB."""
+        return next(size for size, name in CARDS.items() if name == self.card)
+
+    def cannot_fit(self, host_gb: float) -> bool:
+        """Whether weights and moments alone are more than card and host together have."""
+        least_bytes = NUM_PARAMETERS[self.model] * LEAST_BYTES_A_PARAMETER[self.kind]
+        return least_bytes > self.size * 2**30 + host_gb * 1e9
 
     def command(self, host_gb: float) -> str:
         """What gives this very plan."""
@@ -146,46 +168,65 @@ class Log:
         return _json.load(cls, path, "a log of memscale table")
 
 
-def wanted(cards: Iterable[int], families: Iterable[str], kinds: Iterable[Kind] = KINDS) -> list[Question]:
-    """Every question of these parts of the table, in the order in which a table that is stopped knows the most.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stairs:
+    """One family, trained in one way, on some cards. See NOTE [stairs]."""
 
-    What the rule of thumb says fits is asked first, then ever larger models, and smaller ones where it was wrong.
+    family: str
+    kind: Kind
+    sizes: tuple[int, ...] = tuple(CARDS)
+
+    def next_question(self, log: Log) -> Question | None:
+        """What is to be planned next; None: every cell has its answer."""
+        models = list(FAMILIES[self.family])
+        for size in sorted(self.sizes, reverse=True):
+            while models:
+                question = Question(CARDS[size], models[-1], self.kind)
+                if not question.cannot_fit(log.host_gb):
+                    answer = log.answer(question)
+                    if answer is None:
+                        return question
+                    if answer.fits:
+                        break
+                models.pop()
+        return None
+
+
+def stairs_of(sizes: Iterable[int], families: Iterable[str], kinds: Iterable[Kind] = KINDS) -> list[Stairs]:
+    """These parts of the table."""
+    sizes, kinds = tuple(sizes), tuple(kinds)
+    return [Stairs(family, kind, sizes) for family in families for kind in kinds]
+
+
+def fits(log: Log, question: Question) -> bool | None:
+    """Whether the model trains on the card, as far as the log says or it follows from that; None: not known.
+
+    It fits if the same or a larger model of its family fits the same or a smaller card, and the other way round.
     """
-    found = []
-    for size in cards:
-        for family in families:
-            for kind in kinds:
-                models = FAMILIES[family]
-                start = models.index(rule_of_thumb(family, kind, size) or models[0])
-                for place, model in enumerate(models):
-                    away = place - start if place >= start else len(models) + start - place
-                    found.append((away, NUM_PARAMETERS[model], Question(CARDS[size], model, kind)))
-    return [question for _, _, question in sorted(found, key=lambda entry: entry[:2])]
-
-
-def is_settled(log: Log, question: Question) -> bool:
-    """Whether it has an answer, or one follows from a smaller model that does not fit or a larger one that does."""
+    if question.cannot_fit(log.host_gb):
+        return False
     models = FAMILIES[question.family]
     place = models.index(question.model)
-    for other, model in enumerate(models):
-        answer = log.answer(dataclasses.replace(question, model=model))
-        if answer is None:
+    for answer in log.answers:
+        other = answer.question
+        if answer.error or (other.family, other.kind) != (question.family, question.kind):
             continue
-        if other == place or (not answer.error and (other < place) != answer.fits):
+        larger_model, larger_card = models.index(other.model) - place, other.size - question.size
+        if answer.fits and larger_model >= 0 >= larger_card:
             return True
-    return False
+        if not answer.fits and larger_model <= 0 <= larger_card:
+            return False
+    return None
 
 
-def plan_all(log: Log, questions: Iterable[Question], say: Callable[[str], None] = lambda _: None) -> Iterator[Log]:
+def plan_all(log: Log, parts: Iterable[Stairs], say: Callable[[str], None] = lambda _: None) -> Iterator[Log]:
     """The log after each answer."""
-    questions = list(questions)
-    for number, question in enumerate(questions, 1):
-        if is_settled(log, question):
-            continue
-        kind = "in full" if question.kind == "full" else "with LoRA"
-        say(f"{number} of {len(questions)}: {question.model} {kind}, {question.shape}, on {question.card}")
-        log = log.with_answer(ask(question, log.host_gb))
-        yield log
+    for stairs in parts:
+        while (question := stairs.next_question(log)) is not None:
+            kind = "in full" if question.kind == "full" else "with LoRA"
+            say(f"{question.model} {kind}, {question.shape}, on {question.card}")
+            log = log.with_answer(ask(question, log.host_gb))
+            yield log
 
 
 def ask(question: Question, host_gb: float = HOST_GB) -> Answer:
@@ -238,7 +279,7 @@ def _subject(name: str, kind: Kind, batch: int, seq: int | None) -> tuple[nn.Mod
     model = zoo.build(name)
     inputs = derive_inputs(model, batch, seq)
     assert inputs is not None, "the zoo's models have inputs"
-    return (zoo.with_adapters(model, RANK) if kind == "lora" else model), inputs
+    return zoo.with_adapters_for(model, inputs, RANK) if kind == "lora" else (model, inputs)
 
 
 def rule_of_thumb(family: str, kind: Kind, size: int) -> str | None:

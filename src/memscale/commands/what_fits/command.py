@@ -14,14 +14,14 @@ from memscale.commands.what_fits.page import lines, markdown
 
 def run(
     log: pathlib.Path,
-    questions: list[what_fits.Question],
+    parts: list[what_fits.Stairs],
     *,
     host_gb: float,
     page: pathlib.Path | None,
     show: bool,
     as_json: bool,
 ) -> None:
-    """Answer these questions, but for those that the log has; `show`: none, and the log is printed as it is."""
+    """Answer what these parts ask and the log does not know; `show`: nothing, and the log is printed as it is."""
     check_host(host_gb)
     for option, path in (("--log", log), ("--page", page)):
         files.check_writable(option, path)
@@ -32,7 +32,7 @@ def run(
             f"{log} has answers for a host of {answers.host_gb:g} GB, not {host_gb:g}: name another --log"
         )
     with quiet():
-        for latest in what_fits.plan_all(answers, [] if show else questions, say):
+        for latest in what_fits.plan_all(answers, [] if show else parts, say):
             latest.save(log)
             answers = latest
         if page is not None:
@@ -41,8 +41,8 @@ def run(
     print_result(answers, shown_lines, as_json=as_json)
 
 
-def questions_of(cards: list[int] | None, families: list[str] | None, kind: str | None) -> list[what_fits.Question]:
-    """The questions that these options ask; without them, all."""
+def parts_of(cards: list[int] | None, families: list[str] | None, kind: str | None) -> list[what_fits.Stairs]:
+    """The parts of the table that these options name; without them, all."""
     for option, given, known in (
         ("--card", cards, what_fits.CARDS),
         ("--family", families, what_fits.FAMILIES),
@@ -54,4 +54,4 @@ def questions_of(cards: list[int] | None, families: list[str] | None, kind: str 
                     f"{option} {shown(each)} is not known; it must be one of {', '.join(map(str, known))}"
                 )
     kinds = what_fits.KINDS if kind is None else tuple(each for each in what_fits.KINDS if each == kind)
-    return what_fits.wanted(cards or what_fits.CARDS, families or what_fits.FAMILIES, kinds)
+    return what_fits.stairs_of(cards or what_fits.CARDS, families or what_fits.FAMILIES, kinds)

@@ -15,7 +15,7 @@ from memscale.commands.what_fits import (
     Kind,
     Log,
     Question,
-    is_settled,
+    fits,
     rule_of_thumb,
 )
 from memscale.report.tables import table
@@ -34,7 +34,7 @@ class Cell:
     best: Answer | None
     """The largest that was found to fit."""
     is_final: bool
-    """Whether all larger models were planned for, or have answers that follow."""
+    """Whether no larger model of the family fits."""
 
 
 def cells(log: Log, kind: Kind) -> list[Cell]:
@@ -43,12 +43,19 @@ def cells(log: Log, kind: Kind) -> list[Cell]:
     for size, card in CARDS.items():
         for family, models in FAMILIES.items():
             questions = [Question(card, model, kind) for model in models]
-            answers = [answer for question in questions if (answer := log.answer(question)) is not None]
-            if answers:
-                fitting = [answer for answer in answers if answer.fits]
-                is_final = all(is_settled(log, question) for question in questions)
-                found.append(Cell(size, family, kind, fitting[-1] if fitting else None, is_final))
+            known = [fits(log, question) for question in questions]
+            if any(each is not None for each in known):
+                planned = [place for place, question in enumerate(questions) if _was_planned(log, question)]
+                best = log.answer(questions[planned[-1]]) if planned else None
+                is_final = all(each is False for each in known[planned[-1] + 1 if planned else 0 :])
+                found.append(Cell(size, family, kind, best, is_final))
     return found
+
+
+def _was_planned(log: Log, question: Question) -> bool:
+    """Whether there is a plan for it, on this very card."""
+    answer = log.answer(question)
+    return answer is not None and answer.fits
 
 
 def lines(log: Log) -> list[str]:
@@ -83,10 +90,11 @@ def _gb(num_bytes: int | None) -> str:
 
 
 def _what_is_trained(kind: Kind) -> str:
-    shapes = "text 1 x 1024, images 16 of 224 x 224"
+    shapes = "text 1 x 1024; ViT 16 images of 224 x 224; SDXL and FLUX one of 1024 x 1024"
     if kind == "full":
         return f"every weight, in fp32, with AdamW; {shapes}"
-    return f"adapters of rank {RANK} on every linear layer, frozen weights in bf16, AdamW; {shapes}"
+    layers = "every linear layer (SDXL, FLUX: of attention)"
+    return f"adapters of rank {RANK} on {layers}, frozen weights in bf16, AdamW; {shapes}"
 
 
 def _caption(log: Log) -> str:
@@ -105,14 +113,16 @@ def _legend() -> str:
 
 def markdown(log: Log) -> str:
     """The page."""
-    num_asked = sum(is_settled(log, question) for question in _all_questions())
+    num_known = sum(fits(log, question) is not None for question in _all_questions())
     parts = [
         "# What can my card train?",
         "",
         f"{_caption(log)} Only exact techniques are used: a model trains as it would without MemScale, bit for bit.",
         f"Written by `memscale table` (memscale {log.version}) from [what_fits.json](what_fits.json), which answers "
-        f"{num_asked} of {len(_all_questions())} questions; the others were not planned for yet, and a cell says so.",
-        "Diffusion models (SDXL, FLUX) are not in this table yet; `memscale estimate` knows their networks by name.",
+        f"{num_known} of {len(_all_questions())} questions; the others were not planned for yet, and a cell says so.",
+        "Every figure is of a plan for that very card. That a larger model does not fit follows from a plan for it, for"
+        " a smaller one or for a larger card; or from its weights and moments alone, where card and host have less.",
+        "Of SDXL and FLUX, the network that is trained: text encoders and VAE run before it, and are not counted.",
         "",
         _legend(),
     ]

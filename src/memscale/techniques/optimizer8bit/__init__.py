@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from memscale._config import Config
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer, Reason
 from memscale._profile import Profile
-from memscale.techniques.technique import RunOption, StateRule, Technique
+from memscale.techniques.technique import RunOption, StateRule, Technique, Traced
 
 if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 
 def _attach(actions: Sequence[QuantizeOptimizer], to: Attachment) -> None:
@@ -24,8 +23,8 @@ def _attach(actions: Sequence[QuantizeOptimizer], to: Attachment) -> None:
     to.hold_state(actions, packer=lambda undo: EightBit(actions[0], to.model, undo, to.device))
 
 
-def _values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
-    return (True,) if model.profile.eight_bit_optimizer is not None else ()
+def _values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
+    return (True,) if traced.profile.eight_bit_optimizer is not None else ()
 
 
 def _actions(is_quantized: bool, profile: Profile) -> Iterator[QuantizeOptimizer]:
@@ -50,8 +49,8 @@ def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_8bit_optimizer", numbers)
 
 
-def _rehearse(planner: OneWay, config: Config) -> None:
-    planner.cost_in_8_bits()
+def _rehearse(trials: Trials, config: Config) -> None:
+    trials.cost_in_8_bits()
 
 
 EIGHT_BIT = Technique(

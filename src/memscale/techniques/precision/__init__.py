@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from memscale._config import Config
 from memscale._hardware import Hardware
 from memscale._plan import MixedPrecision, Reason
-from memscale._profile import Precision, Profile
-from memscale.techniques.technique import RunOption, Technique, Unrehearsed
+from memscale._profile import Precision, Profile, TraceKey
+from memscale.techniques.technique import RunOption, Technique, Traced, Unrehearsed
 
 if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 HalfType: TypeAlias = Literal["bfloat16", "float16"]
 
@@ -60,9 +59,9 @@ def _attach(actions: Sequence[MixedPrecision], to: Attachment) -> None:
         to.precision = attach(action, to.model, to.device.type, to.undo, scale=to.loss_scale)
 
 
-def _values(model: CostModel, eligible: Eligible) -> tuple[Precision, ...]:
+def _values(traced: Traced, eligible: Eligible) -> tuple[Precision, ...]:
     dtype = eligible.half_type
-    return (dtype,) if dtype is not None and dtype in model.precisions else ()
+    return (dtype,) if dtype is not None and TraceKey(precision=dtype) in traced.sizes else ()
 
 
 def _actions(dtype: HalfType, profile: Profile) -> Iterator[MixedPrecision]:
@@ -88,8 +87,8 @@ def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_mixed_precision", chosen.part(precision=""))
 
 
-def _rehearse(planner: OneWay, config: Config) -> None:
-    planner.try_in_16_bits(config)
+def _rehearse(trials: Trials, config: Config) -> None:
+    trials.try_in_16_bits(config)
 
 
 PRECISION = Technique(

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from memscale._config import Config
 from memscale._plan import Reason, TileAttention, TileHead, TileMlp
 from memscale._profile import Layer, Profile, TraceKey
-from memscale.techniques.technique import RunOption, Technique
+from memscale.techniques.technique import RunOption, Technique, Traced
 
 if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.write_plan import Chosen
+    from memscale._decide.step_time import Pace
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 Inside: TypeAlias = TileAttention | TileMlp
 
@@ -40,8 +40,10 @@ def _attach_head(actions: Sequence[TileHead], to: Attachment) -> None:
         attach_head(action, to.model, to.undo)
 
 
-def _head_values(model: CostModel, eligible: Eligible) -> tuple[int, ...]:
-    return model.head_rows
+def _head_values(traced: Traced, eligible: Eligible) -> tuple[int, ...]:
+    """Sizes of the head's tiles that can be chosen."""
+    found = traced.sizes.get(TraceKey(head_rows=1))
+    return doublings(found[0], found[-1]) if found and traced.profile.head is not None else ()
 
 
 def _head_actions(rows: int, profile: Profile) -> Iterator[TileHead]:
@@ -53,9 +55,9 @@ def _head_value(actions: Sequence[TileHead], profile: Profile) -> int:
     return actions[-1].rows
 
 
-def _head_ms(model: CostModel, rows: int, compute_ms: Any) -> Any:
-    num_tiles = -(-max(model.head_rows) * 2 // rows)
-    return model.pace.tiled_head_ms(compute_ms, num_tiles)
+def _head_ms(traced: Traced, pace: Pace, rows: int, compute_ms: Any) -> Any:
+    num_tiles = -(-traced.sizes[TraceKey(head_rows=1)][-1] * 2 // rows)
+    return pace.tiled_head_ms(compute_ms, num_tiles)
 
 
 def _head_in_row(layer: Layer, profile: Profile) -> tuple[str, ...]:
@@ -70,18 +72,18 @@ def _head_reason(chosen: Chosen) -> Reason:
     return Reason("tile the head", {**chosen.part(head_rows=0), "rows": chosen.choice.run.head_rows})
 
 
-def _rehearse_head(planner: OneWay, config: Config) -> None:
+def _rehearse_head(trials: Trials, config: Config) -> None:
     """The smallest tiles and the largest: what lies between, the peak model knows."""
-    head = planner.tiles.head
+    head = trials.tiles.head
     if head is None:
         return
-    planner.learn(head=head)
-    rest = planner.rest_actions()
-    for rows in planner.tiles.head_rows:
+    trials.learn(head=head)
+    rest = trials.rest_actions()
+    for rows in trials.tiles.head_rows:
         tiled = (dataclasses.replace(head, rows=rows),)
-        planner.try_variants({TraceKey(head_rows=rows): tiled}, config)
+        trials.try_variants({TraceKey(head_rows=rows): tiled}, config)
         if rest:
-            planner.try_variants({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, config)
+            trials.try_variants({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, config)
 
 
 HEAD = Technique(
@@ -132,8 +134,14 @@ def cut_inside(coarsest: tuple[Inside, ...], num_tiles: int) -> tuple[Inside, ..
     )
 
 
-def _inside_values(model: CostModel, eligible: Eligible) -> tuple[int, ...]:
-    return model.num_tiles
+def _inside_values(traced: Traced, eligible: Eligible) -> tuple[int, ...]:
+    """Numbers of tiles inside the blocks that can be chosen."""
+    found = [size for key, sizes in traced.sizes.items() if _tiles_blocks_alone(key) for size in sizes]
+    return doublings(min(found), max(found)) if found and traced.profile.inside else ()
+
+
+def _tiles_blocks_alone(key: TraceKey) -> bool:
+    return key == TraceKey(key.treatment, num_tiles=1)
 
 
 def _inside_actions(num_tiles: int, profile: Profile) -> tuple[Inside, ...]:
@@ -173,8 +181,8 @@ def doublings(low: int, high: int) -> tuple[int, ...]:
     return tuple(sizes) if high == low else (*sizes, high)
 
 
-def _inside_ms(model: CostModel, num_tiles: int, compute_ms: Any) -> Any:
-    return compute_ms + model.pace.tiles_ms(num_tiles * len(model.profile.inside))
+def _inside_ms(traced: Traced, pace: Pace, num_tiles: int, compute_ms: Any) -> Any:
+    return compute_ms + pace.tiles_ms(num_tiles * len(traced.profile.inside))
 
 
 def _inside_in_row(layer: Layer, profile: Profile) -> tuple[str, ...]:
@@ -196,18 +204,18 @@ def _inside_reason(chosen: Chosen) -> Reason:
     return Reason("tile attention and MLPs inside the layers", {**part, "tiles": num_tiles})
 
 
-def _rehearse_inside(planner: OneWay, config: Config) -> None:
+def _rehearse_inside(trials: Trials, config: Config) -> None:
     """Rehearse tiles inside blocks, only in blocks that are recomputed in full, and where blocks make up the peak."""
-    inside = planner.tiles.inside
-    planner.skipped_inside = bool(inside) and not planner.blocks_hold_the_peak(config)
-    if not inside or planner.skipped_inside:
+    inside = trials.tiles.inside
+    trials.skipped_inside = bool(inside) and not trials.blocks_hold_the_peak(config)
+    if not inside or trials.skipped_inside:
         return
-    planner.learn(inside=inside)
-    smallest = {t: actions for t, actions in planner.treatments(config).items() if t.recompute == "full"}
-    for num_tiles in planner.tiles.num_inside:
+    trials.learn(inside=inside)
+    smallest = {t: actions for t, actions in trials.treatments(config).items() if t.recompute == "full"}
+    for num_tiles in trials.tiles.num_inside:
         cut = cut_inside(inside, num_tiles)
         named = {TraceKey(t, num_tiles=num_tiles): (*cut, *actions) for t, actions in smallest.items()}
-        planner.try_variants(named, config)
+        trials.try_variants(named, config)
 
 
 def _inside_words(action: Inside) -> str:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, OffloadOptimizer, Reason
 from memscale._profile import OptimizerCost, Profile
 from memscale.techniques.offload.next_tier import no_next_tier, no_tier_for_plan
-from memscale.techniques.technique import RunOption, StateRule, Technique, Unrehearsed
+from memscale.techniques.technique import RunOption, StateRule, Technique, Traced, Unrehearsed
 
 if TYPE_CHECKING:
     from memscale._decide.choice import RunOptions
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.optimizer_shares import OptimizerShares
     from memscale._decide.step_time import StepWork
-    from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
 
 
@@ -26,40 +25,40 @@ class _FromTheNextTier:
     def can_step(self, cost: OptimizerCost) -> bool:
         return cost.offloaded_step_bytes is not None
 
-    def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        whole, rest = model.cost(run).offloaded_state_bytes, model.profile.rest_optimizer
+    def resident_bytes(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
+        whole, rest = shares.cost(run).offloaded_state_bytes, shares.profile.rest_optimizer
         of_rest = whole if rest is None else min(whole, rest.offloaded_state_bytes)
-        least, share = model.left(run, whole, of_rest, streamed_bytes), self._resident_share(model, run)
-        return least if not share else least + share * (model.unstreamed_bytes(run, streamed_bytes) - least)
+        least, share = shares.left(run, whole, of_rest, streamed_bytes), self._resident_share(shares, run)
+        return least if not share else least + share * (shares.unstreamed_bytes(run, streamed_bytes) - least)
 
-    def _resident_share(self, model: OptimizerModel, run: RunOptions) -> float:
+    def _resident_share(self, shares: OptimizerShares, run: RunOptions) -> float:
         """The share of the movable state that stays: whole buckets stay, so it differs from what was asked for."""
-        cost = model.cost(run)
+        cost = shares.cost(run)
         share, away = cost.share(resident_share(run)), cost.state_bytes - cost.offloaded_state_bytes
         return 0.0 if share is None or not away else (share.state_bytes - cost.offloaded_state_bytes) / away
 
-    def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
+    def bytes_away(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         """All but the share that stays, which is one of what is not streamed."""
-        stays_bytes = self._resident_share(model, run) * model.unstreamed_bytes(run, streamed_bytes)
-        return 0 * streamed_bytes, model.cost(run).state_bytes - stays_bytes
+        stays_bytes = self._resident_share(shares, run) * shares.unstreamed_bytes(run, streamed_bytes)
+        return 0 * streamed_bytes, shares.cost(run).state_bytes - stays_bytes
 
-    def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+    def step_bytes(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
         """The bytes of the largest bucket's step and of the state that travels beside it."""
-        cost, rest = model.cost(run), model.profile.rest_optimizer
+        cost, rest = shares.cost(run), shares.profile.rest_optimizer
         share = cost.share(resident_share(run))
         if share is not None:
             of_rest = share if rest is None else rest.share(resident_share(run))
-            return model.largest_left(run, share.step_bytes, of_rest.step_bytes if of_rest else 0, streamed_bytes)
+            return shares.largest_left(run, share.step_bytes, of_rest.step_bytes if of_rest else 0, streamed_bytes)
         whole = cost.offloaded_step_bytes
         assert whole is not None
         least = whole if rest is None else rest.offloaded_step_bytes or 0
-        return model.largest_left(run, whole, least, streamed_bytes)
+        return shares.largest_left(run, whole, least, streamed_bytes)
 
-    def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        return model.works_ms([self.work(model, run, streamed_bytes)])
+    def step_ms(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
+        return shares.works_ms([self.work(shares, run, streamed_bytes)])
 
-    def work(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> StepWork:
-        return model.travelling_work(run, resident_share(run), model.share_left(run, streamed_bytes))
+    def work(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> StepWork:
+        return shares.travelling_work(run, resident_share(run), shares.share_left(run, streamed_bytes))
 
     def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
         share = cost.share(resident_share(run))
@@ -77,7 +76,7 @@ def _attach(actions: Sequence[OffloadOptimizer], to: Attachment) -> None:
     to.hold_state(actions, moves=True, resident_share=max(action.resident_share for action in actions))
 
 
-def _values(model: CostModel, eligible: Eligible) -> tuple[float, ...]:
+def _values(traced: Traced, eligible: Eligible) -> tuple[float, ...]:
     return (1.0,)  # plans that send a share away are derived from plans that send all of it
 
 

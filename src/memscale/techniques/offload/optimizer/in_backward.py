@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from memscale._plan import Action, Reason, check_count
 from memscale._profile import OptimizerCost, Profile
-from memscale.techniques.technique import RunOption, StateRule, Technique
+from memscale.techniques.technique import RunOption, StateRule, Technique, Traced
 
 if TYPE_CHECKING:
     from memscale._decide.choice import RunOptions
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.optimizer_model import OptimizerModel
-    from memscale._decide.write_plan import Chosen
+    from memscale._decide.optimizer_shares import OptimizerShares
     from memscale._execute.attachment import Attachment
 
 MAX_BUCKET_BYTES = 4 * 1024 * 1024
@@ -57,22 +56,22 @@ class _InBackward:
     def can_step(self, cost: OptimizerCost) -> bool:
         return cost.in_backward is not None
 
-    def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        return model.unstreamed_bytes(run, streamed_bytes)
+    def resident_bytes(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
+        return shares.unstreamed_bytes(run, streamed_bytes)
 
-    def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
+    def bytes_away(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         return 0 * streamed_bytes, 0 * streamed_bytes
 
-    def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+    def step_bytes(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
         """No bytes here: `CostModel` counts them in backward."""
         return 0 * streamed_bytes
 
-    def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        cost = model.cost(run)
+    def step_ms(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
+        cost = shares.cost(run)
         assert cost.in_backward is not None
-        return model.in_backward_ms(cost, cost.in_backward) + 0 * streamed_bytes
+        return shares.in_backward_ms(cost, cost.in_backward) + 0 * streamed_bytes
 
-    def work(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> None:
+    def work(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> None:
         return None
 
     def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
@@ -91,8 +90,8 @@ def _attach(actions: Sequence[StepInBackward], to: Attachment) -> None:
         BackwardSteps(to.model, bucket_bytes, to.offloading.optimizer).attach(to.undo)
 
 
-def _values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
-    return (True,) if model.profile.optimizer.in_backward is not None else ()
+def _values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
+    return (True,) if traced.profile.optimizer.in_backward is not None else ()
 
 
 def _actions(is_in_backward: bool, profile: Profile) -> Iterator[StepInBackward]:

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from memscale._plan import STEP_BUCKET_BYTES, Reason, StepInBuckets
 from memscale._profile import OptimizerCost, Profile
-from memscale.techniques.technique import RunOption, StateRule, Technique
+from memscale.techniques.technique import RunOption, StateRule, Technique, Traced
 
 if TYPE_CHECKING:
     from memscale._decide.choice import RunOptions
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.optimizer_model import OptimizerModel
+    from memscale._decide.optimizer_shares import OptimizerShares
     from memscale._decide.step_time import StepWork
-    from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
 
 
@@ -29,23 +28,23 @@ class _WhereItIs:
     def can_step(self, cost: OptimizerCost) -> bool:
         return cost.bucketed_step_bytes is not None and cost.bucketed_step_bytes < cost.step_bytes
 
-    def resident_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        return model.unstreamed_bytes(run, streamed_bytes)
+    def resident_bytes(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
+        return shares.unstreamed_bytes(run, streamed_bytes)
 
-    def bytes_away(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
-        return model.cost(run).state_bytes - model.unstreamed_bytes(run, streamed_bytes), 0 * streamed_bytes
+    def bytes_away(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
+        return shares.cost(run).state_bytes - shares.unstreamed_bytes(run, streamed_bytes), 0 * streamed_bytes
 
-    def step_bytes(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
+    def step_bytes(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
         """The temporaries of the largest bucket."""
-        whole, rest = model.cost(run).bucketed_step_bytes or 0, model.profile.rest_optimizer
+        whole, rest = shares.cost(run).bucketed_step_bytes or 0, shares.profile.rest_optimizer
         least = whole if rest is None or rest.bucketed_step_bytes is None else rest.bucketed_step_bytes
-        return model.largest_left(run, whole, least, streamed_bytes)
+        return shares.largest_left(run, whole, least, streamed_bytes)
 
-    def step_ms(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> Any:
-        return model.works_ms([self.work(model, run, streamed_bytes)])
+    def step_ms(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
+        return shares.works_ms([self.work(shares, run, streamed_bytes)])
 
-    def work(self, model: OptimizerModel, run: RunOptions, streamed_bytes: Any) -> StepWork:
-        return model.bucketed_work(model.cost(run), model.share_left(run, streamed_bytes))
+    def work(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> StepWork:
+        return shares.bucketed_work(shares.cost(run), shares.share_left(run, streamed_bytes))
 
     def exact_bytes(self, cost: OptimizerCost, run: RunOptions) -> tuple[int, int]:
         in_buckets = cost.bucketed_step_bytes
@@ -56,7 +55,7 @@ def _attach(actions: Sequence[StepInBuckets], to: Attachment) -> None:
     to.hold_state(actions)
 
 
-def _values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
+def _values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
     return (True,)
 
 

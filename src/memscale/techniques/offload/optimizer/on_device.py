@@ -16,12 +16,11 @@ from memscale._hardware import Hardware
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, Action, Reason, check_count
 from memscale._profile import Profile
 from memscale.techniques.offload.next_tier import no_next_tier
-from memscale.techniques.technique import RunOption, Technique, Unrehearsed
+from memscale.techniques.technique import RunOption, Technique, Traced, Unrehearsed
 
 if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
 
 
@@ -53,8 +52,8 @@ def _attach(actions: Sequence[StepOnDevice], to: Attachment) -> None:
     to.hold_state(actions, guest_bytes=min(action.bucket_bytes for action in actions))
 
 
-def _values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
-    return (True,) if model.profile.guests is not None else ()
+def _values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
+    return (True,) if traced.profile.guests is not None else ()
 
 
 def _actions(is_on_device: bool, profile: Profile) -> Iterator[StepOnDevice]:

@@ -13,14 +13,13 @@ from memscale._hardware import Hardware
 from memscale._plan import OffloadActivations, Reason, StreamParameters
 from memscale._profile import STREAM, STREAM_OFFLOAD, Layer, Profile, TraceKey
 from memscale.techniques.offload.next_tier import no_next_tier
-from memscale.techniques.technique import RunOption, Technique, Treated
+from memscale.techniques.technique import RunOption, Technique, Traced, Treated
 
 if TYPE_CHECKING:
-    from memscale._decide.cost_model import CostModel
+    from memscale._decide.chosen import Chosen
     from memscale._decide.eligible import Eligible
-    from memscale._decide.write_plan import Chosen
     from memscale._execute.attachment import Attachment
-    from memscale._planning.one_way import OneWay
+    from memscale._planning.trials import Trials
 
 HOST_KERNELS = ("cpu", "simgpu")
 """Devices that compute with the host's own kernels, so that a step on the host has the same bits as one there."""
@@ -41,7 +40,7 @@ def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
     from memscale.techniques.offload.parameters import streaming
 
     settings, to.at_home = to.settings, actions
-    to.users["streaming"] = streaming.attach(
+    streamer = to.users["streaming"] = streaming.attach(
         actions,
         to.model,
         to.device,
@@ -53,6 +52,7 @@ def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
         verify=settings.verify,
         previous=to.offloading.handed_over,
     )
+    to.lessons.append(streamer.known_order)
     to.offloading.handed_over = None
 
 
@@ -63,8 +63,8 @@ def _outcome(actions: Sequence[StreamParameters]) -> str:
 # ---- the rest of the model beside its blocks
 
 
-def _rest_values(model: CostModel, eligible: Eligible) -> tuple[bool, ...]:
-    return (True,) if model.profile.rest else ()
+def _rest_values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
+    return (True,) if traced.profile.rest else ()
 
 
 def _rest_actions(is_streamed: bool, profile: Profile) -> Iterator[StreamParameters]:
@@ -84,10 +84,10 @@ def _rest_reason(chosen: Chosen) -> Reason:
     return Reason("stream parameters", {"parameter_bytes": chosen.model.profile.rest_param_bytes})
 
 
-def _rehearse(planner: OneWay, config: Config) -> None:
-    rest = planner.rest_actions()
+def _rehearse(trials: Trials, config: Config) -> None:
+    rest = trials.rest_actions()
     if rest:
-        planner.try_variants({TraceKey(streams_rest=True): rest}, config)
+        trials.try_variants({TraceKey(streams_rest=True): rest}, config)
 
 
 def _note(device_type: str, names: frozenset[str]) -> str:

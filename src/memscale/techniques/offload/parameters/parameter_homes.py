@@ -235,14 +235,31 @@ class Homes:
             if id(tensor) in self._replaced:
                 slot.table()[slot.name] = self._replaced[id(tensor)]
             elif tensor is not None and not private.is_fake(tensor):
-                by_device.setdefault(self._destination(slot, tensor, device), []).append(tensor)
+                by_device.setdefault(self.destination(slot, tensor, device), []).append(tensor)
         self._devices, self._replaced, self._streamed = [], {}, set()
         self._streamed_places, self._sent_to = set(), {}
         # What belongs on the host moves first, because that makes room on the device.
         for device, tensors in sorted(by_device.items(), key=lambda item: item[0].type != "cpu"):
             self._move_out(tensors, device)
 
-    def _destination(self, slot: Slot, tensor: torch.Tensor, came_from: torch.device) -> torch.device:
+    def displaced(self) -> list[tuple[Slot, torch.device]]:
+        """The places of tensors that `restore` would move to another device now, and where those came from."""
+        there = [(slot, device, slot.get()) for slot, device in self._devices]
+        return [
+            (slot, came_from)
+            for slot, came_from, tensor in there
+            if not private.is_fake(tensor) and self.destination(slot, tensor, came_from) != tensor.device
+        ]
+
+    @property
+    def sent_to(self) -> torch.device | None:
+        """Where the user has moved the model since it is streamed; None: nowhere. See NOTE [moved while streamed]."""
+        devices = set(self._sent_to.values())
+        is_all = bool(self._streamed_places) and self._streamed_places <= self._sent_to.keys()
+        return devices.pop() if is_all and len(devices) == 1 else None
+
+    def destination(self, slot: Slot, tensor: torch.Tensor, came_from: torch.device) -> torch.device:
+        """Where `restore` would put this tensor."""
         if slot.place in self._streamed_places:
             return self._sent_to.get(slot.place, came_from)
         return came_from if tensor.device == self.device else tensor.device

@@ -266,6 +266,10 @@ class Streamer:
             **{(i, Direction.INFERENCE): (i + 1, Direction.INFERENCE) for i in range(count - 1)},
         }
 
+    def known_order(self) -> dict[Stop, Stop]:
+        """Return which stop is expected after which. As long as this stays the same, one step is as the next."""
+        return dict(self._next)
+
     def parameters(self) -> list[torch.Tensor]:
         """Return all parameters that are streamed now."""
         layers = [layer for reference in self.layers if (layer := reference()) is not None]

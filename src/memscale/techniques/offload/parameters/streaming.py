@@ -31,7 +31,7 @@ from memscale._plan import StreamParameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
-from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, state_placement
+from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, placed_copies, state_placement
 from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
 from memscale.techniques.offload.parameters.parameter_homes import (
     LARGEST_SEGMENT_BYTES,
@@ -309,6 +309,7 @@ def attach(
     _attach_layers(streamer, modules, streamed, undo, verify=verify)
     _attach_model(streamer, model, undo)
     _move_in(streamer, model, streamed, undo, is_fake=is_fake, previous=previous)
+    placed_copies.attach(homes, undo)
     return streamer
 
 
@@ -365,7 +366,7 @@ def _attach_model(streamer: Streamer, model: nn.Module, undo: contextlib.ExitSta
     undo.callback(model.register_forward_hook(_ForwardEnd(streamer), always_call=True).remove)
     keep_copies_clean(model, undo)
     inner_checkpoints.attach(model, undo)
-    computing_device.attach(model, streamer.device, undo)
+    computing_device.attach(model, streamer.homes, undo)
 
 
 def _announce(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:

@@ -13,6 +13,7 @@ A batch of no more rows than a tile takes the plain path, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -33,6 +34,8 @@ from memscale.techniques.tiling.common import at_least_one, is_plain_path
 from memscale.techniques.tiling.head.functions import DDP_LOOKS
 from memscale.techniques.tiling.head.lazy import LazyLogits, lazy_linear
 
+_LINEAR = inspect.unwrap(F.linear)
+"""What modes are told of, whoever stands in front of it: a rehearsal does."""
 _PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm})
 
 
@@ -173,7 +176,7 @@ class _LazyProducts(TorchFunctionMode):
 
 def product_with(weight: torch.Tensor, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """(hidden, bias) if this call is `linear(hidden, weight, bias)` in any writing; else (None, None)."""
-    if func is F.linear and len(args) >= 2 and args[1] is weight:
+    if func is _LINEAR and len(args) >= 2 and args[1] is weight:
         return args[0], args[2] if len(args) > 2 else kwargs.get("bias")
     if func in _PRODUCTS and len(args) == 2 and not kwargs and _is_transpose(args[1], weight):
         return args[0], None

@@ -63,6 +63,11 @@ class Request:
         )
 
 
+def num_ignored(is_ignored: torch.Tensor) -> int:
+    """How many rows do not count, read back from the device."""
+    return int(is_ignored.sum())
+
+
 class Rows:
     """The rows of one loss: those that count first, each with its target."""
 
@@ -73,7 +78,7 @@ class Rows:
         self.num_all = flat.numel()
         # See NOTE [same bytes on fake tensors].
         has_values = not private.is_fake(flat) and flat.device.type != "meta"
-        self.num_kept = self.num_all - int(is_ignored.sum()) if has_values else self.num_all
+        self.num_kept = self.num_all - num_ignored(is_ignored) if has_values else self.num_all
         self.ids = row_ids[self.order]
         self.targets = flat[self.order]
 
