@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memscale import Config, Hardware
+from memscale import Config, DoesNotFitError, Hardware, MemScaleError
 from memscale._decide.eligible import resolve
 from memscale._planning import together
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, withheld_from
+from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, plan_in, withheld_from
 from memscale._profile import TensorSpec
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, Ranks
 from memscale.techniques.offload.optimizer import OPTIMIZER
 from memscale.techniques.offload.parameters import PARAMETERS
+from tests.parity import plan_of
 
 pytestmark = pytest.mark.unit
 
@@ -100,6 +101,16 @@ def test_the_rank_with_the_largest_batch_leads_and_the_other_hears_its_answer(mo
     heard.append(meeting.read_answer())
     thread.join()
     assert heard == [{"plan": "the plan"}]
+
+
+def test_what_the_leader_met_is_raised_by_those_who_follow() -> None:
+    with pytest.raises(DoesNotFitError, match="another rank, which is the largest, does not fit: too large"):
+        plan_in({"misfit": "too large"})
+    with pytest.raises(MemScaleError, match="could not plan: broken"):
+        plan_in({"error": "broken"})
+    assert plan_in({}) is None
+    plan = plan_of(())
+    assert plan_in({"plan": plan.to_json()}) == plan
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

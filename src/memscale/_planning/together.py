@@ -20,6 +20,8 @@ import torch
 
 from memscale import _json
 from memscale._config import Config
+from memscale._errors import DoesNotFitError, MemScaleError
+from memscale._plan import Plan
 from memscale._profile import TensorSpec
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import Group, Ranks
@@ -129,6 +131,15 @@ def largest_of(batches: list[Specs]) -> Specs | None:
     return tuple(
         dataclasses.replace(column[0], shape=tuple(map(max, *(spec.shape for spec in column)))) for column in columns
     )
+
+
+def plan_in(answer: dict[str, Any]) -> Plan | None:
+    """The plan that the leader has answered with; None: it has planned for itself alone. Raises what it has met."""
+    if "misfit" in answer:
+        raise DoesNotFitError(f"the batch of another rank, which is the largest, does not fit: {answer['misfit']}")
+    if "error" in answer:
+        raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
+    return Plan.from_json(answer["plan"]) if "plan" in answer else None
 
 
 def enlarged(inputs: Inputs, largest: Specs) -> Inputs:
