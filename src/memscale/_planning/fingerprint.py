@@ -84,8 +84,16 @@ def _own_files() -> set[pathlib.Path]:
     """The files of loaded modules that belong to no installed package; and MemScale's, which loads parts of itself
     later."""
     files = [vars(m).get("__file__") for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
-    loaded = {pathlib.Path(file).resolve() for file in files if isinstance(file, str) and file.endswith(".py")}
-    return {path for path in loaded if not _is_installed(path)} | set(_PACKAGE.rglob("*.py"))
+    loaded = {os.path.abspath(file) for file in files if isinstance(file, str) and file.endswith(".py")}
+    own = {file for file in loaded if os.path.islink(file) or not _is_installed_folder(os.path.dirname(file))}
+    paths = {pathlib.Path(file).resolve() for file in own}
+    return {path for path in paths if not _is_installed(path)} | set(_PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def _is_installed_folder(folder: str) -> bool:
+    """Thousands of modules are loaded from a few hundred folders: following links takes long, and is done for these."""
+    return _is_installed(pathlib.Path(folder).resolve() / "module.py")
 
 
 def _is_installed(path: pathlib.Path) -> bool:
