@@ -284,7 +284,14 @@ class Replanner(OwnHook):
         if plan is None or plan.provisional or self._observed is not None or self._needs_observation:
             return None  # who observes sees it with the rest
         device, counts_all = self.job.device(model), self.job.config.memory_budget_gb is None
-        return self._loop_watch.look(plan, inputs, device, self.job.seen_loop, counts_all=counts_all)
+        return self._loop_watch.look(
+            plan,
+            inputs,
+            device,
+            self.job.seen_loop,
+            counts_all=counts_all,
+            workspace_bytes=self.job.hardware.workspace_bytes,
+        )
 
     def _plan_for_loop(self, model: nn.Module, inputs: Inputs, found: Found) -> bool:
         """Count from here on what the loop holds. Plans that have room for it promise more; for others new ones are
