@@ -13,7 +13,7 @@ CUDA_STAMP := $(CUDA_VENV)/.installed
 # `===` asks for the build of the ordinary index, and keeps one without CUDA ("2.13.0+cpu") out.
 CUDA_TORCH := $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 
-.PHONY: help demo check test test-all test-torch test-shuffled test-pages search-cases fuzz zoo durations audit docs cuda lint format clean
+.PHONY: help demo check test test-all test-torch test-shuffled test-pages search-cases fuzz zoo durations audit docs cuda cuda-libraries lint format clean
 
 help:
 	@echo "make demo    train a small GPT-2 with and without MemScale and compare"
@@ -30,6 +30,7 @@ help:
 	@echo "make audit   bandit over our code, pip-audit over what is installed (the latter asks a database on the network)"
 	@echo "make docs    the documentation as a site in build/site; broken links are errors"
 	@echo "make cuda    the CUDA build of PyTorch on an emulated card (no GPU needed): its tests, and a table; downloads 5 GB once"
+	@echo "make cuda-libraries  the examples for Liger and timm on the emulated card"
 	@echo "make format  rewrite the code in our format"
 	@echo "make clean   remove the environment and caches"
 
@@ -116,10 +117,15 @@ $(CUDA_STAMP): pyproject.toml emucuda/pyproject.toml constraints.txt
 	@touch $@
 
 cuda: $(CUDA_STAMP)
-	$(CUDA_BIN)/python -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests --ignore emucuda/tests/card --ignore emucuda/tests/memscale
+	$(CUDA_BIN)/python -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests --ignore emucuda/tests/card --ignore emucuda/tests/memscale --ignore emucuda/tests/libraries
 	$(CUDA_BIN)/python -m emucuda --races --kernels -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/card
 	$(CUDA_BIN)/python -m emucuda --races --lag 100000 -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/memscale
 	$(CUDA_BIN)/python -m emucuda.peaks bert-base gpt2 bert-large gpt2-medium gpt2-large --json docs/results/cuda.json
+
+# Libraries that need the CUDA build of PyTorch (Liger's kernels, and torchvision, which timm imports), on the emulated card.
+cuda-libraries: $(CUDA_STAMP)
+	$(CUDA_BIN)/pip install --no-deps liger-kernel==0.8.5 timm==1.0.31 torchvision==0.28.0
+	$(CUDA_BIN)/python -m emucuda -m pytest -c emucuda/pyproject.toml --rootdir emucuda emucuda/tests/libraries
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.torchvision_names import names_of_torchvision
+
 BATCH, LENGTH, VOCABULARY = 2, 16, 128
 LIBRARIES = ("transformers", "timm", "diffusers")
 MAX_PARAMETERS = 60_000_000
@@ -166,12 +168,18 @@ def _senses(name: str, config: Any) -> dict[str, torch.Tensor]:
 
 # ---- timm
 
+SIDE = 64
 _SMALL_WORDS = ("atto", "femto", "pico", "nano", "xxs", "test", "tiny", "_xs", "small", "18", "b0")
+
+
+def _timm() -> Any:
+    with names_of_torchvision():
+        return importlib.import_module("timm")
 
 
 def timm_names() -> list[str]:
     """The smallest, by its name, of each of timm's families."""
-    timm = importlib.import_module("timm")
+    timm = _timm()
     found = []
     for module in timm.list_modules():
         names = timm.list_models(module=module)
@@ -185,17 +193,21 @@ def _how_large(name: str) -> int:
 
 
 def build_timm(name: str) -> Iterator[Callable[[], Built]]:
-    yield lambda: _timm_model(name)
+    """With small images where the model takes them, told so or not; else with those that it is made for."""
+    yield lambda: _timm_model(name, SIDE, img_size=SIDE)
+    yield lambda: _timm_model(name, SIDE)
+    yield lambda: _timm_model(name, None)
 
 
-def _timm_model(name: str) -> Built:
-    timm = importlib.import_module("timm")
+def _timm_model(name: str, side: int | None, **options: int) -> Built:
+    timm = _timm()
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in timm.create_model(name, num_classes=10).parameters())
+        num_parameters = sum(p.numel() for p in timm.create_model(name, num_classes=10, **options).parameters())
     if num_parameters > MAX_PARAMETERS:
         raise ValueError(f"{num_parameters / 1e6:.0f} M parameters")
-    model = timm.create_model(name, num_classes=10)
-    return model, {"x": torch.randn(BATCH, *model.default_cfg["input_size"])}
+    model = timm.create_model(name, num_classes=10, **options)
+    channels, height, width = model.default_cfg["input_size"]
+    return model, {"x": torch.randn(BATCH, channels, side or height, side or width)}
 
 
 # ---- diffusers

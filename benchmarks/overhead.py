@@ -6,6 +6,8 @@
   `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, in microseconds a block and step. The blocks are
   so small that the arithmetic hardly counts. The bar is 100 µs.
 - Skipped: the step time of a wrapped model whose plan is to do nothing, over that of the plain model.
+- Recovery: a step with `recover_from_oom` over the same without, on a simulated device: twelve narrow transformer
+  blocks and AdamW with `foreach`, and the same for a model that keeps a list of a million numbers.
 - Import: `import memscale` after `import torch`. The bar is 0.3 s.
 
 Steps of the two sides alternate, and their CPU time is compared: its fastest tenth, as other processes only ever make
@@ -28,6 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memscale
+import simgpu  # noqa: F401  (registers the device, before autograd makes its threads)
 from benchmarks.models import Mlp, MlpBlock, ResidualBlock
 from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
@@ -50,6 +53,9 @@ class Result:
     hook_with_buffers_us: float
     """The same for blocks with BatchNorm, whose statistics are kept from being updated twice."""
     skipped_ratio: float
+    recovery_ratio: float
+    recovery_ratio_with_list: float
+    """The same for a model that keeps a list of a million numbers."""
     import_s: float
     first_use_s: float
     """`memscale.wrap` looked up for the first time: this loads what `import memscale` leaves for later."""
@@ -102,6 +108,41 @@ def skipped_ratio(repetitions: int) -> float:
     return wrapped_s / plain_s
 
 
+class _Narrow(nn.Module):
+    """Twelve narrow transformer blocks, and what the user keeps."""
+
+    def __init__(self, kept: list[int]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def recovery_ratio(kept: list[int], repetitions: int) -> float:
+    """A whole training step with `recover_from_oom` over the same without."""
+    device = torch.device("simgpu", 0)
+    x = torch.randn(4, 32, 64).to(device)
+
+    def trained(recovers: bool) -> Callable[[], None]:
+        model = _Narrow(kept).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        memscale.wrap(model, memscale.Config(enable_logging=False, recover_from_oom=recovers), x)
+
+        def step() -> None:
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    without_s, with_s = _interleaved(trained(False), trained(True), repetitions)
+    return with_s / without_s
+
+
 def _interleaved(
     first: Callable[[], None], second: Callable[[], None], repetitions: int, warmup: int = 20
 ) -> tuple[float, float]:
@@ -146,9 +187,12 @@ def _run(repetitions: int) -> Result:
     _, buffers_us = hook_us(lambda: ResidualBlock(4), image, repetitions)
     _say("skipped model")
     ratio = skipped_ratio(repetitions)
+    _say("recovery")
+    fewer = max(1, repetitions // 3)
+    recovery = recovery_ratio([], fewer), recovery_ratio(list(range(1_000_000)), fewer)
     _say("imports")
     import_alone_s, first_use_s = import_s("import memscale"), import_s("import memscale; memscale.wrap")
-    return Result(checkpoint_us, plain_us, buffers_us, ratio, import_alone_s, first_use_s)
+    return Result(checkpoint_us, plain_us, buffers_us, ratio, *recovery, import_alone_s, first_use_s)
 
 
 def _say(what: str) -> None:
@@ -161,6 +205,8 @@ def to_text(result: Result) -> str:
         ("hook overhead on top of that", f"{result.hook_us:.1f} µs", f"bar {MAX_HOOK_US:.0f} µs"),
         ("the same with BatchNorm in the block", f"{result.hook_with_buffers_us:.1f} µs", f"bar {MAX_HOOK_US:.0f} µs"),
         ("wrapped but skipped, over plain", f"{result.skipped_ratio:.3f} x", ""),
+        ("a step with recover_from_oom, over without", f"{result.recovery_ratio:.3f} x", ""),
+        ("the same with a list of a million numbers", f"{result.recovery_ratio_with_list:.3f} x", ""),
         ("import memscale after import torch", f"{result.import_s:.3f} s", f"bar {MAX_IMPORT_S} s"),
         ("the same and the first use of wrap", f"{result.first_use_s:.3f} s", ""),
     )

@@ -1,7 +1,7 @@
 """Trials in a process of their own, which is ended and started again when one hangs or ends it.
 
 A command that tries things answers `--serve` with `serve(attempt)`: words come in, one line a trial, and a line of JSON
-goes out. `Server` is the other end, and `run` asks it for everything that a log does not know yet.
+goes out. `Server` is the other end, and `Trials` asks it for what a log does not know yet.
 """
 
 from __future__ import annotations
@@ -87,28 +87,46 @@ class Server:
                     pipe.close()
 
 
+class Trials:
+    """Asks a server for what a log does not know yet, and appends what it answers. Use as a context."""
+
+    def __init__(self, module: str, seconds: float, log: pathlib.Path | None) -> None:
+        self.module, self.seconds, self.log = module, seconds, log
+        self._known = known(log)
+        self._server: Server | None = None
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def run(self, words: tuple[str, ...]) -> Result:
+        """The result of this trial, from the log where it is there."""
+        if words not in self._known:
+            result = self._known[words] = self._asked(words)
+            print(f"{' '.join(words)}: {result['status']} {result.get('why', '')}", file=sys.stderr)
+            if self.log is not None:
+                with self.log.open("a") as file:
+                    file.write(json.dumps({"case": words, **result}) + "\n")
+        return self._known[words]
+
+    def _asked(self, words: tuple[str, ...]) -> Result:
+        self._server = self._server or Server(self.module)
+        answer = self._server.ask(words, self.seconds)
+        if not isinstance(answer, str):
+            return answer
+        self._server = None
+        return {"status": "too slow" if answer.startswith("over") else "ended", "why": answer}
+
+
 def run(
     module: str, cases: Iterable[tuple[str, ...]], seconds: float, log: pathlib.Path | None
 ) -> dict[tuple[str, ...], Result]:
     """Results by case. What is in the log is not tried again, and what is tried is appended to it."""
-    results = known(log)
-    server = None
-    wanted = list(cases)
-    for number, words in enumerate(wanted, 1):
-        if words in results:
-            continue
-        server = server or Server(module)
-        answer = server.ask(words, seconds)
-        if isinstance(answer, str):
-            server, answer = None, {"status": "too slow" if answer.startswith("over") else "ended", "why": answer}
-        results[words] = answer
-        print(f"{number}/{len(wanted)} {' '.join(words)}: {answer['status']} {answer.get('why', '')}", file=sys.stderr)
-        if log is not None:
-            with log.open("a") as file:
-                file.write(json.dumps({"case": words, **answer}) + "\n")
-    if server is not None:
-        server.close()
-    return {words: results[words] for words in wanted}
+    with Trials(module, seconds, log) as trials:
+        return {words: trials.run(words) for words in cases}
 
 
 def known(log: pathlib.Path | None) -> dict[tuple[str, ...], Result]:

@@ -1,11 +1,13 @@
 """The learned policy of stage 1: train it, and compare it with the rules on architectures that it was not trained on.
 
-    python -m benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE]
+    python -m benchmarks.policy [--num N] [--seed S] [--jobs J] [--cache DIR] [--artifact FILE] [--plans P]
 
-`--num` shapes are drawn, in turns from every family of models; each is profiled on fake tensors (half a minute) and
-gives some dozens of cases: depths, cards, what users rule out, budgets. `--cache` keeps profiles and cases, and a
-second call goes on from there. Each family's cases are then judged by trees that have seen none of that family; the
-artifact is trained on all of them and written where `--artifact` says. The same seed gives the same artifact.
+`--num` shapes are drawn, in turns from every family of models; each is profiled on fake tensors and gives some dozens
+of cases: depths, cards, what users rule out, budgets. `--cache` keeps profiles and cases, and a second call goes on
+from there. Each architecture's cases are then judged by trees that have seen none of it; the artifact is trained on all
+of them and written where `--artifact` says. The same seed gives the same artifact. `--plans` draws so many other models
+of every architecture and plans each in earnest, with everything eligible and as a policy says that has seen nothing of
+its architecture, and compares the processor's time and the plans.
 
 Times and peaks are predictions of the models that plans are made with; nothing is run.
 """
@@ -27,11 +29,13 @@ import torch
 
 from benchmarks.policy import cases as case_module
 from benchmarks.policy import shapes
-from benchmarks.policy.cases import Case, draw_cases, feature_names
-from benchmarks.policy.scores import compare, fit_policy, scores_table, verdict
+from benchmarks.policy.cases import Case, draw_cases, feature_names, profile_hash
+from benchmarks.policy.planned import plan_both_ways, planned_table
+from benchmarks.policy.scores import Trained, compare, fit_policy, held_out_policies, scores_table
 from memscale import _json
 from memscale._decide.policy import features, strategies
 from memscale._decide.policy.learned import FORMAT, Artifact
+from memscale._decide.policy.trees import UNIT
 from memscale._hardware import Hardware
 from memscale._profile import Profile
 
@@ -51,7 +55,8 @@ def cases_of(task: Task) -> list[Case]:
     kept = pathlib.Path(cache) / f"{name}-{_code_hash()}.cases.json" if cache else None
     if kept is not None and kept.is_file():
         return [_json.decode(Case, case) for case in json.loads(kept.read_text())]
-    cases = draw_cases(family, _profile_of(name, family, cache), name)
+    profile = _profile_of(name, family, cache)
+    cases = draw_cases(family, profile, f"{name}/{profile_hash(profile)[:16]}")
     if kept is not None:
         kept.write_text(json.dumps(_json.encode(cases)))
     return cases
@@ -89,22 +94,41 @@ def gather(todo: Sequence[Task], jobs: int) -> list[Case]:
         print(f"\r{done} of {len(todo)} shapes, {len(cases)} cases, {time.perf_counter() - start:.0f} s",
               end="", file=sys.stderr, flush=True)  # fmt: skip
     print(file=sys.stderr)
-    return cases
+    return distinct(cases)
+
+
+def distinct(cases: Sequence[Case]) -> list[Case]:
+    """Without the cases of shapes whose profile is that of an earlier one: `group` is "shape/profile/setting"."""
+    first_of: dict[str, str] = {}
+    kept = []
+    for case in cases:
+        shape, profile, _ = case.group.split("/")
+        if first_of.setdefault(profile, shape) == shape:
+            kept.append(case)
+    return kept
 
 
 def train(cases: Sequence[Case], seed: int) -> Artifact:
-    names, trained = feature_names(), fit_policy(cases)
-    text = json.dumps([_json.encode(list(cases)), names], sort_keys=True)
     families = sorted({case.family for case in cases})
+    num_models = len({case.group for case in cases})
+    return artifact_of(
+        fit_policy(cases),
+        cases,
+        f"{len(cases)} cases of {num_models} models on cards, seed {seed}: {', '.join(families)}",
+    )
+
+
+def artifact_of(trained: Trained, cases: Sequence[Case], trained_on: str) -> Artifact:
+    names = feature_names()
+    text = json.dumps([_json.encode(list(cases)), names], sort_keys=True)
     return Artifact(
         format=FORMAT,
         features=names,
         forests=trained.forests,
         threshold=trained.threshold,
         training_hash=hashlib.sha256(text.encode()).hexdigest(),
-        trained_on=f"{len(cases)} cases of {len({case.group for case in cases})} models on cards, seed {seed}: "
-        + ", ".join(families),
-    )
+        trained_on=trained_on,
+    ).sealed()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,13 +136,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cache:
         pathlib.Path(options.cache).mkdir(parents=True, exist_ok=True)
     cases = gather(tasks(options.num, options.seed, options.cache), options.jobs)
-    scores = compare(cases)
+    held_out = held_out_policies(cases)
     print(f"{Hardware.detect('cpu').describe()}; torch {importlib.metadata.version('torch')}\n")
-    print(f"{scores_table(scores)}\n\n{verdict(scores)}")
+    print(f"{scores_table(compare(cases, held_out))}")
     artifact = train(cases, options.seed)
-    print(f"\n{artifact.trained_on}\nthreshold {artifact.threshold}, training hash {artifact.training_hash}")
+    sure = artifact.threshold / UNIT
+    print(f"\n{artifact.trained_on}\nthreshold {sure}, training hash {artifact.training_hash}", flush=True)
     if options.artifact:
-        pathlib.Path(options.artifact).write_text(json.dumps(_json.encode(artifact), sort_keys=True) + "\n")
+        pathlib.Path(options.artifact).write_text(artifact.to_json())
+    if options.plans:
+        artifacts = {name: artifact_of(trained, (), f"without {name}") for name, trained in held_out.items()}
+        print(f"\n{planned_table(list(plan_both_ways(artifacts, options.plans)))}")
     return 0
 
 
@@ -126,9 +154,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.policy", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--num", type=int, default=36, help="shapes of models to profile")
+    parser.add_argument("--num", type=int, default=24, help="shapes of models to profile")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cache", default="", help="a directory that keeps profiles and cases")
     parser.add_argument("--artifact", default="", help="where to write the trained policy")
+    parser.add_argument("--plans", type=int, default=0, help="models of every architecture to plan both ways")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Gradient-boosted trees for yes or no, in numpy: small and deterministic; written out as `policy/trees.py`."""
+"""Gradient-boosted trees for yes or no, in numpy: small and deterministic; written out in integers (`trees.py`)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from memscale._decide.policy.trees import Forest, Tree
+from memscale._decide.policy.trees import UNIT, Forest, Tree
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    num_trees: int = 40
+    num_trees: int = 30
     depth: int = 3
-    rate: float = 0.15
+    rate: float = 0.2
     num_bins: int = 48
     min_weight: float = 4.0
     """Of the Hessian in a leaf: a few undecided cases, or many that are settled."""
@@ -36,7 +36,7 @@ def fit(rows: Array, labels: Array, settings: Settings) -> Forest:
         grown = _Grower(bins, labels - likely, likely * (1 - likely), settings)
         trees.append(grown.tree())
         odds += grown.fitted
-    return Forest(_short(base), tuple(trees))
+    return Forest(_whole(base), tuple(trees))
 
 
 class _Bins:
@@ -46,8 +46,8 @@ class _Bins:
         quantiles = np.linspace(0, 1, num_bins + 1)[1:-1]
         self.edges = []
         for column in rows.T:
-            edges = {_short(edge) for edge in np.quantile(column, quantiles, method="lower")}
-            self.edges.append(np.array(sorted(edge for edge in edges if edge < column.max())))
+            edges = {int(edge) for edge in np.quantile(column, quantiles, method="lower")}
+            self.edges.append(np.array(sorted(edge for edge in edges if edge < column.max()), np.int64))
         # A case goes left of an edge that it does not exceed, as in the walk.
         columns = [np.searchsorted(e, c, side="left") for e, c in zip(self.edges, rows.T, strict=True)]
         self.codes = np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0), np.int64)
@@ -59,7 +59,7 @@ class _Grower:
 
     def __init__(self, bins: _Bins, gradients: Array, hessians: Array, settings: Settings) -> None:
         self.bins, self.gradients, self.hessians, self.settings = bins, gradients, hessians, settings
-        self.nodes: list[tuple[int, float, int, int, float]] = []
+        self.nodes: list[tuple[int, int, int, int, int]] = []
         self.fitted = np.zeros(len(gradients))
         num_features = bins.codes.shape[1]
         self._flat = bins.codes + np.arange(num_features) * bins.width
@@ -71,19 +71,19 @@ class _Grower:
 
     def _grow(self, cases: Array, depth: int) -> int:
         number = len(self.nodes)
-        self.nodes.append((-1, 0.0, 0, 0, 0.0))
+        self.nodes.append((-1, 0, 0, 0, 0))
         split = self._best_split(cases) if depth else None
         if split is None:
             step = self.gradients[cases].sum() / (self.hessians[cases].sum() + self.settings.penalty)
-            value = _short(self.settings.rate * step)
-            self.fitted[cases] = value
-            self.nodes[number] = (-1, 0.0, 0, 0, value)
+            value = _whole(self.settings.rate * step)
+            self.fitted[cases] = value / UNIT
+            self.nodes[number] = (-1, 0, 0, 0, value)
             return number
         feature, position = split
         goes_left = self.bins.codes[cases, feature] <= position
         left = self._grow(cases[goes_left], depth - 1)
         right = self._grow(cases[~goes_left], depth - 1)
-        self.nodes[number] = (feature, float(self.bins.edges[feature][position]), left, right, 0.0)
+        self.nodes[number] = (feature, int(self.bins.edges[feature][position]), left, right, 0)
         return number
 
     def _best_split(self, cases: Array) -> tuple[int, int] | None:
@@ -110,6 +110,6 @@ class _Grower:
         return divmod(best, width) if gain.flat[best] > 1e-6 else None
 
 
-def _short(value: float) -> float:
-    """Six digits are enough, and read better in a diff."""
-    return float(f"{value:.6g}")
+def _whole(odds: float) -> int:
+    """In millionths; three digits less are enough, and read better in a diff."""
+    return 1000 * round(odds * UNIT / 1000)

@@ -1,14 +1,15 @@
 """Cases to learn from: a model at some depth, a card, what the user rules out, a budget; and the truth about each.
 
-The truth is settled by exhaustive search on the models of peak and time. For each strategy: the plan that stage 2 would
-make under it, level by level as `Planner.plan` does, and the best plan there is, all exact techniques tried at once
-(and what is not exact only where nothing exact fits). The fronts of the search do not depend on the device's budget, so
+The truth is what stage 2 itself finds on the models of peak and time: for each strategy the fastest plan, over the
+fastest with everything that is exact and soon found out. Where nothing of that fits, techniques that are dear to try
+are needed, or inexact ones, and no short list will do. The fronts of the search do not depend on the budget, so
 many budgets are answered by one search.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,16 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Situation, rules
 from memscale._decide.policy.features import features_of
-from memscale._decide.policy.strategies import STRATEGIES, WIDEST
+from memscale._decide.policy.strategies import SHORTLISTS, WIDEST
 from memscale._decide.search import Candidate
 from memscale._hardware import Hardware
-from memscale._profile import OptimizerCost, Profile, StepTrace, TraceKey
+from memscale._profile import STREAM, OptimizerCost, Profile, StepTrace, TraceKey
+from memscale.techniques import TECHNIQUES
 
-SETTINGS_PER_SHAPE = 8
-BUDGETS_PER_SETTING = 12
+SETTINGS_PER_SHAPE = 4
+BUDGETS_PER_SETTING = 8
 TOLERANCE = 1.01
-"""A strategy is as good as any if its plan is at most 1 % slower than the best."""
+"""A strategy is as good as everything if its plan is at most 1 % slower."""
 
 RULED_OUT: tuple[tuple[str, ...], ...] = (
     (), (), (), (), (), (),
@@ -44,6 +46,9 @@ RULED_OUT: tuple[tuple[str, ...], ...] = (
     ("enable_checkpointing",),
 )  # fmt: skip
 """What a user may have set to False, as often as it is listed."""
+SAME_AS = {"conservative": "checkpoints", "balanced": "no tiles", "aggressive": "everything exact"}
+"""Modes, and the short list that is the same as far as it is exact, soon found out, and travels in the first way."""
+_DEAR_OR_INEXACT = frozenset(technique.name for technique in TECHNIQUES if technique.is_dear or not technique.is_exact)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,10 +57,9 @@ class Verdict:
 
     fits: bool
     ratio: float
-    """Its plan's predicted step time over the best one's; 0 where it does not fit."""
-    is_exact: bool
+    """Its plan's predicted step time over that of the fastest plan of all strategies; 0 where it does not fit."""
     num_tried: int
-    """Traces that stage 2 makes on the way there."""
+    """Traces that are made before there is a plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,16 +67,16 @@ class Case:
     family: str
     group: str
     """Cases of one setting differ in the budget alone."""
-    features: tuple[float, ...]
+    features: tuple[int, ...]
     pressure: float
     rule: str
     """What the rules choose."""
     verdicts: dict[str, Verdict]
-    best_is_exact: bool
 
     def is_good(self, strategy: str) -> bool:
+        """Whether it is as good as everything: the full search thins what is wide, and is not always the fastest."""
         verdict = self.verdicts[strategy]
-        return verdict.fits and verdict.is_exact == self.best_is_exact and verdict.ratio <= TOLERANCE
+        return verdict.fits and verdict.ratio <= TOLERANCE * self.verdicts[WIDEST].ratio
 
 
 def feature_names() -> tuple[str, ...]:
@@ -80,6 +84,11 @@ def feature_names() -> tuple[str, ...]:
     nothing = Profile("cpu", "static", "", (), 0, 0, 0, (), OptimizerCost("", 0, 0, 0), StepTrace(()))
     situation = Situation(nothing, hardware_for("cpu"), Budget(1, 0, 0))
     return tuple(features_of(situation, Config()))
+
+
+def profile_hash(profile: Profile) -> str:
+    """Equal for shapes that are the same step: one of them is enough to learn from."""
+    return hashlib.sha256(profile.to_json().encode()).hexdigest()
 
 
 def draw_cases(family: str, profile: Profile, seed: str) -> list[Case]:
@@ -90,8 +99,7 @@ def draw_cases(family: str, profile: Profile, seed: str) -> list[Case]:
         depth, hardware = rng.choice(DEPTHS), draw_hardware(profile.device_type, rng)
         config = Config(
             offload_dir="." if hardware.disk_free_bytes is not None else None,
-            async_offload=rng.random() < 0.25,
-            auto_policy=True,
+            auto_policy="learned",
         ).replace(**dict.fromkeys(rng.choice(RULED_OUT), False))
         setting = _Setting(stretch(profile, depth), hardware, config)
         cases += setting.cases(family, f"{seed}/{number}", rng)
@@ -99,68 +107,68 @@ def draw_cases(family: str, profile: Profile, seed: str) -> list[Case]:
 
 
 class _Setting:
-    """One model on one card under one config: every strategy's candidates at every level."""
+    """One model on one card under one config: every strategy's candidates."""
 
     def __init__(self, profile: Profile, hardware: Hardware, config: Config) -> None:
-        self.profile = _in_type_of(profile, hardware)
+        self.profile = profile
         self.hardware = hardware
         self.config = config
         self.budget = full_budget(hardware, config)
-        self.levels = {
-            name: list(self._levels(strategy.under(config, hardware))) for name, strategy in STRATEGIES.items()
-        }
+        self.options = {name: self._options(strategy.under(config, hardware)) for name, strategy in SHORTLISTS.items()}
+        self.options |= {mode: self.options[name] for mode, name in SAME_AS.items()}
 
-    def _levels(self, config: Config) -> Iterator[tuple[int, _Options]]:
-        """How much was tried up to each level, and what can then be chosen from."""
-        profiles = {"simple": _without(self.profile, inside=True, lossy=True)}
-        if config.enable_tiling:
-            profiles["inside"] = _without(self.profile, lossy=True)
-        if config.use_mixed_precision or config.use_8bit_optimizer:
-            profiles["lossy"] = self.profile
-        for profile in profiles.values():
-            tried = sum(_is_tried(key, config) for key in profile.variants)
-            eligible = resolve(config, self.hardware)
-            model = CostModel(profile, self.hardware, overlaps=eligible.overlaps)
-            yield tried, _Options(find_candidates(model, model.evaluate(Choice()), eligible))
+    def _options(self, config: Config) -> _Options:
+        """What can be chosen from, and how much is tried for that."""
+        exact = config.without(config.withheld | _DEAR_OR_INEXACT)
+        eligible = resolve(exact, self.hardware)
+        model = CostModel(self.profile, self.hardware, overlaps=eligible.overlaps)
+        tried = sum(_is_tried(key, exact, self.hardware) for key in self.profile.variants)
+        return _Options(find_candidates(model, model.evaluate(Choice()), eligible), tried)
 
     def cases(self, family: str, group: str, rng: random.Random) -> Iterator[Case]:
-        """Budgets from the baseline's peak down to the lowest that anything reaches."""
+        """Budgets from the baseline's peak down to the lowest that anything reaches, and one below that."""
         baseline = CostModel(self.profile, self.hardware).evaluate(Choice()).peak_bytes
-        lowest = min(options.lowest(self.budget) for _, options in self.levels[WIDEST])
+        lowest = self.options[WIDEST].lowest(self.budget)
         most = math.log(baseline / lowest)
-        for index in range(BUDGETS_PER_SETTING if most > 0.02 else 0):
+        if most <= 0.02:
+            return
+        for index in range(BUDGETS_PER_SETTING):
             share = (index + rng.random()) / BUDGETS_PER_SETTING
             device_bytes = max(lowest, int(baseline / math.exp(max(0.001, share * most))))
             yield self._case(family, group, dataclasses.replace(self.budget, device_bytes=device_bytes))
+        below = int(lowest * rng.uniform(0.6, 0.99))
+        yield self._case(family, group, dataclasses.replace(self.budget, device_bytes=below))
 
     def _case(self, family: str, group: str, budget: Budget) -> Case:
         situation = Situation(self.profile, self.hardware, budget)
-        found = (options.best(budget) for _, options in self.levels[WIDEST])
-        best = min((candidate for candidate in found if candidate is not None), key=_rank)
         return Case(
             family=family,
             group=group,
             features=tuple(features_of(situation, self.config).values()),
             pressure=situation.pressure,
             rule=rules.choose(situation)[0],
-            verdicts=_over_the_best(
-                {name: _verdict(levels, budget, best) for name, levels in self.levels.items()},
-                is_exact=best.choice.run.is_exact,
-            ),
-            best_is_exact=best.choice.run.is_exact,
+            verdicts=self._verdicts(budget),
         )
 
-
-def _over_the_best(verdicts: dict[str, Verdict], *, is_exact: bool) -> dict[str, Verdict]:
-    """The search thins what is wide: now and then a narrower one finds a plan that is faster by a trifle."""
-    fastest = min([1.0, *(v.ratio for v in verdicts.values() if v.fits and v.is_exact == is_exact)])
-    return {name: dataclasses.replace(v, ratio=round(v.ratio / fastest, 5)) for name, v in verdicts.items()}
+    def _verdicts(self, budget: Budget) -> dict[str, Verdict]:
+        """The search thins what is wide: now and then a narrower one finds a plan that is faster by a trifle."""
+        found = {name: options.best(budget) for name, options in self.options.items()}
+        fastest = min((one.outcome.step_ms for one in found.values() if one is not None), default=1.0)
+        return {
+            name: Verdict(
+                one is not None,
+                0.0 if one is None else round(one.outcome.step_ms / fastest, 5),
+                self.options[name].num_tried,
+            )
+            for name, one in found.items()
+        }
 
 
 class _Options:
-    """Candidates in the order of preference of stage 2: exact before all else, then the fastest."""
+    """Candidates in the order of preference of stage 2: the fastest first."""
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], num_tried: int) -> None:
+        self.num_tried = num_tried
         self.candidates = sorted(candidates, key=_rank)
         outcomes = [candidate.outcome for candidate in self.candidates]
         self._peaks = np.array([outcome.peak_bytes for outcome in outcomes])
@@ -179,57 +187,14 @@ class _Options:
         return int(self._peaks[self._placeable(budget)].min())
 
 
-def _verdict(levels: Sequence[tuple[int, _Options]], budget: Budget, best: Candidate) -> Verdict:
-    tried = 0
-    for tried, options in levels:
-        found = options.best(budget)
-        if found is not None:
-            ratio = found.outcome.step_ms / best.outcome.step_ms
-            return Verdict(True, round(ratio, 5), found.choice.run.is_exact, tried)
-    return Verdict(False, 0.0, False, tried)
-
-
-def _rank(candidate: Candidate) -> tuple[bool, float, int]:
+def _rank(candidate: Candidate) -> tuple[float, int]:
     outcome = candidate.outcome
-    return not candidate.choice.run.is_exact, round(outcome.step_ms, 9), outcome.peak_bytes
+    return round(outcome.step_ms, 9), outcome.peak_bytes
 
 
-# ---- parts of a profile
-
-
-def _without(profile: Profile, *, inside: bool = False, lossy: bool = False) -> Profile:
-    variants = {
-        key: trace
-        for key, trace in profile.variants.items()
-        if not (inside and key.num_tiles) and not (lossy and key.precision)
-    }
-    return dataclasses.replace(
-        profile,
-        variants=variants,
-        inside=() if inside else profile.inside,
-        eight_bit_optimizer=None if lossy else profile.eight_bit_optimizer,
-    )
-
-
-def _in_type_of(profile: Profile, hardware: Hardware) -> Profile:
-    """Traced in bf16; fp16 has the same sizes, for a card that has no other."""
-    if hardware.supports_bf16:
-        return profile
-    variants = {
-        dataclasses.replace(key, precision="float16") if key.precision else key: trace
-        for key, trace in profile.variants.items()
-    }
-    return dataclasses.replace(profile, variants=variants)
-
-
-def _is_tried(key: TraceKey, config: Config) -> bool:
+def _is_tried(key: TraceKey, config: Config, hardware: Hardware) -> bool:
     """Whether `Planner` makes this trace under this config."""
-    if key.precision and not config.use_mixed_precision:
-        return False
+    eligible = resolve(config, hardware)
     if key.tile_size and not config.enable_tiling:
         return False
-    moves = key.treatment.offloads or key.treatment.streams or key.streams_rest
-    if moves and not config.enable_offloading:
-        return False
-    recomputes = key.treatment.recompute != "none" or key.streams_rest
-    return bool(config.enable_checkpointing) or not recomputes
+    return eligible.allows(key.treatment) and (not key.streams_rest or eligible.allows(STREAM))

@@ -1,8 +1,8 @@
 """Models of many shapes, each profiled once at a depth of three blocks and stretched to any other.
 
-A profile of every technique costs half a minute on fake tensors, most of it in blocks that are all alike. So models are
-built with three: the middle one stands for all that are left out (as in `_profile/shallow.py`), parameters and
-optimizer state grow with their number. Nothing is downloaded; the numbers below are drawn, not those of real models.
+Profiling takes its time on fake tensors, most of it in blocks that are all alike. So models are built with three: the
+middle one stands for all that are left out (as in `_profile/shallow.py`), and parameters and the optimizer's state grow
+with their number. Nothing is downloaded; the numbers below are drawn, not those of real models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale import Config, OptimizationMode, zoo
+from memscale import Config, zoo
 from memscale._hardware import Hardware
 from memscale._hardware.cards import KNOWN_CARDS
 from memscale._planning.job import Job
@@ -24,9 +24,7 @@ from memscale._profile import OptimizerCost, Profile, Segment, StepTrace
 from memscale._profile.inputs import Inputs, derive_inputs
 
 NUM_BLOCKS = 3
-DEPTHS = (3, 6, 12, 16, 24, 32, 48)
-NUM_INNER_TILES = 4
-"""Tiles inside the blocks are tried at this one number: sixteen take ten times as long to trace as all the rest."""
+DEPTHS = (3, 6, 12)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,18 +39,19 @@ class Shape:
     vocabulary: int
     batch: int
     length: int
+    num_blocks: int = NUM_BLOCKS
 
 
 Numbers = dict[str, Any]
 
 
 def _gpt2(s: Shape) -> Numbers:
-    return {"vocab_size": s.vocabulary, "n_positions": s.length, "n_layer": NUM_BLOCKS, "n_embd": s.width,
+    return {"vocab_size": s.vocabulary, "n_positions": s.length, "n_layer": s.num_blocks, "n_embd": s.width,
             "n_head": s.heads, "n_inner": s.inner}  # fmt: skip
 
 
 def _usual(s: Shape) -> Numbers:
-    return {"vocab_size": s.vocabulary, "max_position_embeddings": s.length, "num_hidden_layers": NUM_BLOCKS,
+    return {"vocab_size": s.vocabulary, "max_position_embeddings": s.length, "num_hidden_layers": s.num_blocks,
             "hidden_size": s.width, "num_attention_heads": s.heads, "intermediate_size": s.inner}  # fmt: skip
 
 
@@ -65,22 +64,22 @@ def _tied(s: Shape) -> Numbers:
 
 
 def _bloom(s: Shape) -> Numbers:
-    return {"vocab_size": s.vocabulary, "n_layer": NUM_BLOCKS, "hidden_size": s.width, "n_head": s.heads}
+    return {"vocab_size": s.vocabulary, "n_layer": s.num_blocks, "hidden_size": s.width, "n_head": s.heads}
 
 
 def _t5(s: Shape) -> Numbers:
-    return {"vocab_size": s.vocabulary, "num_layers": NUM_BLOCKS, "num_decoder_layers": NUM_BLOCKS,
+    return {"vocab_size": s.vocabulary, "num_layers": s.num_blocks, "num_decoder_layers": s.num_blocks,
             "d_model": s.width, "num_heads": s.heads, "d_kv": s.width // s.heads, "d_ff": s.inner,
             "decoder_start_token_id": 0}  # fmt: skip
 
 
 def _distilbert(s: Shape) -> Numbers:
-    return {"vocab_size": s.vocabulary, "max_position_embeddings": s.length, "n_layers": NUM_BLOCKS,
+    return {"vocab_size": s.vocabulary, "max_position_embeddings": s.length, "n_layers": s.num_blocks,
             "dim": s.width, "n_heads": s.heads, "hidden_dim": s.inner}  # fmt: skip
 
 
 def _vit(s: Shape) -> Numbers:
-    return {"image_size": 16 * max(4, int(s.length**0.5)), "patch_size": 16, "num_hidden_layers": NUM_BLOCKS,
+    return {"image_size": 16 * max(4, int(s.length**0.5)), "patch_size": 16, "num_hidden_layers": s.num_blocks,
             "hidden_size": s.width, "num_attention_heads": s.heads, "intermediate_size": s.inner,
             "num_labels": 1000}  # fmt: skip
 
@@ -100,6 +99,20 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Shape], Numbers]]] = {
     "vit": ("ViTConfig", "ViTForImageClassification", _vit),
 }
 """By family: its config, its model, and the numbers of a shape as its config calls them."""
+
+
+ARCHITECTURES: dict[str, tuple[str, ...]] = {
+    "encoder": ("bert", "bert-classifier", "distilbert"),
+    "decoder": ("gpt2", "phi", "gpt-neox", "bloom"),
+    "decoder with gates": ("llama", "qwen2", "gemma"),
+    "encoder and decoder": ("t5",),
+    "vision": ("vit",),
+}
+"""Families that are built alike: a policy is judged on one of these after it was trained on the others."""
+
+
+def architecture_of(family: str) -> str:
+    return next((name for name, families in ARCHITECTURES.items() if family in families), family)
 
 
 def draw_shape(family: str, rng: random.Random) -> Shape:
@@ -129,28 +142,13 @@ def build(shape: Shape) -> tuple[nn.Module, Inputs]:
 
 
 def profile_shape(shape: Shape) -> Profile:
-    """With every technique tried."""
+    """With every technique tried that is exact and soon found out."""
     model, inputs = build(shape)
-    hardware = hardware_for(shape.device_type)
-    config = Config(offload_dir=".", enable_logging=False)
+    config = Config(offload_dir=".", enable_logging=False, enable_tiling=True)
     with zoo.quiet():
-        planner = _QuickPlanner(Job(model, config, hardware), inputs)
-        return planner.try_everything(config.under(OptimizationMode.AGGRESSIVE))
-
-
-class _QuickPlanner(Planner):
-    """Tries all techniques, with tiles inside the blocks in one size."""
-
-    @property
-    def tiles(self) -> Any:
-        found = super().tiles
-        one = tuple(min(NUM_INNER_TILES, most) for most in found.num_inside[-1:])
-        return dataclasses.replace(found, num_inside=one)
-
-    def try_everything(self, config: Config) -> Profile:
-        for level in self.levels(config):
-            level(config)
-        return self.profile
+        planner = Planner(Job(model, config, hardware_for(shape.device_type)), inputs)
+        planner.levels(config)[0](config)
+    return planner.profile
 
 
 def hardware_for(device_type: str) -> Hardware:
@@ -166,7 +164,7 @@ def hardware_for(device_type: str) -> Hardware:
 
 def draw_hardware(device_type: str, rng: random.Random) -> Hardware:
     """A card with some host beside it, or a CPU with some disk below it."""
-    host_bytes = rng.choice((8, 16, 32, 64, 128)) * 10**9
+    host_bytes = rng.choice((64, 128, 256, 512)) * 10**9
     if device_type == "cpu":
         cores = rng.choice((2, 4, 8, 16, 32))
         has_fast_16bit = rng.random() < 0.3

@@ -1,6 +1,7 @@
 """Every architecture at hand, trained under MemScale and plain; the table says where the two are the same.
 
-    python -m benchmarks.zoo [--library NAME] [--way NAME] [--only NAME ...] [--seconds N] [--log FILE] [--out FILE]
+    python -m benchmarks.zoo [--library NAME] [--way NAME] [--only NAME ...] [--shuffle SEED] [--seconds N]
+                             [--log FILE] [--out FILE]
 
 Architectures are those of `benchmarks.architectures` (tiny models of transformers, timm and diffusers, where they are
 installed) and of PyTorch's own tests of its modules and optimizers. Each is trained for three steps of AdamW (of its
@@ -10,7 +11,9 @@ whose sums are in another order and are held to a bound.
 
 `exact` is the same training; `refused` is an error of MemScale's own; `plain` means that the plain model cannot be
 used: it does not build or train here, or its second run differs from its first. `WRONG` is a difference, `crashed`
-another error. Results go to `--log`, one line a trial, and what is there is not tried again.
+another error. Results go to `--log`, one line a trial, and what is there is not tried again. One architecture is tried
+in all ways before the next, so that its plain training is shared; with `--shuffle` what was tried when the run is
+stopped is a fair sample.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import platform
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +57,7 @@ def attempt(suite: str, name: str, way: str) -> Result:
 
     where = WAYS[way]
     try:
-        subject, expected = _plain(suite, name, where)
+        subject, expected = _plain(suite, name, where.device)
     except Exception as error:  # whatever a library raises on a configuration or inputs that it does not take
         return {"status": "plain", "why": said(error)}
     result = compare(subject, expected, where)
@@ -66,14 +70,15 @@ def attempt(suite: str, name: str, way: str) -> Result:
     return {"class": type(subject.model).__name__, **result}
 
 
-def _plain(suite: str, name: str, way: Way) -> tuple[Subject, dict[str, object]]:
+@functools.lru_cache(maxsize=2)  # one for each device
+def _plain(suite: str, name: str, device: str) -> tuple[Subject, dict[str, object]]:
     reason: Exception = ValueError("no model class")
     for build in _builders(suite, name):
         seed(0)
         try:
             subject = build()
             subject.model.train()
-            expected = _trained(subject.on(way.device))
+            expected = _trained(subject.on(device))
         except Exception as error:
             reason = error
             continue
@@ -143,25 +148,26 @@ def _actions(subject: Subject) -> str:
 
 
 def measure(
-    suites: Iterable[str],
-    ways: Iterable[str],
-    names: Callable[[str], list[str]],
-    seconds: float,
-    log: pathlib.Path | None,
+    cases: Iterable[tuple[str, str]], ways: Iterable[str], seconds: float, log: pathlib.Path | None
 ) -> dict[tuple[str, ...], Result]:
     """Results by suite, name and way. What cannot be trained plain on the CPU is not tried in other ways."""
     results: dict[tuple[str, ...], Result] = {}
-    for suite in suites:
-        cases = [(suite, name) for name in names(suite)]
-        for way in ways:
-            usable = [case for case in cases if results.get((*case, FIRST_WAY), {}).get("status") != "plain"]
-            results |= trials.run("benchmarks.zoo", [(*case, way) for case in usable], seconds, log)
+    with trials.Trials("benchmarks.zoo", seconds, log) as each:
+        for case in cases:
+            for way in ways:
+                if results.get((*case, FIRST_WAY), {}).get("status") != "plain":
+                    results[(*case, way)] = each.run((*case, way))
     return results
 
 
-def _chosen(suite: str, options: argparse.Namespace) -> list[str]:
-    names = architectures.names(suite) if suite in architectures.LIBRARIES else torch_suites.names(suite)
-    return [name for name in names[:: options.every] if not options.only or name in options.only]
+def _chosen(suites: Iterable[str], options: argparse.Namespace) -> list[tuple[str, str]]:
+    found = []
+    for suite in suites:
+        names = architectures.names(suite) if suite in architectures.LIBRARIES else torch_suites.names(suite)
+        found += [(suite, name) for name in names[:: options.every] if not options.only or name in options.only]
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(found)
+    return found
 
 
 def describe(results: dict[tuple[str, ...], Result], missing: list[str]) -> str:
@@ -209,6 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--way", choices=list(WAYS), action="append", help="only this way; default: all")
     parser.add_argument("--only", nargs="*", default=[], help="only these architectures")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th of each suite")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="in a random order")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="at most so long for one trial")
     parser.add_argument("--out", type=pathlib.Path, help="write the table here, too")
     parser.add_argument("--log", type=pathlib.Path, help="one line a trial; what is in it is not tried again")
@@ -219,9 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = options.library or list(SUITES)
     missing = [suite for suite in wanted if suite in architectures.LIBRARIES and not importlib.util.find_spec(suite)]
     there = [suite for suite in wanted if suite not in missing]
-    results = measure(
-        there, options.way or list(WAYS), lambda suite: _chosen(suite, options), options.seconds, options.log
-    )
+    results = measure(_chosen(there, options), options.way or list(WAYS), options.seconds, options.log)
     text = describe(results, missing)
     print(text, end="")
     if options.out is not None:

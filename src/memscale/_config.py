@@ -165,9 +165,9 @@ class Config:
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
     """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
-    recover_from_oom: bool = False
+    recover_from_oom: bool = True
     """Where a training step runs out of device memory, tighten the plan and run the batch once more, where that is
-    exact; else the error says why not. Not the default: docs/guides/out_of_memory.md has its limits and costs."""
+    exact; else the error says why not: docs/guides/out_of_memory.md."""
     warmup_steps: int = 2
     """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True
@@ -185,8 +185,9 @@ class Config:
     the plan says which."""
     async_config: AsyncOffloadConfig | None = None
     """How transfers overlap with compute; None: the plan chooses."""
-    auto_policy: bool | Literal["rule"] = False
-    """Let a policy choose the mode and the techniques that are not set here: True, or "rule" for the rule table."""
+    auto_policy: bool | Literal["rule", "learned"] = False
+    """Let a policy choose the mode, the techniques that are not set here, and what is worth rehearsing: "learned",
+    "rule" for the rule table, or True for the best that there is, which is the learned one."""
     _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
     _withheld: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False)
 
@@ -199,8 +200,8 @@ class Config:
             _check_bool(self, name)
         if self.allow_host_step is not None:
             _check_bool(self, "allow_host_step")
-        if self.auto_policy != "rule" and not isinstance(self.auto_policy, bool):
-            raise _bad("auto_policy", self.auto_policy, 'True, False or "rule"')
+        if self.auto_policy not in ("rule", "learned") and not isinstance(self.auto_policy, bool):
+            raise _bad("auto_policy", self.auto_policy, 'True, False, "rule" or "learned"')
         for name in ("max_cpu_offload_gb", "memory_budget_gb"):
             _check_gb(self, name)
         if self.device is not None and not _DEVICE.fullmatch(self.device):
@@ -225,7 +226,10 @@ class Config:
 
     @property
     def withheld(self) -> frozenset[str]:
-        """Techniques, by their names, that the way in which a model is trained rules out; nobody's wish."""
+        """Techniques, and treatments of blocks, by their names, that are not eligible though nobody has said so.
+
+        The way in which a model is trained rules them out, or a policy does not find them worth a rehearsal.
+        """
         return self._withheld
 
     def asks_for(self, technique: str) -> bool:
@@ -242,7 +246,7 @@ class Config:
         return self._changed(async_offload=overlaps, async_config=transfers)
 
     def without(self, withheld: frozenset[str]) -> Config:
-        """A copy in which these techniques are not eligible, whatever is wished."""
+        """A copy in which these techniques and treatments are not eligible, whatever is wished."""
         return self if withheld == self._withheld else self._changed(_withheld=withheld)
 
     def _changed(self, **changes: Any) -> Config:

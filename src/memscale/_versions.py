@@ -37,7 +37,7 @@ class KnownVersions:
 
 
 TESTED = {
-    "torch": KnownVersions("2.13", "2.13"),
+    "torch": KnownVersions("2.13", "2.15"),
     "transformers": KnownVersions("4.57", "5", "hf"),
     "accelerate": KnownVersions("1.1", "1", "hf"),
     "peft": KnownVersions("0.15", "0", "hf"),

@@ -13,13 +13,16 @@ import memscale
 from memscale import Config, ConfigError, DoesNotFitError, OptimizationMode, Plan, _json
 from memscale._config import SWITCHES
 from memscale._decide.budget import Budget, full_budget
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import Situation, choose_strategy, learned, rules
 from memscale._decide.policy.features import LEARNED_SWITCHES, features_of
-from memscale._decide.policy.strategies import STRATEGIES
+from memscale._decide.policy.strategies import SHORTLISTS, STRATEGIES
 from memscale._decide.policy.trees import Forest, Tree
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
+from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, KEEP, OFFLOAD, SELECTIVE, STREAM, Treatment
 from memscale._profile.inputs import Inputs
+from memscale.techniques import TREATMENTS
 from tests.models import Chain, TwoLinears
 from tests.profiles import MB, full_profile, hardware_of, profile_of
 
@@ -33,13 +36,13 @@ def situation_at(pressure: float, **changes: Any) -> Situation:
     return Situation(profile_of(), hardware, budget)
 
 
-def always(share: float) -> Forest:
-    return Forest(share, ())
+def always(odds: int) -> Forest:
+    return Forest(odds, ())
 
 
-def artifact_of(**forests: Forest) -> learned.Artifact:
+def artifact_of(forests: dict[str, Forest]) -> learned.Artifact:
     names = tuple(features_of(situation_at(2.0), Config()))
-    return learned.Artifact(learned.FORMAT, names, forests, 0.9, "0" * 64, "nothing")
+    return learned.Artifact(learned.FORMAT, names, forests, 900_000, "0" * 64, "nothing").sealed()
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def artifact_at(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
 
 
 def written(artifact: learned.Artifact) -> str:
-    return _json.dumps(artifact)
+    return artifact.to_json()
 
 
 # ---- the user's own
@@ -119,29 +122,46 @@ def test_16_bits_are_eligible_where_the_planned_hardware_is_fast_in_them(is_fast
 
 # ---- the learned policy
 
+LIKELY, UNLIKELY = always(5_000_000), always(-5_000_000)
 
-def test_the_mildest_strategy_that_is_likely_enough_is_taken(artifact_at: Any) -> None:
-    artifact_at(written(artifact_of(conservative=always(1.0), balanced=always(5.0))))
+
+def test_the_shortest_list_that_is_likely_enough_is_taken(artifact_at: Any) -> None:
+    artifact_at(written(artifact_of({"checkpoints": always(899_999), "no streaming": always(900_000)})))
     strategy = choose_strategy(Config(auto_policy=True), situation_at(2.0))
     assert (strategy.source, strategy.config.mode) == ("ml", OptimizationMode.BALANCED)
     assert strategy.reason is not None
-    assert strategy.reason.numbers["strategy"] == "balanced"
+    assert strategy.reason.numbers["strategy"] == "no streaming"
     assert strategy.wider == STRATEGIES["aggressive"].under(Config(auto_policy=True), hardware_of())
+    assert choose_strategy(Config(auto_policy="learned"), situation_at(2.0)).reason == strategy.reason
 
 
 def test_nothing_likely_means_everything_is_eligible(artifact_at: Any) -> None:
-    artifact_at(written(artifact_of(conservative=always(1.0), balanced=always(-5.0))))
+    artifact_at(written(artifact_of({"checkpoints": always(800_000), "no streaming": UNLIKELY})))
     strategy = choose_strategy(Config(auto_policy=True), situation_at(1.2))
     assert (strategy.source, strategy.config.mode, strategy.wider) == ("ml", OptimizationMode.AGGRESSIVE, None)
 
 
-def test_tiling_may_be_eligible_without_offloading(artifact_at: Any) -> None:
-    artifact_at(written(artifact_of(**{"conservative+tiling": always(5.0)})))
-    config = choose_strategy(Config(auto_policy=True), situation_at(2.0)).config
-    assert (config.enable_tiling, config.enable_offloading, config.use_8bit_optimizer) == (True, False, False)
+def test_a_short_list_says_what_is_rehearsed() -> None:
+    hardware = hardware_of()
+    for name, treatments, num_ways in (
+        ("selective checkpoints", {SELECTIVE}, 1),
+        ("head tiles", set(), 1),
+        ("no streaming", {SELECTIVE, CHECKPOINT, OFFLOAD, CHECKPOINT_OFFLOAD}, 1),
+        ("checkpoints, streaming", {CHECKPOINT, STREAM}, 1),
+        ("everything exact", set(TREATMENTS) - {KEEP, Treatment("selective", offloads=True)}, 1),
+    ):
+        eligible = resolve(SHORTLISTS[name].under(Config(), hardware), hardware)
+        assert {t for t in TREATMENTS if t != KEEP and eligible.allows(t)} == treatments, name
+        assert len(eligible.travels) == num_ways
+        assert not any(technique.is_dear or not technique.is_exact for technique in eligible.techniques)
+        assert any(t.name == "head tiling" for t in eligible.techniques) == (
+            "tiles" in name or name == "everything exact"
+        )
+    own = SHORTLISTS["no streaming"].under(Config(async_offload=False, enable_tiling=True), hardware)
+    assert (own.async_offload, own.enable_tiling) == (False, True), "what the user has said stays"
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"format": 1}', "{broken"])
+@pytest.mark.parametrize("text", [None, "", "[]", '{"format": 2}', "{broken", "[" * 100_000, "1" * 1_000_001])
 def test_without_a_readable_artifact_the_rules_decide(text: str | None, artifact_at: Any) -> None:
     artifact_at(text)
     strategy = choose_strategy(Config(auto_policy=True), situation_at(1.2))
@@ -150,33 +170,56 @@ def test_without_a_readable_artifact_the_rules_decide(text: str | None, artifact
     assert "policy.json" in strategy.reason.rule
 
 
-def test_an_artifact_of_other_features_or_versions_is_not_used(artifact_at: Any) -> None:
-    good = artifact_of(conservative=always(5.0))
+def test_an_artifact_of_other_features_or_versions_or_a_damaged_one_is_not_used(artifact_at: Any) -> None:
+    good = artifact_of({"checkpoints": LIKELY})
     for bad in (
-        dataclasses.replace(good, features=good.features[1:]),
-        dataclasses.replace(good, format=2),
-        dataclasses.replace(good, forests={"unheard of": always(5.0)}),
+        dataclasses.replace(good, features=good.features[1:]).sealed(),
+        dataclasses.replace(good, format=1).sealed(),
+        dataclasses.replace(good, forests={"unheard of": LIKELY}).sealed(),
+        dataclasses.replace(good, threshold=0),
     ):
         learned.load.cache_clear()
         artifact_at(written(bad))
         assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "rule_fallback"
+    learned.load.cache_clear()
+    artifact_at(written(good).replace("5000000", "5000000.0"))
+    assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "rule_fallback", "integers only"
 
 
 @pytest.mark.parametrize("wish", ["force_optimize", "use_mixed_precision", "use_8bit_optimizer"])
 def test_what_was_not_learned_is_left_to_the_rules(wish: str, artifact_at: Any) -> None:
-    artifact_at(written(artifact_of(conservative=always(5.0))))
+    artifact_at(written(artifact_of({"checkpoints": LIKELY})))
     assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "ml"
     config = Config(auto_policy=True).replace(**{wish: True})
     assert choose_strategy(config, situation_at(1.2)).source == "rule_fallback"
 
 
-def test_a_policy_is_in_the_package_only_if_it_has_earned_its_place() -> None:
+def test_the_policy_of_the_package_is_the_one_of_the_document() -> None:
     results = (pathlib.Path(__file__).parents[2] / "docs" / "results" / "policy.txt").read_text()
-    has_earned = "The learned policy earns its place." in results
-    assert learned.ARTIFACT.is_file() == has_earned
-    strategy = choose_strategy(Config(auto_policy=True), situation_at(2.0))
-    assert strategy.source == ("ml" if has_earned else "rule_fallback")
-    assert not has_earned or f"training hash {learned.load(learned.ARTIFACT).training_hash}" in results
+    artifact = learned.load(learned.ARTIFACT)
+    assert f"training hash {artifact.training_hash}" in results
+    assert set(artifact.forests) == set(SHORTLISTS)
+    assert learned.ARTIFACT.stat().st_size < 200_000
+    for pressure in (1.1, 2.0, 5.0):
+        for auto in (True, "learned"):
+            assert choose_strategy(Config(auto_policy=auto), situation_at(pressure)).source == "ml"
+
+
+def test_the_choice_is_made_in_integers() -> None:
+    """So that the same inputs give the same choice on every machine."""
+    situation = Situation(full_profile(4), hardware_of(), Budget(200 * MB, 300 * MB, 400 * MB))
+    assert all(type(value) is int for value in features_of(situation, Config()).values())
+    artifact = learned.load(learned.ARTIFACT)
+    assert type(artifact.threshold) is int
+    assert all(type(f.odds((0,) * len(artifact.features))) is int for f in artifact.forests.values())
+
+
+def test_kept_plans_know_the_policy_that_they_rest_on(artifact_at: Any) -> None:
+    assert learned.used_for(Config()) == learned.used_for(Config(auto_policy="rule")) == ""
+    shipped = learned.used_for(Config(auto_policy=True))
+    assert shipped == learned.used_for(Config(auto_policy="learned")) == learned.load(learned.ARTIFACT).checksum
+    artifact_at(written(artifact_of({"checkpoints": LIKELY})))
+    assert learned.used_for(Config(auto_policy=True)) not in ("", shipped)
 
 
 def can(config: Config | None = None, **changes: Any) -> set[str]:
@@ -199,17 +242,24 @@ def test_features_say_what_the_techniques_say() -> None:
 
 
 def test_a_walk_goes_left_up_to_the_threshold() -> None:
-    tree = Tree(
-        (0, -1, 1, -1, -1), (2.0, 0.0, 5.0, 0.0, 0.0), (1, 0, 3, 0, 0), (2, 0, 4, 0, 0), (0.0, 1.0, 0.0, 2.0, 3.0)
-    )
-    assert [tree.at(row) for row in ((2.0, 9.0), (2.1, 5.0), (2.1, 5.1))] == [1.0, 2.0, 3.0]
-    assert Forest(-1.0, (tree,)).probability((2.0, 0.0)) == 0.5
+    tree = Tree((0, -1, 1, -1, -1), (2, 0, 5, 0, 0), (1, 0, 3, 0, 0), (2, 0, 4, 0, 0), (0, 1, 0, 2, 3))
+    assert [tree.at(row) for row in ((2, 9), (3, 5), (3, 6))] == [1, 2, 3]
+    assert Forest(-1, (tree,)).odds((2, 0)) == 0
+    assert Forest(-1, (tree,)).num_features == 2
 
 
 @pytest.mark.parametrize("left", [0, -1, 3])
 def test_a_tree_that_leads_nowhere_is_refused(left: int) -> None:
     with pytest.raises(ValueError, match="leads nowhere"):
-        Tree((0, -1, -1), (1.0, 0.0, 0.0), (left, 0, 0), (2, 0, 0), (0.0, 1.0, 1.0))
+        Tree((0, -1, -1), (1, 0, 0), (left, 0, 0), (2, 0, 0), (0, 1, 1))
+
+
+@pytest.mark.parametrize("value", [0.5, True, 2**60])
+def test_a_tree_is_made_of_integers(value: Any) -> None:
+    with pytest.raises(ValueError, match="integers"):
+        Tree((-1,), (0,), (0,), (0,), (value,))
+    with pytest.raises(ValueError, match="integer"):
+        Forest(value, ())
 
 
 def doubled(data: Any, name: str = "") -> Any:
@@ -229,7 +279,7 @@ def test_features_have_no_unit() -> None:
         *(_json.decode(type(part), doubled(_json.encode(part))) for part in (once.profile, once.hardware, once.budget))
     )
     assert twice.baseline.peak_bytes == 2 * once.baseline.peak_bytes
-    assert features_of(once, Config()) == pytest.approx(features_of(twice, Config()))
+    assert features_of(once, Config()) == features_of(twice, Config())
     assert features_of(once, Config(enable_tiling=False)) != features_of(once, Config())
 
 
@@ -254,13 +304,25 @@ def test_plans_say_who_chose_the_strategy(plain_bytes: int, artifact_at: Any) ->
     assert (by_rule.decision_source, by_rule.mode) == ("rule", "balanced")
     assert "strategy:  up to 1.5 times the budget: BALANCED" in by_rule.explain()
     assert Plan.from_json(by_rule.to_json()) == by_rule
-    artifact_at(written(artifact_of(conservative=always(5.0))))
+    artifact_at(written(artifact_of({"checkpoints": LIKELY})))
     learned_plan = plan_of(Config(auto_policy=True, **budget))
     assert (learned_plan.decision_source, learned_plan.mode) == ("ml", "conservative")
     learned.load.cache_clear()
     artifact_at("")
     assert plan_of(Config(auto_policy=True, **budget)).decision_source == "rule_fallback"
     assert own.actions == by_rule.actions == learned_plan.actions
+
+
+def test_a_short_list_under_which_nothing_fits_is_widened(plain_bytes: int, artifact_at: Any) -> None:
+    """The plan is the one of the full search, whatever the policy said first."""
+    config = Config(memory_budget_gb=plain_bytes / 1.3 / 1e9, enable_logging=False, auto_policy="learned")
+    full = plan_of(config.replace(auto_policy=False, mode="aggressive"))
+    artifact_at(written(artifact_of({"head tiles": LIKELY})))
+    plan = plan_of(config)
+    assert plan.fits
+    assert plan.actions == full.actions
+    assert plan.strategy is not None
+    assert "everything is eligible" in plan.strategy.rule
 
 
 def test_a_choice_under_which_nothing_fits_is_widened(plain_bytes: int) -> None:

@@ -112,7 +112,7 @@ def test_the_users_steps_are_the_only_ones() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert model.num_forwards == step
-    assert hooks_on(model) == 1, "nothing of the observation is left, on modules or on parameters"
+    assert hooks_on(model) == 2, "the planner's own; nothing of the observation is left, on modules or on parameters"
     memscale.detach(model)
     assert hooks_on(model) == 0
 
@@ -428,7 +428,7 @@ def test_observing_is_given_up_after_a_while(caplog: pytest.LogCaptureFixture) -
         assert _get_current_dispatch_mode_stack() == []
     assert attached_plan(model).provisional, "the careful plan, which is exact, stays"
     assert attached_plan(model).actions
-    assert hooks_on(model) == 1
+    assert hooks_on(model) == 2
     memscale.detach(model)
 
 

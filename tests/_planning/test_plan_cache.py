@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ import memscale
 from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
 from memscale._planning import plan_cache
-from memscale._planning.fingerprint import NoFingerprintError, fingerprint
+from memscale._planning.fingerprint import NoFingerprintError, _own_files, fingerprint
 from memscale._planning.job import Job, open_job
 from memscale._profile.inputs import Inputs
 from memscale._torch.overrides import OwnHook
@@ -253,12 +254,36 @@ def test_code_without_a_file_has_no_fingerprint() -> None:
 # ---- kept and found
 
 
+@pytest.mark.parametrize("link", ["none", "file", "folder"])
+def test_what_is_linked_into_installed_packages_is_the_users_own_code(
+    link: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of installed packages the version counts; of code that is edited elsewhere, every file."""
+    edited, packages = tmp_path / "edited" / "linked.py", tmp_path / "site-packages"
+    edited.parent.mkdir()
+    edited.write_text("")
+    packages.mkdir()
+    places = {"none": packages / "linked.py", "file": packages / "linked.py", "folder": packages / "here" / "linked.py"}
+    if link == "folder":
+        (packages / "here").symlink_to(edited.parent)
+    elif link == "file":
+        places[link].symlink_to(edited)
+    else:
+        places[link].write_text("")
+    module = types.ModuleType("linked")
+    module.__file__ = str(places[link])
+    monkeypatch.setitem(sys.modules, "linked", module)
+    own = _own_files()
+    assert (edited.resolve() in own) == (link != "none")
+    assert places["none"].resolve() not in own or link == "file"
+
+
 def test_the_second_wrap_finds_the_plan(directory: pathlib.Path, wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = wrapped(small(), BATCH, force_optimize=True)
     assert first.actions
     [file] = directory.iterdir()
     assert file.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr("memscale._planning.replanning.make_plan", None)  # nothing is planned again
+    monkeypatch.setattr("memscale._planning.standing_job.make_plan", None)  # nothing is planned again
     assert wrapped(small(), BATCH, force_optimize=True) == first
 
 

@@ -35,8 +35,8 @@ def test_without_a_sample_the_plan_is_made_at_the_first_training_forward() -> No
     assert attached_plan(model) is None
     with torch.no_grad():
         model(SAMPLE)
-    model.eval()
-    model(SAMPLE)
+        model.eval()
+        model(SAMPLE)
     assert attached_plan(model) is None
     model.train()
     model(SAMPLE)
@@ -155,6 +155,54 @@ def test_another_switch_is_another_step() -> None:
     planned = attached_plan(model)
     model(torch.ones(2, 8, 8), flag=True)
     assert attached_plan(model) is not planned
+
+
+@pytest.mark.parametrize("first", ["eval", "train"])
+def test_a_training_in_evaluation_mode_keeps_the_budget(first: str) -> None:
+    """With gradients a forward in that mode holds what one of training holds."""
+    seed(0)
+    layers = (nn.TransformerEncoderLayer(32, 4, 128, batch_first=True, dropout=0.0) for _ in range(4))
+    plain = nn.Sequential(*layers).to("simgpu")
+    model = copy.deepcopy(plain)
+    batch = torch.randn(8, 16, 32, device="cpu").to("simgpu")
+    device = torch.get_device_module("simgpu")
+    peaks, losses, budget, held = [], [], 0.0, 0
+    for each in (plain, model):
+        if each is model:
+            budget = 0.7 * (peaks[-1] - held)
+            memscale.wrap(model, Config(memory_budget_gb=budget / 1e9, enable_logging=False))
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each.train(first == "train")
+        held = device.memory_allocated() - sum(p.nbytes for p in each.parameters())
+        for _ in range(3):
+            device.reset_peak_memory_stats()
+            loss = square_loss(each(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            peaks.append(device.max_memory_allocated())
+            each.eval()
+            del loss
+    assert attached_plan(model).actions
+    assert peaks[-1] - held <= budget
+    assert losses[:3] == losses[3:]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_an_evaluation_with_gradients_that_does_not_fit_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = small().eval()
+    memscale.wrap(model, Config(memory_budget_gb=1e-6, enable_logging=False))
+    with caplog.at_level(logging.WARNING, logger="memscale"):
+        for _ in range(2):
+            model(SAMPLE)
+    assert attached_plan(model) is None
+    assert caplog.text.count("torch.no_grad() around it takes far less") == 1
+    with pytest.raises(DoesNotFitError):
+        model.train()(SAMPLE)
+    with torch.no_grad():
+        model(SAMPLE)
+    memscale.detach(model)
 
 
 # ---- values that decide sizes

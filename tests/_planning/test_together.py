@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memscale import Config, Hardware
+from memscale import Config, DoesNotFitError, Hardware, MemScaleError
 from memscale._decide.eligible import resolve
 from memscale._planning import together
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, withheld_from
+from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, plan_in, withheld_from
 from memscale._profile import TensorSpec
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, Ranks
 from memscale.techniques.offload.optimizer import OPTIMIZER
 from memscale.techniques.offload.parameters import PARAMETERS
+from tests.parity import plan_of
 
 pytestmark = pytest.mark.unit
 
@@ -28,12 +29,12 @@ def need(*shape: int, name: str = "x", budget_bytes: int = 10) -> Need:
 
 
 def test_every_dimension_is_the_largest_of_all_ranks() -> None:
-    assert largest_of([need(4, 16), need(2, 24), need(3, 8)]) == need(4, 24).specs
+    assert largest_of([each.specs for each in (need(4, 16), need(2, 24), need(3, 8))]) == need(4, 24).specs
 
 
 def test_batches_of_different_kinds_have_no_largest() -> None:
-    assert largest_of([need(4, 16), need(4)]) is None
-    assert largest_of([need(4, 16), need(4, 16, name="y")]) is None
+    assert largest_of([need(4, 16).specs, need(4).specs]) is None
+    assert largest_of([need(4, 16).specs, need(4, 16, name="y").specs]) is None
 
 
 def test_what_is_as_large_already_keeps_its_values() -> None:
@@ -100,6 +101,16 @@ def test_the_rank_with_the_largest_batch_leads_and_the_other_hears_its_answer(mo
     heard.append(meeting.read_answer())
     thread.join()
     assert heard == [{"plan": "the plan"}]
+
+
+def test_what_the_leader_met_is_raised_by_those_who_follow() -> None:
+    with pytest.raises(DoesNotFitError, match="another rank, which is the largest, does not fit: too large"):
+        plan_in({"misfit": "too large"})
+    with pytest.raises(MemScaleError, match="could not plan: broken"):
+        plan_in({"error": "broken"})
+    assert plan_in({}) is None
+    plan = plan_of(())
+    assert plan_in({"plan": plan.to_json()}) == plan
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

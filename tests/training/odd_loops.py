@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from memscale._config import AsyncOffloadConfig
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
-from tests.techniques.offload.runs import DEVICE, VOCABULARY, Gpt, gradients, loss_of, tokens, weights
+from tests.techniques.offload.runs import DEVICE, VOCABULARY, Block, Gpt, gradients, loss_of, tokens, weights
 from tests.techniques.offload.tiers import on_host
 from tests.training.nth_failure import Actions
 
@@ -431,6 +433,334 @@ def autocast(side: Side) -> None:
             loss = side.forward(number)
         loss.backward()
         side.note(loss)
+        side.optimizer.step()
+
+
+# ---- other shapes
+
+
+def _forward(side: Side, number: int, shape: tuple[int, int]) -> torch.Tensor:
+    torch.manual_seed(number)
+    ids = tokens(number, shape)
+    return F.cross_entropy(side.model(ids).reshape(-1, VOCABULARY).float(), ids.roll(1, 1).reshape(-1))
+
+
+_SHAPES = ((2, 16), (4, 32), (1, 8), (4, 32), (3, 24), (2, 16))
+
+
+@loop
+def shapes_that_change(side: Side) -> None:
+    for number, shape in enumerate(_SHAPES):
+        side.optimizer.zero_grad()
+        loss = _forward(side, number, shape)
+        loss.backward()
+        side.note(loss)
+        side.optimizer.step()
+
+
+@loop
+def accumulated_over_shapes(side: Side) -> None:
+    for number in range(3):
+        side.optimizer.zero_grad(set_to_none=number != 1)
+        for part, shape in enumerate(_SHAPES):
+            (_forward(side, 10 * number + part, shape) / 6).backward()
+        side.note()
+        side.optimizer.step()
+
+
+@loop
+def other_shapes_before_backward(side: Side) -> None:
+    for number in range(3):
+        side.optimizer.zero_grad()
+        losses = [_forward(side, number + 10 * part, shape) for part, shape in enumerate(_SHAPES[:3])]
+        with torch.no_grad():
+            side.noted.append(on_host([_forward(side, number + 60, (6, 32))]))
+        losses[0].backward()
+        side.note(losses[0])
+        (losses[1] * losses[2]).backward()
+        side.note(*losses)
+        side.optimizer.step()
+
+
+# ---- what changes between a forward and its backward
+
+
+def _between(change: Loop, back: Loop) -> Loop:
+    def run(side: Side) -> None:
+        for number in range(3):
+            side.optimizer.zero_grad()
+            loss = side.forward(number)
+            change(side)
+            loss.backward()
+            side.note(loss)
+            back(side)
+            side.optimizer.step()
+
+    return run
+
+
+def _drop(rate: float) -> Loop:
+    def change(side: Side) -> None:
+        side.model.blocks[0].dropout.p = rate
+
+    return change
+
+
+LOOPS["evaluation begins before backward"] = _between(lambda side: side.model.eval(), lambda side: side.model.train())
+LOOPS["another rate of dropout before backward"] = _between(_drop(0.5), _drop(0.1))
+LOOPS["gradients are cleared before backward"] = _between(
+    lambda side: side.optimizer.zero_grad(set_to_none=False), lambda side: None
+)
+LOOPS["copied before backward"] = _between(
+    lambda side: side.noted.append(on_host(weights(copy.deepcopy(side.model)))), lambda side: None
+)
+
+
+@loop
+def backward_in_another_thread(side: Side) -> None:
+    for number in range(3):
+        side.optimizer.zero_grad()
+        loss = side.forward(number)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        side.note(loss)
+        side.optimizer.step()
+
+
+@loop
+def two_losses_of_one_forward(side: Side) -> None:
+    for number in range(3):
+        side.optimizer.zero_grad()
+        torch.manual_seed(number)
+        out = side.model(tokens(number))
+        out.square().mean().backward(retain_graph=True)
+        side.note()
+        out.abs().mean().backward(inputs=list(side.model.blocks[1].parameters()))
+        side.note()
+        side.optimizer.step()
+
+
+# ---- the model
+
+
+def _new_optimizer(side: Side) -> None:
+    side.optimizer = _adamw(side.model)
+    side.optimizers = [side.optimizer]
+
+
+@loop
+def averaged_weights(side: Side) -> None:
+    average = O.swa_utils.AveragedModel(side.model, multi_avg_fn=O.swa_utils.get_ema_multi_avg_fn(0.9))
+    for number in range(3):
+        side.train(range(number, number + 1))
+        average.update_parameters(side.model)
+    side.noted.append(on_host(weights(average)))
+
+
+@loop
+def saved_whole(side: Side) -> None:
+    side.train(range(2))
+    file = io.BytesIO()
+    torch.save(side.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).to(DEVICE)
+    side.train(range(2, 3))
+    other = Side(loaded, O.AdamW(loaded.parameters(), lr=1e-2))
+    other.train(range(2))
+    side.noted.append(other.result())
+
+
+@loop
+def called_through_a_shallow_copy(side: Side) -> None:
+    shallow = copy.copy(side.model)
+    for number in range(3):
+        side.optimizer.zero_grad()
+        torch.manual_seed(number)
+        loss = loss_of(shallow, number)
+        loss.backward()
+        side.note(loss)
+        side.optimizer.step()
+
+
+@loop
+def weights_assigned(side: Side) -> None:
+    """Copies of tied weights are two parameters over one piece of memory."""
+    side.train(range(2))
+    side.model.load_state_dict(copy.deepcopy(side.model.state_dict()), assign=True)
+    _new_optimizer(side)
+    side.train(range(2, 5))
+
+
+@loop
+def parameters_that_share_memory(side: Side) -> None:
+    blocks = side.model.blocks
+    blocks[1].mix.weight = nn.Parameter(blocks[0].mix.weight.detach())
+    side.model.head.weight = nn.Parameter(side.model.embed.weight.detach())
+    _new_optimizer(side)
+    side.train(range(4))
+
+
+@loop
+def blocks_replaced_and_added(side: Side) -> None:
+    side.train(range(2))
+    torch.manual_seed(9)
+    side.model.blocks[0] = Block().to(DEVICE)
+    side.model.blocks.append(Block().to(DEVICE))
+    _new_optimizer(side)
+    side.train(range(2, 5))
+
+
+@loop
+def a_weight_untied(side: Side) -> None:
+    side.train(range(2))
+    side.model.head.weight = nn.Parameter(side.model.embed.weight.detach().clone().to(DEVICE))
+    side.optimizer.add_param_group({"params": [side.model.head.weight]})
+    side.train(range(2, 4))
+
+
+@loop
+def another_type(side: Side) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        side.train(range(2))
+        side.model.to(dtype)
+        _new_optimizer(side)
+    side.train(range(2, 4))
+
+
+@loop
+def blocks_in_other_orders(side: Side) -> None:
+    first, second = side.model.blocks
+    for number, order in enumerate(([first, second, first], [second, first], [second], [first, second])):
+        side.optimizer.zero_grad()
+        torch.manual_seed(number)
+        x = side.model.embed(tokens(number))
+        for block in order:
+            x = block(x)
+        loss = side.model.head(side.model.norm(x)).square().mean()
+        loss.backward()
+        side.note(loss)
+        side.optimizer.step()
+
+
+@loop
+def a_penalty_on_gradients_of_inputs(side: Side) -> None:
+    for number in range(3):
+        side.optimizer.zero_grad()
+        torch.manual_seed(number)
+        x = torch.randn(2, 8, 32, device="cpu").to(DEVICE).requires_grad_()
+        loss = side.model.head(side.model.norm(x)).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (side.model.run(x).mean() + gradient.square().sum()).backward()
+        side.note(loss, x.grad)
+        side.optimizer.step()
+
+
+@loop
+def a_critic(side: Side) -> None:
+    """Another model is trained through this one, frozen and not."""
+    torch.manual_seed(3)
+    maker = nn.Linear(32, 32, device="cpu").to(DEVICE)
+    other = O.SGD(maker.parameters(), lr=1e-2)
+    for number in range(4):
+        torch.manual_seed(number)
+        made = maker(torch.randn(2, 8, 32, device="cpu").to(DEVICE))
+        side.optimizer.zero_grad()
+        side.model.norm(side.model.run(made.detach())).square().mean().backward()
+        side.note()
+        side.optimizer.step()
+        side.model.requires_grad_(number % 2 == 0)
+        other.zero_grad()
+        side.model.norm(side.model.run(made)).abs().mean().backward()
+        side.note(maker.weight.grad)
+        other.step()
+        side.model.requires_grad_()
+
+
+@loop
+def checkpoints_around_the_whole_model(side: Side) -> None:
+    for number in range(4):
+        side.optimizer.zero_grad()
+        torch.manual_seed(number)
+        x = side.model.embed(tokens(number))
+        out = checkpoint(side.model.run, x, use_reentrant=number % 2 == 0)
+        side.model.head(side.model.norm(out)).square().mean().backward()
+        side.note()
+        side.optimizer.step()
+
+
+# ---- the optimizer's options and state
+
+
+@loop
+def every_parameter_has_an_optimizer_that_steps_in_backward(side: Side) -> None:
+    parameters = list(side.model.parameters())
+    optimizers = {parameter: O.AdamW([parameter], lr=1e-2) for parameter in parameters}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in parameters]
+    for number in range(3):
+        loss = side.forward(number)
+        loss.backward()
+        side.note(loss)
+    for handle in handles:
+        handle.remove()
+    side.optimizers = list(optimizers.values())
+
+
+@loop
+def options_and_schedules(side: Side) -> None:
+    schedule = O.lr_scheduler.LambdaLR(side.optimizer, lambda step: 0.9**step)
+    for number in range(3):
+        for group in side.optimizer.param_groups:
+            group["weight_decay"], group["betas"] = 0.1 * number, (0.9 - 0.1 * number, 0.99)
+        side.train(range(number, number + 1))
+        schedule.step()
+    saved = copy.deepcopy((schedule.state_dict(), side.optimizer.state_dict()))
+    side.train(range(3, 4))
+    schedule.load_state_dict(saved[0])
+    side.optimizer.load_state_dict(saved[1])
+    side.train(range(3, 5))
+
+
+@loop
+def state_thrown_away(side: Side) -> None:
+    side.train(range(2))
+    side.optimizer.state.clear()
+    side.train(range(2, 4))
+    side.optimizer.state.pop(next(side.model.blocks[0].parameters()))
+    side.train(range(4, 5))
+
+
+@loop
+def sharpness_aware(side: Side) -> None:
+    for number in range(3):
+        side.backward(number)
+        with torch.no_grad():
+            away = [0.05 * parameter.grad for parameter in side.model.parameters()]
+            for parameter, offset in zip(side.model.parameters(), away, strict=True):
+                parameter.add_(offset.to(parameter.device))
+        side.backward(number)
+        with torch.no_grad():
+            for parameter, offset in zip(side.model.parameters(), away, strict=True):
+                parameter.sub_(offset.to(parameter.device))
+        side.optimizer.step()
+
+
+@loop
+def gradients_kept_and_scaled(side: Side) -> None:
+    kept: list[torch.Tensor] = []
+    for number in range(3):
+        side.optimizer.zero_grad(set_to_none=False)
+        side.forward(number).backward()
+        kept = kept or [parameter.grad for parameter in side.model.parameters() if parameter.grad is not None]
+        with torch.no_grad():
+            for gradient in kept:
+                gradient.mul_(0.5)
+        side.note(nn.utils.clip_grad_norm_(side.model.parameters(), 0.05))
         side.optimizer.step()
 
 

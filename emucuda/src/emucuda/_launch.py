@@ -79,12 +79,14 @@ class Settings:
 def environment(settings: Settings | None = None, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a process on the card: `base` (this process's own) with the stand-ins loaded first."""
     base = os.environ if base is None else base
-    preloaded = [str(path) for path in libraries()]
+    stand_ins = libraries()
+    preloaded = [str(path) for path in stand_ins]
     if already := base.get("LD_PRELOAD"):
         preloaded.append(already)
     package = str(Path(__file__).parent.parent)
     paths = [path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path and path != package]
     return {
+        "TRITON_LIBCUDA_PATH": str(stand_ins[0].parent),  # otherwise Triton asks the linker's cache for a driver
         **base,
         **(settings or Settings()).variables(),
         "LD_PRELOAD": ":".join(preloaded),

@@ -37,6 +37,8 @@ class Eligible:
     host_step: bool
     """The host's kernels may step streamed parameters."""
     budget: Budget
+    withheld: frozenset[str]
+    """Techniques and treatments, by their names, that are not to be used; see `Config.withheld`."""
 
     @property
     def overlaps(self) -> bool:
@@ -54,7 +56,8 @@ class Eligible:
 
     def allows(self, treatment: Treatment) -> bool:
         """Whether a block may be treated so."""
-        return all(self.has(technique_of(action)) for action in TREATED[treatment].actions)
+        has_all = all(self.has(technique_of(action)) for action in TREATED[treatment].actions)
+        return has_all and treatment.name not in self.withheld
 
 
 def resolve(config: Config, hardware: Hardware) -> Eligible:
@@ -69,6 +72,7 @@ def resolve(config: Config, hardware: Hardware) -> Eligible:
         travels=ways if any(technique.travels for technique in techniques) else ways[:1],
         host_step=_may_step_on_host(config, hardware),
         budget=full_budget(hardware, config),
+        withheld=config.withheld,
     )
 
 

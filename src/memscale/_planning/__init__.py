@@ -1,6 +1,18 @@
 """The architecture in order: profile a step, choose a strategy, decide, rehearse. What follows is `execute`.
 
 A `Planner` holds what is profiled, decided and rehearsed; only frozen data crosses between the stages.
+
+What the modules of this room are for:
+
+    a plan is made         job, planner, one_way, trials, stage, tile_sizes, optimizer_trials, stepping
+    what it reserves       recording, allocation_log, bucket_steps, lengthened, kernel_temporaries, allocations,
+                           least_reserved
+    it is attached, kept   attaching, full_stack, plan_cache, fingerprint, saved_plans
+    it follows the loop    replanning, standing_job, known_plans, demand, shapes, loop_watch, step_watch, trained_by,
+                           held_gradients, deciding_values, uncalled, observed_steps, together, recovery, repeated_step,
+                           not_repeatable
+    questions without one  estimate, length_estimate, largest_batch, profile_scaling, advice, other_peaks, step_memory,
+                           step_times, snapshot
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from memscale._decide.policy.learned import used_for
 from memscale._planning.job import Job
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
@@ -54,7 +55,7 @@ def fingerprint(job: Job, inputs: Inputs) -> str:
     describe.add("inputs", *_form_of(inputs))
     for optimizer in (job.optimizer, job.replacement):
         describe.add("optimizer", *_optimizer_of(optimizer, job.model))
-    describe.add("wishes", job.config, job.holds_gradients, job.ranks, job.loop)
+    describe.add("wishes", job.config, used_for(job.config), job.holds_gradients, job.ranks, job.loop)
     figures = {f.name: getattr(job.hardware, f.name) for f in dataclasses.fields(job.hardware)}
     describe.add("hardware", {name: figure for name, figure in figures.items() if name not in _PASSING_FIELDS})
     describe.add("process", *_switches())
@@ -83,8 +84,16 @@ def _own_files() -> set[pathlib.Path]:
     """The files of loaded modules that belong to no installed package; and MemScale's, which loads parts of itself
     later."""
     files = [vars(m).get("__file__") for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
-    loaded = {pathlib.Path(file).resolve() for file in files if isinstance(file, str) and file.endswith(".py")}
-    return {path for path in loaded if not _is_installed(path)} | set(_PACKAGE.rglob("*.py"))
+    loaded = {os.path.abspath(file) for file in files if isinstance(file, str) and file.endswith(".py")}
+    own = {file for file in loaded if os.path.islink(file) or not _is_installed_folder(os.path.dirname(file))}
+    paths = {pathlib.Path(file).resolve() for file in own}
+    return {path for path in paths if not _is_installed(path)} | set(_PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def _is_installed_folder(folder: str) -> bool:
+    """Thousands of modules are loaded from a few hundred folders: following links takes long, and is done for these."""
+    return _is_installed(pathlib.Path(folder).resolve() / "module.py")
 
 
 def _is_installed(path: pathlib.Path) -> bool:

@@ -37,7 +37,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.segments import tensors_in
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
-from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
+from memscale._torch.optimizer_steps import StepWatcher, steps_model, watch_steps
 from memscale._torch.overrides import OwnHook, undo_with
 from memscale._torch.released_gradients import held_gradient
 from memscale._units import round_up
@@ -114,7 +114,7 @@ class LoopWatch(StepWatcher):
 
     def concerns(self, optimizer: Optimizer) -> bool:
         model = self._model()
-        return model is not None and owns_any(optimizer, model.parameters())
+        return model is not None and steps_model(optimizer, model)
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         model = self._model()
@@ -264,3 +264,11 @@ def _keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 def _rounded(storage: torch.UntypedStorage) -> int:
     return round_up(storage.nbytes(), rounding_of(storage.device.type))
+
+
+def words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:
+    """What the loop holds that it was not known to hold, as in "this loop ..."."""
+    if now.other_bytes > earlier.other_bytes:
+        return "holds more on the device than the model and its training need"
+    until = "until the next outputs come" if now.into_next else "through backward and the optimizer's step"
+    return f"keeps outputs of the model {until}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -37,19 +37,19 @@ def unless_in_words(error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
 
 
 @contextlib.contextmanager
-def in_words(failure: torch.OutOfMemoryError, where: str) -> Iterator[None]:
-    """What cannot be repeated is the error that it was, with the reason."""
+def in_words(failure: torch.OutOfMemoryError, where: str, numbers: Callable[[], str]) -> Iterator[None]:
+    """What cannot be repeated is the error that it was, with the reason and with the numbers."""
     try:
         yield
     except NotRepeatable as reason:
         said = f"The batch is not run again after this failure in {where}: {reason}"
     else:
         return
-    raise in_numbers(failure, said, "")
+    raise in_numbers(failure, said, numbers())
 
 
 def in_numbers(failure: torch.OutOfMemoryError, said: str, numbers: str) -> torch.OutOfMemoryError:
-    text = f"{shortened(str(failure))} {said}{'; ' if numbers else ''}{numbers}"
+    text = f"{shortened(str(failure))} {said.removesuffix('.')}; {numbers}"
     error = torch.OutOfMemoryError(text)
     error._is_in_words = True  # type: ignore[attr-defined]
     return error

@@ -41,6 +41,7 @@ from memscale._planning.repeated_step import (
     Attributes,
     Step,
     gradients_of,
+    is_of_model,
     let_go,
     reached_outputs,
     refuse_hooks,
@@ -54,7 +55,8 @@ from memscale._torch import private
 from memscale._torch.moment import Moment
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
-from memscale._torch.steps_beside import NotComparable, StepsBeside
+from memscale._torch.snapshots import num_elements_in
+from memscale._torch.steps_beside import MOST_NOTED, NotComparable, StepsBeside, Taken
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.resumed_steps import watch_plain_steps
@@ -88,6 +90,8 @@ class Recovery:
         self._outputs_again: list[Any] | None = None
         self._lowest: Plan | None = None
         """A plan for which a tighter one was looked for in vain."""
+        self._hindrance: str | None = None
+        """Why no step of this model is run again, whatever happens. Nothing is noted then."""
 
     def attach(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         """Before any plan is: what plans put around the model's forward is around ours."""
@@ -129,7 +133,10 @@ class Recovery:
         if raw is None or self._is_again:
             return inner()(*args, **kwargs)
         (device,) = self.devices()
-        step = Step(Moment(device), self._state.before(), self._beside.before())
+        taken = self._taken()
+        if taken is None:
+            return self._run_once(inner, args, kwargs)
+        step = Step(Moment(device), self._state.before(), taken)
         again_args, again_kwargs = tree_map(_same, (args, kwargs))  # a forward may change the containers themselves
         raw = tree_map(_same, raw)
         step.begin(args, kwargs)
@@ -140,10 +147,10 @@ class Recovery:
         else:
             self._remember(step, *raw)
             return output
-        with in_words(failure, "forward"):
+        with in_words(failure, "forward", self._numbers):
             self._prepare(module, step, Inputs(again_args, again_kwargs), failure, "forward")
         try:
-            with in_words(failure, "forward"), in_other_words(failure), self._beside.ran() as check:
+            with in_words(failure, "forward", self._numbers), in_other_words(failure), self._beside.ran() as check:
                 output = inner()(*again_args, **again_kwargs)
                 check()
         except torch.OutOfMemoryError as error:
@@ -151,7 +158,32 @@ class Recovery:
         else:
             self._remember(step, *raw)
             return output
-        raise in_numbers(failure, "The batch was run again, and ran out of memory again", self._numbers(device))
+        raise in_numbers(failure, "The batch was run again, and ran out of memory again", self._numbers())
+
+    def _taken(self) -> Taken | None:
+        """The Python state beside the model; None where that is too much. See NOTE [no work that grows]."""
+        if self._hindrance is None:
+            try:
+                return self._beside.before()
+            except NotComparable as reason:
+                self._give_up(str(reason))
+        return None
+
+    def _give_up(self, reason: str) -> None:
+        self._hindrance = reason
+        logger.info("steps that run out of memory will not be run again: %s", reason)
+        self._forget()
+
+    def _run_once(self, inner: Callable[[], Callable[..., Any]], args: Any, kwargs: Any) -> Any:
+        try:
+            return inner()(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)
+        raise self._refusal(failure, "forward")
+
+    def _refusal(self, failure: torch.OutOfMemoryError, where: str) -> torch.OutOfMemoryError:
+        said = f"The batch is not run again after this failure in {where}: {self._hindrance}"
+        return in_numbers(failure, said, self._numbers())
 
     def _remember(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward has succeeded; its backward may not."""
@@ -166,9 +198,12 @@ class Recovery:
             step.problem = "the forward wrote to its input"
         model = self._executor.model
         self._beside.after(step.taken)
-        step.note_versions(model.parameters(), model.buffers())
+        step.note_inputs()
         step.attributes = Attributes(model, step.memory.layout)
         self._step = step
+        num_elements = num_elements_in(step.memory.attributes.values(), MOST_NOTED)
+        if num_elements > MOST_NOTED:
+            self._give_up(f"its forward changes attributes that hold more than {MOST_NOTED:,} elements")
 
     def _prepare(self, model: nn.Module, step: Step, inputs: Inputs, failure: Exception, where: str) -> None:
         """All that the failed attempt made is released, and the model is as it was before, under a tighter plan."""
@@ -244,7 +279,8 @@ class Recovery:
         ours = bytes_on([*model.parameters(), *model.buffers(), *gradients, *state, *inputs.tensors()], device.type)
         return int(free + unused + ours)
 
-    def _numbers(self, device: torch.device) -> str:
+    def _numbers(self) -> str:
+        (device,) = self.devices()
         plan = self._executor.plan
         free, total = torch.accelerator.get_memory_info(device)
         promise = "" if plan is None else f"the plan promises {show_bytes(_promised(plan))}; "
@@ -278,11 +314,13 @@ class Recovery:
 
     def rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
         step = self._step
+        if self._hindrance is not None and is_of_model(call, self._executor.model):
+            raise self._refusal(error, "backward")
         if step is None or self._is_again or self._executor.is_orphaned:
             return False
         self._step = None
         model = self._executor.model
-        with in_words(error, "backward"):
+        with in_words(error, "backward", self._numbers):
             reached = reached_outputs(call, step)
             if reached is None:
                 return False
@@ -320,10 +358,10 @@ class Recovery:
         now = Moment(device)
         self._is_again = True
         try:
-            with in_words(failure, "backward"):
+            with in_words(failure, "backward", self._numbers):
                 self._prepare(model, step, Inputs(step.args, step.kwargs), failure, "backward")
             self._replanner.is_repeating = True
-            with in_words(failure, "backward"):
+            with in_words(failure, "backward", self._numbers):
                 self._forward_again(model, step, failure)
                 outputs, self._outputs_again = self._outputs_again or [], None
                 refuse_other_values(step, outputs)
@@ -339,7 +377,7 @@ class Recovery:
             self._is_again, self._outputs_again = False, None
             self._replanner.is_repeating = False
             now.restore()
-        raise in_numbers(again, "The batch was run again, and ran out of memory again", self._numbers(device))
+        raise in_numbers(again, "The batch was run again, and ran out of memory again", self._numbers())
 
     def _forward_again(self, model: nn.Module, step: Step, failure: torch.OutOfMemoryError) -> None:
         with in_other_words(failure), step.moment.repeated(), torch.enable_grad(), self._beside.ran() as check:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from memscale._planning.not_repeatable import NotRepeatable
 from memscale._torch import private
 from memscale._torch.moment import Moment
-from memscale._torch.snapshots import containers_copied, is_unchanged
+from memscale._torch.snapshots import versions_of
 from memscale._torch.steps_beside import Taken
 from memscale.techniques.recompute.backward_errors import BackwardCall
 from memscale.techniques.recompute.module_state import Layout, Memory
@@ -35,29 +35,27 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype
 
 
 class Attributes:
-    """The attributes of a model and its parts at one moment: which objects they are, and what containers and plain
-    objects among them hold."""
+    """Which objects a model and its parts had as attributes at one moment, and the versions of its buffers.
+
+    What those objects hold is compared when a step has failed, with what they held at an earlier look
+    (steps_beside.py): copying it here would take a time in every step that grows with what the user keeps there.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         values = layout.read()
         if values is None:  # the forward has made some
             layout = Layout(model)
             values = layout.read()
-        self._layout, self._values = layout, values
-        self._held = {id(value): (value, _held_by(value)) for value in values or () if not isinstance(value, FIXED)}
+        self._layout, self._values = layout, values or []
+        self._versions = versions_of(self._values[layout.buffers])
 
     @property
     def are_other(self) -> bool:
         """Whether they are not what they were."""
         now = self._layout.read()
-        if now is None or self._values is None or not all(map(operator.is_, now, self._values)):
+        if now is None or len(now) != len(self._values) or not all(map(operator.is_, now, self._values)):
             return True
-        return not all(is_unchanged(held, _held_by(value)) for value, held in self._held.values())
-
-
-def _held_by(value: Any) -> Any:
-    """What a container holds; of another object, its attributes."""
-    return containers_copied(vars(value) if hasattr(value, "__dict__") else value)
+        return versions_of(now[self._layout.buffers]) != self._versions
 
 
 @dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
@@ -80,7 +78,7 @@ class Step:
     is_reached: bool = False
     """A gradient has come to an output."""
     versions: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
-    """Inputs and parameters, and how often each had been written to when the forward was over."""
+    """Inputs, and how often each had been written to when the forward was over."""
     attributes: Attributes | None = None
     """Those of the model and its parts when the forward was over."""
     problem: str | None = None
@@ -93,10 +91,10 @@ class Step:
             self.problem = "the batch holds objects that the forward may have changed"
         self._note(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    def note_versions(self, *held: Iterable[torch.Tensor]) -> None:
-        """After the forward: what is not to change before its backward."""
-        inputs = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
-        self._note([*inputs, *(tensor for tensors in held for tensor in tensors)])
+    def note_inputs(self) -> None:
+        """After the forward: what is not to change before its backward. Parameters are compared with what they were
+        before it, and buffers with `attributes`."""
+        self._note(leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
 
     def await_gradients(self, leaves: list[Any]) -> None:
         """The forward is over, and these are what it returned: gradients that come to them are noted."""
@@ -119,7 +117,7 @@ class Step:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the forward, run again, would see other inputs or weights."""
+        """Whether the forward, run again, would see other inputs."""
         return any(tensor._version != version for tensor, version in self.versions)
 
 
@@ -145,6 +143,12 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
     return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def is_of_model(call: BackwardCall, model: nn.Module) -> bool:
+    """Whether a pass leads to parameters of this model."""
+    ours = {id(parameter) for parameter in model.parameters()}
+    return any(id(leaf) in ours for leaf in _leaves_under([root.grad_fn for root in call.roots if root.grad_fn]))
 
 
 def refuse_other_values(step: Step, outputs: list[Any]) -> None:

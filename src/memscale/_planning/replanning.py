@@ -1,9 +1,8 @@
 """Plans that follow the batches: made at the first training forward, and made again when a step may need more.
 
-NOTE [values that decide]: a plan holds for shapes, and where values of integer inputs decided sizes in its rehearsal
-(a mask, lengths), for values that go no further than those. A batch that goes further is rehearsed, and planned for if
-it takes more. That is bounded: new records become rare by themselves, and after `_MAX_LOOKS` of them, or a few that
-changed nothing, the plan for the largest step seen stays.
+NOTE [joint forwards]: a forward that comes while an earlier one awaits its backward follows the plan that is in force,
+also where that was made for less. From the next step on every batch is planned for as if it were as large as the
+largest of such a step, so that one plan holds for all of them.
 
 Ranks that train together agree on their first plan (`together.py`).
 """
@@ -11,7 +10,6 @@ Ranks that train together agree on their first plan (`together.py`).
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import warnings
 import weakref
@@ -22,25 +20,36 @@ import torch
 from torch import nn
 
 from memscale._decide.budget import full_budget
-from memscale._errors import DoesNotFitError, MemScaleError, StaticProfileError
+from memscale._errors import DoesNotFitError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.reserving import empty_cache
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import plan_cache
+from memscale._planning.deciding_values import DecidingValues
 from memscale._planning.demand import Demand, read_demand
 from memscale._planning.held_gradients import GradientWatch, held_bytes
 from memscale._planning.job import Job
 from memscale._planning.known_plans import Known, KnownPlans
-from memscale._planning.loop_watch import Found, LoopWatch
+from memscale._planning.loop_watch import Found, LoopWatch, words_of_loop
 from memscale._planning.observed_steps import ObservedSteps
+from memscale._planning.open_passes import OpenPasses
 from memscale._planning.other_peaks import warn_of_other_peaks
-from memscale._planning.shapes import bucket_below, largest_that_fits, shape_text
+from memscale._planning.shapes import bucket_below, largest_that_fits, misfit_of, shape_text
 from memscale._planning.standing_job import StandingJob
 from memscale._planning.step_watch import Excess, StepWatch
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets
+from memscale._planning.together import (
+    Meeting,
+    Need,
+    NobodyCameError,
+    Specs,
+    enlarged,
+    largest_of,
+    meets,
+    plan_in,
+)
 from memscale._planning.uncalled import UncalledWatch
-from memscale._profile import LoopHolds, Profile
+from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, find_group, refuse_flat_parameters
 from memscale._torch import private
@@ -52,12 +61,6 @@ logger = logging.getLogger("memscale")
 
 Report = Callable[[Executor, Plan, Hardware], None]
 """A function that is called after every plan."""
-_MAX_LOOKS = 32
-"""The most batches that are rehearsed because of their values."""
-_MAX_IDLE_LOOKS = 4
-"""After so many, values are taken not to matter if each of these steps went the same way."""
-_WORTH_LOOSENING = 1.05
-"""A plan that is predicted to take less, as a multiple of the plain step's time, is left as it is."""
 _TIMES_SEEN = 2
 """Shapes that are smaller than what was planned for get a plan of their own when they come so often."""
 _MAX_EXCEEDED = 2
@@ -84,10 +87,7 @@ class Replanner(OwnHook):
         self._observed: ObservedSteps | None = None
         """While a model that cannot be rehearsed shows what it needs."""
         self._needs_observation = False
-        self._deciding: frozenset[str] = frozenset()
-        """Inputs whose values decide something, by their place. See NOTE [values that decide]."""
-        self._num_looks = self._num_other_steps = 0
-        """Batches that were rehearsed because of their values, and those of them that were other steps."""
+        self._deciding = DecidingValues()
         self._watch = StepWatch(executor.model)
         self._loop_watch = LoopWatch(executor.model)
         self._num_seen: collections.Counter[Any] = collections.Counter()
@@ -97,13 +97,19 @@ class Replanner(OwnHook):
         self._num_exceeded = 0
         """Steps above the budget."""
         self._uncalled = UncalledWatch(executor)
+        self._passes = OpenPasses(executor.model)
+        self._joint: Specs | None = None
+        """The largest sizes of batches that shared a step with others. See NOTE [joint forwards]."""
         self._has_warned = False
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
         self._gradients = GradientWatch("backward" if job.holds_gradients else "none")
         self._ignores_held = False
         """No plan that counts gradients of earlier batches fits."""
+        self._not_evaluated: list[Demand] = []
+        """What came in evaluation mode with gradients, and could not be planned for."""
         executor.on_detach(self._stop_observing)
+        executor.on_detach(self._passes.stop)
         executor.on_detach(self._watch.stop)
         executor.on_detach(self._loop_watch.stop)
 
@@ -114,12 +120,20 @@ class Replanner(OwnHook):
             return
         if self.job.is_planning or self.is_repeating or is_redirected(model):
             return
+        if private.graph_task_id() >= 0 and self.executor.plan is not None:
+            return  # a checkpoint around the whole model computes it again, and must do what its forward did
         if torch.is_grad_enabled():
             self._uncalled.stop()
         self._follow_move()
+        if model.training and torch.is_grad_enabled() and self._passes.are_open and self.executor.plan is not None:
+            self._stay(model, Inputs(args, kwargs))
+            return
         self._excess = self._watch.end() or self._excess
-        if not (model.training and torch.is_grad_enabled()) or private.inside_functional_transform():
+        if not torch.is_grad_enabled() or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
+        if not model.training:
+            self._prepare_evaluation(model, Inputs(args, kwargs))
+            return
         self._gradients.look(model, has_stepped=self._loop_watch.has_stepped)
         if self._observed is not None and self._observed.is_under_way:
             return  # one more forward of the step that is being observed
@@ -131,23 +145,45 @@ class Replanner(OwnHook):
         if held is None or not self._plan_for_loop(model, inputs, held):
             self._prepare(model, inputs)
         plan = self.executor.plan
+        if plan is not None and (plan.actions or plan.device_type != "cpu"):
+            self._passes.follow()
+        else:
+            self._passes.stop()  # what a CPU computes without techniques needs no plan in its backward
         if plan is not None and not plan.provisional and self._observed is None:
             self._watch.begin(plan, inputs, self.job.device(model), counts_held=self.job.holds)
             if not self._needs_observation:
                 self._loop_watch.begin()
 
-    def _prepare(self, model: nn.Module, inputs: Inputs) -> None:
+    def _stay(self, model: nn.Module, inputs: Inputs) -> None:
+        """An earlier forward awaits its backward. See NOTE [joint forwards]."""
+        if self._observed is not None or self._deciding.names or private.inside_functional_transform():
+            return
+        demand, plan = self._demand(model, inputs), self.executor.plan
+        if any(known.plan is plan and known.demand.covers(demand) for known in self._known):
+            return
+        joint = inputs.specs() if self._joint is None else largest_of([self._joint, inputs.specs()])
+        if joint is not None and joint != self._joint:
+            logger.info("this loop runs the model several times before backward: one plan will hold for all of them")
+            self._joint = joint
+
+    def _joined(self, inputs: Inputs) -> Inputs:
+        """A batch as large as those that may come before its backward."""
+        largest = None if self._joint is None or self._deciding.names else largest_of([self._joint, inputs.specs()])
+        return inputs if largest in (None, inputs.specs()) else enlarged(inputs, largest)
+
+    def _prepare(self, model: nn.Module, begun: Inputs) -> None:
         """Put a plan in force that holds for the training forward that begins."""
         group = find_group(model, None if self._replica is None else self._replica())
         self.job.train_with(ALONE if group is None else group.ranks)
         if group is not None and meets(group) and not self._has_met:
             self._has_met = True
-            if self._plan_together(model, inputs, group):
+            if self._plan_together(model, begun, group):
                 return
+        inputs = self._joined(begun)
         demand = self._demand(model, inputs)
         known = self._known.find(demand)
         if self._observed is not None:
-            self._go_on_observing(model, inputs, demand, is_known=known is not None)
+            self._go_on_observing(model, begun, demand, is_known=known is not None)
             return
         known = known or self._look_at(model, inputs, demand)
         if known is not None and self.job.trained_by.has_changed(model):
@@ -156,16 +192,44 @@ class Replanner(OwnHook):
         if known is None:
             if self._known:
                 logger.info("this step may need more memory than any that was planned for: planning again")
-            self.plan(model, inputs, inside=True)
+            self.plan(model, inputs, inside=True, begun=begun)
             return
         known = self._loosened(model, inputs, known)
         if known.plan is not self.executor.plan:
-            self._put_in_force(known.plan, inputs)
+            self._put_in_force(known.plan, begun)
         if known.stay != self._gradients.stay and not (self._ignores_held or self.job.ranks.keeps_gradients):
-            self._count_held(model, inputs, known, is_largest=known.demand == demand)
+            self._count_held(model, begun, known, is_largest=known.demand == demand and inputs is begun)
+
+    def _prepare_evaluation(self, model: nn.Module, inputs: Inputs) -> None:
+        """A forward in evaluation mode that records a graph holds what one of training holds, and some programs train
+        in that mode. So it follows a plan for training, where there is one. What does not fit is not refused here: it
+        may be an evaluation for which nobody has turned gradients off."""
+        if self._observed is not None or self._needs_observation:
+            return
+        if find_group(model, None if self._replica is None else self._replica()) is not None:
+            return  # ranks plan together, in a forward that all of them come to
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        demand = self._demand(model, inputs)
+        known = self._known.find(demand)
+        if known is not None:
+            if known.plan is not self.executor.plan:
+                self._put_in_force(known.plan, inputs)
+            return
+        if any(demand.covers(refused) for refused in self._not_evaluated):
+            return
+        try:
+            self.plan(model, inputs, inside=True)
+        except (DoesNotFitError, StaticProfileError) as error:
+            self._not_evaluated.append(demand)
+            logger.warning(
+                "a forward in evaluation mode that records a graph for gradients is not planned for: %s If this is an "
+                "evaluation, torch.no_grad() around it takes far less",
+                str(error),
+            )
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
-        return read_demand(model, inputs, self.job.device(model), self._deciding, self.job.ranks)
+        return read_demand(model, inputs, self.job.device(model), self._deciding.names, self.job.ranks)
 
     # ---- plans by shape
 
@@ -177,10 +241,7 @@ class Replanner(OwnHook):
             if len(samples) == 1:
                 raise
             found = largest_that_fits(samples, lambda sample: self._fits(model, sample))
-            fitting = "none fits" if found is None else f"the largest that fits is {shape_text(found)}"
-            misfit = DoesNotFitError(f"With {shape_text(samples[0])}: {error} Of the batches given, {fitting}.")
-            misfit.batch_size = error.batch_size
-            raise misfit from error
+            raise misfit_of(samples[0], found, error) from error
         if self._observed is not None:
             return  # what fake tensors cannot show is seen as the batches come
         for sample in samples[1:]:
@@ -200,11 +261,8 @@ class Replanner(OwnHook):
     def _loosened(self, model: nn.Module, inputs: Inputs, known: Known, *, times_seen: int = _TIMES_SEEN) -> Known:
         """What holds for this batch and slows it less, if its shape has come before and is well below `known`."""
         plan = known.plan
-        is_settled = plan.rehearsed and not plan.provisional and plan.allocator is None
         goes_low = self.job.config.force_optimize  # as low as the mode allows, with every batch
-        if not is_settled or goes_low or self._deciding:
-            return known
-        if plan.predicted_slowdown < _WORTH_LOOSENING:
+        if not known.is_worth_loosening or goes_low or self._deciding.names:
             return known
         largest = bucket_below(inputs, known.demand)
         if largest is None:
@@ -313,7 +371,7 @@ class Replanner(OwnHook):
         self._known, in_force = known.holding(found.new_bytes, inputs, self.executor.plan)
         if in_force is not None:
             self.executor.plan = in_force
-        what = _words_of_loop(earlier, found.loop)
+        what = words_of_loop(earlier, found.loop)
         if self._known.find(self._demand(model, inputs)) is not None:
             logger.info("this loop %s (%s): plans count it from here on", what, show_bytes(found.new_bytes))
             return False
@@ -357,16 +415,16 @@ class Replanner(OwnHook):
         try:
             plan = kept or self._rehearsed_plan(model, inputs, profiles.append)
         except StaticProfileError as error:
-            is_sample = not inside and not is_guess
-            if not self.job.config.use_empirical_fallback or (is_sample and not error.needs_values):
+            is_sample, is_evaluation = not inside and not is_guess, inside and not model.training
+            may_observe = self.job.config.use_empirical_fallback and not is_evaluation  # which may have no backward
+            if not may_observe or (is_sample and not error.needs_values):
                 raise
             self._observe_instead(model, begun or inputs, error, inside=inside)
             return
         plain = None  # of a plan that was kept: it is for steps where no value of an input decides anything
         if profiles:
             plain = profiles[-1].plain
-            if self._num_looks < _MAX_LOOKS:
-                self._deciding |= frozenset(profiles[-1].deciding_inputs)
+            self._deciding.add(profiles[-1].deciding_inputs)
             if slot is not None and not profiles[-1].deciding_inputs:
                 slot.write(plan)
         demand = self._demand(model, inputs)
@@ -406,14 +464,14 @@ class Replanner(OwnHook):
         meeting = Meeting(group, type(model).__name__)
         try:
             needs = meeting.gather(Need(inputs.specs(), full_budget(self.job.hardware, self.job.config).device_bytes))
-            largest = largest_of(needs)
+            largest = largest_of([need.specs for need in needs])
             if largest is None:
                 logger.info("the batches of the ranks are of different kinds: each rank plans by itself")
                 return False
             common = enlarged(inputs, largest)
             if meeting.leads(needs, largest):
                 return self._lead(model, common, inputs, min(need.budget_bytes for need in needs), meeting)
-            return self._follow(model, common, inputs, meeting.read_answer())
+            return self._follow(model, common, inputs, plan_in(meeting.read_answer()))
         except NobodyCameError as error:
             logger.warning(
                 "%s to plan together: was the model wrapped on all ranks? This one plans by itself", str(error)
@@ -429,7 +487,7 @@ class Replanner(OwnHook):
                 self.job.config = own.replace(memory_budget_gb=budget_bytes / 1e9)
             self.plan(model, common, inside=True, begun=begun)
             plan = self.executor.plan
-            is_for_all = plan is not None and not plan.provisional and not self._deciding
+            is_for_all = plan is not None and not plan.provisional and not self._deciding.names
             answer = {"plan": plan.to_json()} if plan is not None and is_for_all else {}
         except DoesNotFitError as error:
             answer = {"misfit": str(error)}
@@ -439,15 +497,10 @@ class Replanner(OwnHook):
             meeting.answer(answer)
         return True
 
-    def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, answer: dict[str, Any]) -> bool:
+    def _follow(self, model: nn.Module, common: Inputs, begun: Inputs, plan: Plan | None) -> bool:
         """Do what the leader has planned. False: that was for itself alone."""
-        if "misfit" in answer:
-            raise DoesNotFitError(f"the batch of another rank, which is the largest, does not fit: {answer['misfit']}")
-        if "error" in answer:
-            raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
-        if "plan" not in answer:
+        if plan is None:
             return False
-        plan = Plan.from_json(answer["plan"])
         self._remember(Known(self._demand(model, common), plan, None, self.job.counted))
         self._put_in_force(plan, begun)
         self._announce(plan)
@@ -461,37 +514,19 @@ class Replanner(OwnHook):
         alike = self._known.of_shapes(demand)
         if not alike:
             return None
-        if self._num_looks >= (_MAX_LOOKS if self._num_other_steps else _MAX_IDLE_LOOKS):
-            self._forget_values()
+        if not self._deciding.may_look:
+            if self._deciding.forget():
+                self._known = self._known.without_values()
             return self._known.find(demand)
-        self._num_looks += 1
-        names = ", ".join(name.partition(".")[2] for name, _ in demand.reaches)
-        logger.info(
-            "the values of an input (%s) decide sizes, and go further than before: rehearsing this batch", names
-        )
+        self._deciding.begin_look(demand)
         try:
             plain = self.job.rehearsed_plain(model, inputs)
         except StaticProfileError:
             return None  # a plan for it will meet the same error, and observe the step
-        self._num_other_steps += all(known.plain != plain for known in alike)
-        for known in alike:
-            if known.plain is not None and known.plain.spans(plain):
-                wider = dataclasses.replace(known, demand=known.demand.widened(demand))
-                self._remember(wider)
-                return wider
-        return None
-
-    def _forget_values(self) -> None:
-        """From here on, the plan for the largest step of the same shapes holds for all values."""
-        if not self._deciding:
-            return
-        logger.info(
-            "%d batches were rehearsed because of their values; from here on the plan for the largest of them stays, "
-            "and other values are not followed any more",
-            self._num_looks,
-        )
-        self._deciding, self._num_looks = frozenset(), _MAX_LOOKS
-        self._known = self._known.without_values()
+        wider = self._deciding.covering(plain, demand, alike)
+        if wider is not None:
+            self._remember(wider)
+        return wider
 
     # ---- steps that take more than was promised
 
@@ -500,22 +535,14 @@ class Replanner(OwnHook):
 
         Where that has not helped, because large steps come when nobody observes, the careful plan stays.
         """
-        plan, shown_bytes = excess.plan, excess.peak_bytes
-        is_over = shown_bytes > plan.budget_bytes
-        observes = is_over and self.job.config.use_empirical_fallback
-        logger.warning(
-            "a training step peaked at %s, where the plan promised %s; the budget is %s%s",
-            show_bytes(shown_bytes),
-            show_bytes(plan.predicted_peak_bytes),
-            show_bytes(plan.budget_bytes),
-            ". The next steps are observed, and planned for anew." if observes else "; the promise is corrected",
-        )
+        observes = excess.is_over and self.job.config.use_empirical_fallback
+        what = ". The next steps are observed, and planned for anew." if observes else "; the promise is corrected"
+        logger.warning("%s%s", excess.words, what)
         if observes:
             self._num_exceeded += 1
             self._needs_observation, self._known = True, KnownPlans()
         else:
-            right = dataclasses.replace(plan, predicted_peak_bytes=shown_bytes, fits=not is_over)
-            self._known = self._known.promising(plan, right)
+            self._known = self._known.promising(excess.plan, excess.corrected)
 
     def _follow_move(self) -> None:
         """Whatever this forward is for: a model that was moved elsewhere while it was streamed computes there."""
@@ -568,7 +595,7 @@ class Replanner(OwnHook):
         if not self._needs_observation:
             logger.info("%s Its first training steps are observed, and the plan is made from them.", error)
             self._needs_observation = error.needs_values
-        self._deciding = frozenset()  # what was seen is what counts
+        self._deciding.names = frozenset()  # what was seen is what counts
         self._observed = ObservedSteps(model, self.job.config, self.job.hardware, self.job.costs(model))
         if self._num_exceeded > _MAX_EXCEEDED:
             self._observed.give_up("what they showed was exceeded by later ones, above the budget")
@@ -620,10 +647,3 @@ class Replanner(OwnHook):
         if self._observed is not None:
             self._observed.abandon()
             self._observed = None
-
-
-def _words_of_loop(earlier: LoopHolds, now: LoopHolds) -> str:
-    if now.other_bytes > earlier.other_bytes:
-        return "holds more on the device than the model and its training need"
-    until = "until the next outputs come" if now.into_next else "through backward and the optimizer's step"
-    return f"keeps outputs of the model {until}"

@@ -36,6 +36,7 @@ from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal
 from memscale._profile.ranks import Ranks
 from memscale._progress import stage
+from memscale._torch import private
 from memscale.report import console
 
 logger = logging.getLogger("memscale")
@@ -114,10 +115,14 @@ class StandingJob:
     # ---- planning
 
     @contextlib.contextmanager
-    def _planning(self, what: str) -> Iterator[None]:
+    def _planning(self, what: str | None = None) -> Iterator[None]:
+        """Forwards in here are no steps, for our own hook or for a checkpoint of the user's around the whole model."""
         self.is_planning = True
         try:
-            with console.progress(self.config.enable_logging), stage(what), few_collections():
+            with contextlib.ExitStack() as shown, private.outside_checkpoints(), few_collections():
+                if what is not None:
+                    shown.enter_context(console.progress(self.config.enable_logging))
+                    shown.enter_context(stage(what))
                 yield
         finally:
             self.is_planning = False
@@ -150,12 +155,9 @@ class StandingJob:
 
     def rehearsed_plain(self, model: nn.Module, inputs: Inputs) -> StepTrace:
         """The step without techniques, with this batch."""
-        self.is_planning = True
-        try:
+        with self._planning():
             device, static = torch.device(self.hardware.device_type), self.config.use_static_profiling
             shards = self.ranks.num_shards
             return open_rehearsal(
                 model, inputs, device, static=static, holds_gradients=self.holds, num_shards=shards, loop=self.loop
             )[1]
-        finally:
-            self.is_planning = False

@@ -20,6 +20,8 @@ import torch
 
 from memscale import _json
 from memscale._config import Config
+from memscale._errors import DoesNotFitError, MemScaleError
+from memscale._plan import Plan
 from memscale._profile import TensorSpec
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import Group, Ranks
@@ -42,11 +44,15 @@ class NobodyCameError(Exception):
     """A rank did not come to the meeting in time; says which."""
 
 
+Specs = tuple[TensorSpec, ...]
+"""The tensors of a batch."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
     """What one rank brings along."""
 
-    specs: tuple[TensorSpec, ...]
+    specs: Specs
     """The tensors of its batch."""
     budget_bytes: int
 
@@ -116,18 +122,27 @@ def meets(group: Group | None) -> bool:
     return torch.distributed.get_backend(group.process_group) != "fake"  # its other ranks do not exist
 
 
-def largest_of(needs: list[Need]) -> tuple[TensorSpec, ...] | None:
-    """Every dimension as large as on the rank where it is largest; None where the batches are of different kinds."""
-    kinds = {tuple((spec.name, spec.dtype, len(spec.shape)) for spec in need.specs) for need in needs}
+def largest_of(batches: list[Specs]) -> Specs | None:
+    """Every dimension as large as in the batch where it is largest; None where the batches are of different kinds."""
+    kinds = {tuple((spec.name, spec.dtype, len(spec.shape)) for spec in specs) for specs in batches}
     if len(kinds) != 1:
         return None
-    columns = zip(*(need.specs for need in needs), strict=True)
+    columns = zip(*batches, strict=True)
     return tuple(
         dataclasses.replace(column[0], shape=tuple(map(max, *(spec.shape for spec in column)))) for column in columns
     )
 
 
-def enlarged(inputs: Inputs, largest: tuple[TensorSpec, ...]) -> Inputs:
+def plan_in(answer: dict[str, Any]) -> Plan | None:
+    """The plan that the leader has answered with; None: it has planned for itself alone. Raises what it has met."""
+    if "misfit" in answer:
+        raise DoesNotFitError(f"the batch of another rank, which is the largest, does not fit: {answer['misfit']}")
+    if "error" in answer:
+        raise MemScaleError(f"the rank with the largest batch could not plan: {answer['error']}")
+    return Plan.from_json(answer["plan"]) if "plan" in answer else None
+
+
+def enlarged(inputs: Inputs, largest: Specs) -> Inputs:
     """A batch of these sizes; tensors that have them already keep their values."""
     shapes = {id(tensor): spec.shape for tensor, spec in zip(inputs.tensors(), largest, strict=True)}
 

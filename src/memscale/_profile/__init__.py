@@ -159,6 +159,12 @@ class Treatment:
             raise ValueError(f"a block whose parameters are streamed is recomputed in full, not {self.recompute}")
 
     @property
+    def name(self) -> str:
+        """What it is called where some treatments are left out of a search (`Config.withheld`)."""
+        recomputed = {"none": "keep", "selective": "selective checkpoint", "full": "checkpoint"}[self.recompute]
+        return ", ".join([*(["stream"] if self.streams else [recomputed]), *(["offload"] if self.offloads else [])])
+
+    @property
     def without_offload(self) -> Treatment:
         """The same, with what it keeps left on the device."""
         return dataclasses.replace(self, offloads=False)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -74,6 +75,41 @@ def owns_any(optimizer: Optimizer, parameters: Iterable[Any]) -> bool:
     """Whether the optimizer steps at least one of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
     return any(id(parameter) in wanted for parameter in parameters_of(optimizer))
+
+
+class _Witness:
+    """A parameter that a model and an optimizer have in common, and where both have it."""
+
+    __slots__ = ("_group", "_name", "_part", "_place")
+
+    def __init__(self, part: nn.Module, name: str, group: int, place: int) -> None:
+        self._part, self._name, self._group, self._place = weakref.ref(part), name, group, place
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        part, groups = self._part(), optimizer.param_groups
+        if part is None or len(groups) <= self._group or len(groups[self._group]["params"]) <= self._place:
+            return False
+        return part._parameters.get(self._name) is groups[self._group]["params"][self._place]
+
+
+_WITNESSES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Optimizer, _Witness]]
+_WITNESSES = weakref.WeakKeyDictionary()
+
+
+def steps_model(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer steps a parameter of the model. Asked in every step, so one that is known is looked at
+    first: going through all parameters of both takes as long as a part of the step itself."""
+    witnesses = _WITNESSES.setdefault(model, weakref.WeakKeyDictionary())
+    known = witnesses.get(optimizer)
+    if known is not None and known.holds(optimizer):
+        return True
+    places = {id(p): (g, k) for g, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])}
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if id(parameter) in places:
+                witnesses[optimizer] = _Witness(part, name, *places[id(parameter)])
+                return True
+    return False
 
 
 class _Watchers:

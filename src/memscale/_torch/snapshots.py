@@ -6,7 +6,7 @@ import collections
 import copy
 import random
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -93,6 +93,17 @@ def containers_copied(value: Any, depth: int = 0) -> Any:
         if type(item) in _CONTAINERS:
             copied[key] = containers_copied(item, depth + 1)
     return copied
+
+
+def num_elements_in(values: Iterable[Any], most: int, depth: int = 0) -> int:
+    """How many elements the containers among these have, those in containers included; counted up to `most`."""
+    found = 0
+    for value in values:
+        if found <= most and type(value) in _CONTAINERS and depth <= _MAX_DEPTH:
+            found += len(value)
+            inner = value.values() if isinstance(value, dict) else value
+            found += num_elements_in(inner, most - found, depth + 1) if found <= most else 0
+    return found
 
 
 def is_unchanged(before: Any, after: Any, depth: int = 0) -> bool:

@@ -302,9 +302,9 @@ class Beside:
         self.code: set[types.CodeType] = set()
         """All code that was read."""
         self.others: list[Any] = []
-        """What was met and not looked into."""
+        """What was met and not looked into, containers that are too large for that included."""
         self.is_cut = False
-        """There is more, further away."""
+        """There is more, further away or in containers of very many elements."""
         self._lru_caches: list[Any] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []
@@ -369,10 +369,13 @@ class Beside:
             self._visit_container(_Contents(value), depth)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, depth)
-        elif _is_small_array(value):
+        elif is_small_array(value):
             self.entries.append(_Array(value))
         elif isinstance(value, bytearray | array.array):
-            self.entries += [_Buffer(value)] if len(value) <= MAX_ELEMENTS else []
+            if len(value) <= MAX_ELEMENTS:
+                self.entries.append(_Buffer(value))
+            else:
+                self.others.append(value)
         elif isinstance(value, tuple | frozenset):
             self._wait(value if len(value) <= _MAX_LOOKED_INTO else (), depth + 1)
         elif (inside := _definitions_in(value)) is not None:
@@ -398,10 +401,14 @@ class Beside:
         self._wait(type(value).__mro__, depth + 1)
 
     def _visit_container(self, contents: _Contents, depth: int) -> None:
-        if len(contents) <= MAX_ELEMENTS:
-            self.entries.append(contents)
+        if len(contents) > MAX_ELEMENTS:
+            self.others.append(contents.of)
+            return
+        self.entries.append(contents)
         if len(contents) <= _MAX_LOOKED_INTO:
             self._wait(contents.elements(), depth + 1)
+        elif not holds_scalars(contents.elements()):
+            self.is_cut = True
 
     def _visit_class(self, cls: type, depth: int) -> None:
         self.entries.append(_Attributes(cls))
@@ -438,6 +445,11 @@ class Beside:
         self._wait([namespace[name] for name in fresh if name in namespace], depth + 1)
 
 
+def holds_scalars(values: Iterable[Any]) -> bool:
+    """Whether all of these cannot change. Takes some nanoseconds a value."""
+    return set(map(type, values)) <= SCALARS
+
+
 class _Inside(Beside):
     def _visit(self, value: Any, depth: int) -> None:
         if not issubclass(type(value), nn.Module):
@@ -450,6 +462,8 @@ class _Inside(Beside):
         """Do not look into it: its attributes belong to other objects as well."""
 
 
+SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+"""What cannot change, by its exact type."""
 _UNINTERESTING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, types.ModuleType, torch.dtype)
 
 
@@ -509,7 +523,7 @@ def _is_plain_object(value: Any) -> bool:
     return type(value) is types.SimpleNamespace or _is_own_class(type(value))
 
 
-def _is_small_array(value: Any) -> bool:
+def is_small_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray and value.nbytes <= _MAX_ARRAY_BYTES
 

@@ -16,6 +16,11 @@ of it takes milliseconds, which is too long for every step. So it is looked at i
 fewer: what has changed by then is noted in every forward that follows, which is nothing for most models. What is found
 to have changed only when a step has failed may have been changed by that step, and the step is not run again.
 
+NOTE [no work that grows]: what changes in every forward is noted before and after each, so it must be little: at most
+`MOST_NOTED` elements. Where it is more (a list to which a forward appends its loss, after some thousand steps), nothing
+is noted from then on, and steps of this model are not run again. What does not change is compared when it is looked
+for and after a failure, never in between.
+
 No tensor and no object is kept alive: they are held by weak references. One that is gone cannot be put back.
 
 NOTE [what cannot be compared]: iterators, context variables, thread-locals, weak dictionaries, large containers. They
@@ -43,13 +48,26 @@ import torch
 from torch import nn
 
 from memscale._torch.snapshots import ABSENT, version_of
-from memscale._torch.state_beside import CODE, FRESH_STATES, MAX_ELEMENTS, Beside, Entry, is_own
+from memscale._torch.state_beside import (
+    CODE,
+    FRESH_STATES,
+    MAX_ELEMENTS,
+    Beside,
+    Entry,
+    holds_scalars,
+    is_own,
+    is_small_array,
+)
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (
     collections.abc.Iterator, contextvars.ContextVar, threading.local, weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary, weakref.WeakSet,
 )  # fmt: skip
+MOST_NOTED = 2_000
+"""The most elements that are noted before and after every forward."""
+_MANY = 64
+"""From so many elements on, a container of scalars is compared in one go."""
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
 _STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 _MAX_DEPTH = 4
@@ -138,7 +156,13 @@ class _State:
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         state = entry.take()
-        self._state = state if isinstance(entry, FRESH_STATES) else _map(_Held, state)
+        self._is_plain = type(state) is list and len(state) > _MANY and holds_scalars(state)
+        """They are scalars, and many: held as they are, and compared by what they are."""
+        self._state = state if self._is_plain or isinstance(entry, FRESH_STATES) else _map(_Held, state)
+
+    @property
+    def num_elements(self) -> int:
+        return len(self._state) if isinstance(self._state, list | dict) else 1
 
     def again(self) -> _State:
         """What it holds now."""
@@ -152,14 +176,18 @@ class _State:
     def is_now(self) -> bool:
         if isinstance(self._entry, FRESH_STATES):
             return self._entry.is_as(self._state)
-        return _agree(self._state, self._entry.take())
+        now = self._entry.take()
+        if self._is_plain:
+            return bool(now == self._state) and list(map(type, now)) == list(map(type, self._state))
+        return _agree(self._state, now)
 
     def is_lost(self) -> bool:
         """Whether something that it held is gone, and cannot be put back."""
-        return not isinstance(self._entry, FRESH_STATES) and any(held.get() is _LOST for held in _leaves(self._state))
+        fresh = self._is_plain or isinstance(self._entry, FRESH_STATES)
+        return not fresh and any(held.get() is _LOST for held in _leaves(self._state))
 
     def put(self) -> None:
-        fresh = isinstance(self._entry, FRESH_STATES)
+        fresh = self._is_plain or isinstance(self._entry, FRESH_STATES)
         self._entry.put(self._state if fresh else _map(_Held.get, self._state))
 
 
@@ -222,6 +250,7 @@ class StepsBeside:
         self._num_forwards = 0
 
     def before(self) -> Taken:
+        """To be called right before a training forward. `NotComparable` where too much changes from one to the next."""
         self._num_forwards += 1
         if self._num_forwards == 1:
             self._look()
@@ -229,7 +258,11 @@ class StepsBeside:
         if self._num_forwards & (self._num_forwards - 1) == 0:
             self._moving.update(self._changed())
             self._drop_tensors()
-        return Taken({key: self._first[key].again() for key in self._moving})
+        taken = Taken({key: self._first[key].again() for key in self._moving})
+        num_elements = sum(state.num_elements for state in taken.before.values())
+        if num_elements > MOST_NOTED:
+            raise NotComparable(f"its forward changes Python containers that hold {num_elements:,} elements")
+        return taken
 
     def after(self, taken: Taken) -> None:
         if self._num_forwards == 1:
@@ -276,7 +309,10 @@ class StepsBeside:
     def _refuse_unknown(self) -> None:
         inside = Beside.inside(self._attributes())
         if inside.is_cut or any(map(_is_opaque, inside.others)):
-            raise NotComparable("an attribute of the model holds what cannot be compared, an iterator for example")
+            raise NotComparable(
+                "an attribute of the model holds what cannot be compared: an iterator for example, a large array, or a "
+                f"container of more than {MAX_ELEMENTS:,} elements"
+            )
         found = [*self._beside().entries, *inside.entries]
         if any(_key(entry) not in self._first for entry in found):
             self.forget()
@@ -334,4 +370,6 @@ def _stores(code: types.CodeType) -> bool:
 def _is_opaque(value: Any) -> bool:
     """See NOTE [what cannot be compared]."""
     kind = type(value)
-    return issubclass(kind, _OPAQUE) or (issubclass(kind, _CONTAINERS) and len(value) > MAX_ELEMENTS)
+    is_array = kind.__module__ == "numpy" and kind.__name__ == "ndarray"  # small ones are compared, and not asked for
+    is_large = issubclass(kind, _CONTAINERS) and len(value) > MAX_ELEMENTS
+    return issubclass(kind, _OPAQUE) or is_large or (is_array and not is_small_array(value))

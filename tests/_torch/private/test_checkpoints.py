@@ -10,22 +10,52 @@ from memscale._torch import private
 
 
 def test_checkpoints_can_be_seen_through():
-    inside, refused = [False], []
-    restore = private.see_through_checkpoints(lambda: inside[0], refused.append)
+    inside, refused = private.SeenThrough(), []
+    restore = private.see_through_checkpoints(inside, refused.append)
     calls = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        calls.append(inside[0])
+        calls.append(bool(inside))
         return x.sin()
 
     try:
-        for inside[0] in (False, True):
+        for inside.names in ([], ["a layer"]):
             x = torch.ones(2, requires_grad=True)
             checkpoint(function, x, use_reentrant=False).sum().backward()
             assert torch.equal(x.grad, torch.ones(2).cos())
         assert calls == [False, False, True]  # outside it is computed again
         checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=True)
         assert refused == ["use_reentrant=True"]
+        with torch.no_grad():
+            assert not inside
     finally:
         restore()
     assert "apply" not in vars(checkpoint_internals.CheckpointFunction)
+
+
+def test_what_is_computed_outside_is_not_seen_by_checkpoints_around_it() -> None:
+    calls = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 1:  # not when it is computed again: the checkpoint would miss what it has seen
+            with private.outside_checkpoints():
+                x.detach().requires_grad_().sin().cos().sum().backward()
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2
+    assert torch.equal(x.grad, torch.ones(2).cos())
+
+
+def test_hooks_of_others_on_saved_tensors_stay() -> None:
+    seen = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), private.outside_checkpoints():
+        torch.ones(2, requires_grad=True).sin()
+    assert len(seen) == 1

@@ -1,13 +1,15 @@
 """Stage 1: which mode and techniques stage 2 may use. Pure data in, pure data out; nobody's `Config` is changed.
 
-    auto_policy=False     the user's own config                                    "user_config"
-    auto_policy=True      a learned policy (`learned`), where one is installed     "ml"
-                          else the rules                                           "rule_fallback"
-    auto_policy="rule"    the rules (`rules`)                                      "rule"
+    auto_policy=False       the user's own config                                  "user_config"
+    auto_policy="learned"   the learned policy (`learned`)                         "ml"
+                            the rules, where that cannot be asked                  "rule_fallback"
+    auto_policy=True        the best that there is: as "learned"
+    auto_policy="rule"      the rules (`rules`)                                    "rule"
 
 Stage 2 finds the fastest plan among whatever is eligible, so a wider strategy is never slower: it is dearer to find, as
-every technique must be tried, and further from the training as it was. A policy therefore looks for the mildest
-strategy that is as good as the widest. Where its choice does not fit, the widest is tried (`Strategy.wider`).
+every technique must be tried, and further from the training as it was. A policy therefore looks for the strategy that
+is found soonest among those that are as good as the widest. Where its choice does not fit, the widest is tried
+(`Strategy.wider`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import dataclasses
 from memscale._config import Config
 from memscale._decide.policy import learned, rules
 from memscale._decide.policy.situation import Situation as Situation
-from memscale._decide.policy.strategies import STRATEGIES, WIDEST
+from memscale._decide.policy.strategies import SHORTLISTS, STRATEGIES, WIDEST
 from memscale._plan import DecisionSource, Reason
 
 
@@ -59,5 +61,6 @@ def choose_strategy(config: Config, situation: Situation | None = None) -> Strat
 
 
 def _strategy(config: Config, situation: Situation, name: str, source: DecisionSource, reason: Reason) -> Strategy:
-    chosen, widest = (STRATEGIES[n].under(config, situation.hardware) for n in (name, WIDEST))
+    options = STRATEGIES | SHORTLISTS
+    chosen, widest = (options[n].under(config, situation.hardware) for n in (name, WIDEST))
     return Strategy(chosen, source, reason, wider=None if chosen == widest else widest)

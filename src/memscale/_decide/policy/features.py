@@ -1,8 +1,14 @@
-"""What the learned policy looks at: numbers without a unit, so that models and cards of all sizes are alike."""
+"""What the learned policy looks at: whole numbers without a unit, so that models and cards of all sizes are alike.
+
+NOTE [whole numbers]: every feature is made from the plain step's integers by integer arithmetic, in thousandths and
+rounded down, and rates of the hardware are rounded to integers before they are used. So the same profile, hardware,
+budget and config give the same features on every machine, and with them the same walk through the trees: no result of a
+mathematical library and no order of a floating-point sum is involved.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
 from memscale._config import Config
 from memscale._decide.choice import RunOptions
@@ -10,7 +16,7 @@ from memscale._decide.eligible import resolve
 from memscale._decide.policy.situation import Situation
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
 from memscale._decide.travel import travels
-from memscale._profile import KEEP
+from memscale._profile import KEEP, Segment
 
 LEARNED_SWITCHES = {
     "can_checkpoint": "enable_checkpointing",
@@ -21,14 +27,21 @@ LEARNED_SWITCHES = {
 }
 """The switch of the techniques that a policy may count on, by feature. A trained policy knows the features that it was
 trained with, so a new technique is added here together with a newly trained policy."""
+_MOST = 1_000_000
+"""No feature is larger."""
 
 
-def features_of(situation: Situation, config: Config) -> dict[str, float]:
+def features_of(situation: Situation, config: Config) -> dict[str, int]:
     """The features by name, always in the same order."""
-    return {**_bytes(situation), **_times(situation), **_room(situation), **_eligible(situation, config)}
+    found = {**_bytes(situation), **_times(situation), **_room(situation), **_eligible(situation, config)}
+    return {name: max(-_MOST, min(_MOST, value)) for name, value in found.items()}
 
 
-def _bytes(situation: Situation) -> dict[str, float]:
+def _thousandths(part: int, whole: int) -> int:
+    return 1000 * part // max(1, whole)
+
+
+def _bytes(situation: Situation) -> dict[str, int]:
     """Over the budget: what the plain step holds, and what would be left of it without its largest parts."""
     model, profile, blocks = situation.model, situation.profile, situation.model.blocks
     order, run = model.nested_order() or (), RunOptions()
@@ -62,14 +75,14 @@ def _bytes(situation: Situation) -> dict[str, float]:
         "rest_with_head": at_rest + around + middle.peak_bytes,
         "rest_with_one_block": at_rest + one_block - gradients,
     }
-    budget = max(1, situation.budget.device_bytes)
-    return {name: size / budget for name, size in sizes.items()}
+    return {name: _thousandths(int(size), situation.budget.device_bytes) for name, size in sizes.items()}
 
 
-def _times(situation: Situation) -> dict[str, float]:
+def _times(situation: Situation) -> dict[str, int]:
     """Over the plain step's: what techniques would add, were each used on everything."""
     model, hardware, blocks = situation.model, situation.hardware, situation.model.blocks
-    step_ms = max(situation.baseline.step_ms, 1e-9)
+    segments = situation.profile.plain.segments
+    step_ns = _compute_ns(situation, segments)
     activations = sum(max(0, model.activation_bytes(fqn)) for fqn in blocks)
     visits = sum(2 * layer.param_bytes + layer.trainable_bytes for layer in blocks.values())
     moved = {
@@ -77,32 +90,47 @@ def _times(situation: Situation) -> dict[str, float]:
         "moving_parameters": visits,
         "moving_state": 2 * situation.profile.optimizer.state_bytes,
     }
-    middle_ms = model.middle(RunOptions(), model.nested_order() or ()).ms
+    link_ns = {name: size * 10**9 // _rate(hardware.link_bytes_per_s) for name, size in moved.items()}
+    forward = [s for s in segments if s.phase == "forward" and s.module_fqn in blocks]
+    beside = [s for s in segments if s.module_fqn not in blocks]
     return {
-        "recomputing": sum(model.forward_ms(fqn) for fqn in blocks) / step_ms,
-        "head_time": middle_ms / step_ms,
-        "step_ms": math.log10(step_ms),
-        **{name: size / hardware.link_bytes_per_s * 1e3 / step_ms for name, size in moved.items()},
+        "recomputing": _thousandths(_compute_ns(situation, forward), step_ns),
+        "head_time": _thousandths(_compute_ns(situation, beside), step_ns),
+        "step_us": step_ns // 1000,
+        **{name: _thousandths(each, step_ns) for name, each in link_ns.items()},
     }
 
 
-def _room(situation: Situation) -> dict[str, float]:
+def _compute_ns(situation: Situation, segments: Iterable[Segment]) -> int:
+    """A rough time: products at the peak rate, all else at that of memory."""
+    hardware = situation.hardware
+    flops, moved = 0, 0
+    for segment in segments:
+        flops += segment.flops
+        moved += segment.other_bytes
+    return flops * 10**9 // _rate(hardware.fp32_flops) + moved * 10**9 // _rate(hardware.memory_bytes_per_s)
+
+
+def _rate(per_second: float) -> int:
+    return max(1, int(per_second))
+
+
+def _room(situation: Situation) -> dict[str, int]:
     """The room on other tiers, over what would wait there if everything did."""
-    waiting = max(1, situation.model.most_waiting_bytes())
-    budget = situation.budget
+    waiting, budget = situation.model.most_waiting_bytes(), situation.budget
     return {
-        "host_room": min(100.0, budget.host_bytes / waiting),
-        "room": min(100.0, (budget.host_bytes + budget.disk_bytes) / waiting),
-        "num_blocks": float(len(situation.model.blocks)),
+        "host_room": min(100_000, _thousandths(budget.host_bytes, waiting)),
+        "room": min(100_000, _thousandths(budget.host_bytes + budget.disk_bytes, waiting)),
+        "num_blocks": len(situation.model.blocks),
     }
 
 
-def _eligible(situation: Situation, config: Config) -> dict[str, float]:
+def _eligible(situation: Situation, config: Config) -> dict[str, int]:
     """What the hardware has, and what the user has not ruled out."""
     eligible = resolve(STRATEGIES[WIDEST].under(config, situation.hardware), situation.hardware)
     switches = {technique.switch for technique in eligible.techniques}
     return {
-        "on_cpu": float(situation.hardware.device_type == "cpu"),
-        **{feature: float(switch in switches) for feature, switch in LEARNED_SWITCHES.items()},
-        "overlaps": float(travels(config, situation.hardware)[0].overlaps),
+        "on_cpu": int(situation.hardware.device_type == "cpu"),
+        **{feature: int(switch in switches) for feature, switch in LEARNED_SWITCHES.items()},
+        "overlaps": int(travels(config, situation.hardware)[0].overlaps),
     }

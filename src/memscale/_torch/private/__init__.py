@@ -6,7 +6,7 @@ mirrors the modules and says when a release of PyTorch changes one of these thin
 """
 
 from memscale._torch.private.allocator import allocator_bytes, set_allocator_settings
-from memscale._torch.private.checkpoints import see_through_checkpoints
+from memscale._torch.private.checkpoints import SeenThrough, outside_checkpoints, see_through_checkpoints
 from memscale._torch.private.compiling import (
     COMPILED_CALL,
     is_compiled,
@@ -89,6 +89,7 @@ __all__ = [
     "COMPILED_CALL",
     "NUM_HOLDERS_IN_DISPATCH",
     "Remembered",
+    "SeenThrough",
     "active_ddp",
     "active_modes",
     "allocator_bytes",
@@ -136,6 +137,7 @@ __all__ = [
     "never_while_compiled",
     "next_sequence_number",
     "num_holders",
+    "outside_checkpoints",
     "plain_shells",
     "real_tensors",
     "remove_mode",

@@ -1,12 +1,27 @@
 """Checkpoints that a model has of its own, through `torch.utils.checkpoint`.
 
-Relies on: the generator behind a non-reentrant checkpoint, and the autograd function behind a reentrant one.
+Relies on: the generator behind a non-reentrant checkpoint, the autograd function behind a reentrant one, and the stack
+of hooks on saved tensors, of which only the top is asked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+
+
+class SeenThrough(threading.local):
+    """Inside what this thread's checkpoints are seen through: names, the innermost last. Outside there are none."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.names) and torch.is_grad_enabled()  # without gradients nothing is computed again
 
 
 def _only_called() -> Iterator[None]:
@@ -15,8 +30,8 @@ def _only_called() -> Iterator[None]:
     yield
 
 
-def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str], None]) -> Callable[[], None]:
-    """While `is_inside()`, `torch.utils.checkpoint` computes its function as if it were not there.
+def see_through_checkpoints(inside: SeenThrough, refuse: Callable[[str], None]) -> Callable[[], None]:
+    """While a thread is `inside`, `torch.utils.checkpoint` computes its function as if it were not there.
 
     What would not be the same is given to `refuse`, by its name. Returns what undoes that.
     """
@@ -26,14 +41,14 @@ def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str
     before = module._checkpoint_without_reentrant_generator
 
     def start(fn: Any, preserve: bool = True, context_fn: Any = module.noop_context_fn, *args: Any, **kw: Any) -> Any:
-        if not is_inside():
+        if not inside:
             return before(fn, preserve, context_fn, *args, **kw)
         if context_fn is not module.noop_context_fn:
             refuse("context_fn")
         return _only_called()
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if is_inside():
+        if inside:
             refuse("use_reentrant=True")
         return super(kind, kind).apply(*args, **kwargs)
 
@@ -48,3 +63,21 @@ def see_through_checkpoints(is_inside: Callable[[], bool], refuse: Callable[[str
             del kind.apply
 
     return restore
+
+
+@contextlib.contextmanager
+def outside_checkpoints() -> Iterator[None]:
+    """What is computed in here is not seen by checkpoints that are under way: it is no part of what they compute."""
+    stack, taken = torch._C._autograd, []
+    while (top := stack._top_saved_tensors_default_hooks(True)) is not None and _is_of_checkpoint(top[0]):
+        stack._pop_saved_tensors_default_hooks()
+        taken.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            stack._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _is_of_checkpoint(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"

@@ -72,7 +72,7 @@ def test_trains_the_same(case: Case, way: str, plain_runs: dict[str, Run]):
     with streamed(model, way == "async") as streamer:
         train(model, case).assert_same(plain_runs[case.name])
         assert streamer.stats.num_visits > 0
-        assert all(p.device.type == "cpu" for layer in streamer.layers for p in layer().parameters())
+        assert all(p.device.type == "cpu" for p in streamer.parameters())
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 

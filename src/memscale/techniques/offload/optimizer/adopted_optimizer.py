@@ -55,6 +55,7 @@ from memscale.techniques.offload.optimizer.separable import (
     steps_each_element,
     take_over,
 )
+from memscale.techniques.offload.parameters.parameter_homes import overlapping
 from memscale.techniques.offload.parameters.state_placement import contents_beside, stays_on_host
 from memscale.techniques.offload.store.stores import Layout, Stretch
 
@@ -189,13 +190,15 @@ class AdoptedOptimizer:
         own = [place for place in places if not place.has_guests]
         resident = [place for place in own if place.device.type != "cpu"] or own
         for place, same in sorted(places.items(), key=lambda item: item[0] not in resident):
-            sizes = [parameter.nbytes for parameter in same]
+            units = _together(same)
+            sizes = [sum(parameter.nbytes for parameter in unit) for unit in units]
             split = split_into_buckets(sizes, self.sizes.of(place.has_guests, place in resident))
             of_buckets = [sum(sizes[index] for index in indices) for indices in split]
             share = self.sizes.resident_share if place in resident else 0.0
             cuts = self._cuts(optimizer)
             for indices, stays in zip(split, self._staying(of_buckets, share, cuts=cuts), strict=True):
-                self._add_bucket([same[index] for index in indices], place, stays=stays, cuts=cuts)
+                chosen = [parameter for index in indices for parameter in units[index]]
+                self._add_bucket(chosen, place, stays=stays, cuts=cuts)
 
     def _staying(self, bucket_bytes: list[int], share: float, *, cuts: bool) -> list[bool]:
         """Say for each bucket whether its state stays on the device although it could leave."""
@@ -215,7 +218,8 @@ class AdoptedOptimizer:
         moves = not stays and self.visits.tier_of(place.device) is not None
         limit = self.sizes.guest_bytes if place.has_guests else self.sizes.resident_bytes
         is_dense = Layout.of(parameters[0]).span == parameters[0].numel()
-        is_cut = cuts and moves and limit is not None and parameters[0].nbytes > limit and is_dense
+        is_large = limit is not None and len(parameters) == 1 and parameters[0].nbytes > limit
+        is_cut = cuts and moves and is_large and is_dense
         stretches = stretches_of(parameters[0], limit or 1) if is_cut else ()
         bucket = Bucket(
             parameters, moves=moves, choose=self.choose, stays=stays, device=place.device, stretches=stretches
@@ -417,6 +421,15 @@ class _Turn(NamedTuple):
 
     bucket: Bucket
     stretch: Stretch | None
+
+
+def _together(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The parameters, those that share memory with one another in one unit: operators on many tensors at once take
+    turns between them, and so must a bucket."""
+    units = {id(parameter): group for group in overlapping(parameters) for parameter in group}
+    place = {id(parameter): number for number, parameter in enumerate(parameters)}
+    ordered = {id(group): sorted(group, key=lambda one: place[id(one)]) for group in units.values()}
+    return [*{id(group): ordered[id(group)] for group in (units[id(parameter)] for parameter in parameters)}.values()]
 
 
 def _turns(bucket: Bucket, entries: Entries) -> list[_Turn]:

@@ -60,6 +60,7 @@ from memscale.techniques.offload.optimizer.separable import (
     owners_of,
     skips_parameters_without_gradient,
 )
+from memscale.techniques.offload.parameters.parameter_homes import overlapping
 
 _BROKEN: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 """Optimizers whose last backward failed half-way, with the failure. This outlives a plan."""
@@ -369,6 +370,12 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
             f"The parameters of {type(optimizer).__name__} are on {' and '.join(devices)}, and with "
             f"step_in_backward=True they must be on one device. Nothing was stepped. {_WITHOUT}"
         )
+    for group in overlapping(parameters_of(optimizer)):
+        if len(group) > 1:
+            raise StepInBackwardError(
+                f"{len(group)} parameters of shape {tuple(group[0].shape)} share their memory: with "
+                f"step_in_backward=True one would be stepped while the other is in use. Nothing was stepped. {_WITHOUT}"
+            )
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise StepInBackwardError(

@@ -12,41 +12,29 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from memscale._errors import MemScaleError
 from memscale._torch import private
 from memscale._torch.overrides import undo_with
 
-
-class _Inside(threading.local):
-    """The streamed layers that this thread is computing, by name."""
-
-    def __init__(self) -> None:
-        self.module_fqns: list[str] = []
-
-
-_INSIDE = _Inside()
+_INSIDE = private.SeenThrough()
+"""The streamed layers that this thread is computing, by name."""
 
 
 @contextlib.contextmanager
 def seen_through(module_fqn: str) -> Iterator[None]:
     """Let the layer's own checkpoints only call their functions inside of this context."""
-    _INSIDE.module_fqns.append(module_fqn)
+    _INSIDE.names.append(module_fqn)
     try:
         yield
     finally:
-        _INSIDE.module_fqns.pop()
-
-
-def _is_inside() -> bool:
-    return bool(_INSIDE.module_fqns) and torch.is_grad_enabled()  # without gradients nothing is computed again
+        _INSIDE.names.pop()
 
 
 def _refuse(option: str) -> None:
     raise MemScaleError(
-        f"{_INSIDE.module_fqns[-1]} calls torch.utils.checkpoint with {option} in its own forward, and its parameters "
+        f"{_INSIDE.names[-1]} calls torch.utils.checkpoint with {option} in its own forward, and its parameters "
         "are not on the device when that is computed again. Call it with use_reentrant=False and without context_fn, "
         "or leave this layer out of parameter streaming"
     )
@@ -64,7 +52,7 @@ class _Patch:
         with self._lock:
             self._num_users += 1
             if self._num_users == 1:
-                self._undo.callback(private.see_through_checkpoints(_is_inside, _refuse))
+                self._undo.callback(private.see_through_checkpoints(_INSIDE, _refuse))
 
     def leave(self) -> None:
         with self._lock:

@@ -70,6 +70,11 @@ def slots_of(modules: Iterable[nn.Module], *, buffers: bool = False) -> list[Slo
     ]
 
 
+def parameters_in(slots: Iterable[Slot]) -> list[torch.Tensor]:
+    """Return the current parameters, once each; `load_state_dict(assign=True)` may have replaced them."""
+    return list({id(p): p for slot in slots if (p := slot.get()) is not None}.values())
+
+
 def overlapping(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return the tensors in groups that share memory; most groups have one member."""
     spans: list[tuple[int, int, int, torch.Tensor]] = []

@@ -28,7 +28,7 @@ import torch
 
 from memscale._errors import StoreFullError
 from memscale._torch import private
-from memscale.techniques.offload.parameters.parameter_homes import Homes, tensor_over, unviewed
+from memscale.techniques.offload.parameters.parameter_homes import Homes, Slot, parameters_in, tensor_over, unviewed
 from memscale.techniques.offload.parameters.state_placement import Followers
 from memscale.techniques.offload.parameters.sum_order import Tails
 from memscale.techniques.offload.pinned import LANDING_BYTES
@@ -197,8 +197,7 @@ class Layer(Protocol):
     """A streamed layer, as the streamer sees it."""
 
     needs_weights_in_backward: bool
-
-    def parameters(self) -> list[torch.Tensor]: ...
+    slots: list[Slot]
 
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
@@ -273,14 +272,14 @@ class Streamer:
     def parameters(self) -> list[torch.Tensor]:
         """Return all parameters that are streamed now."""
         layers = [layer for reference in self.layers if (layer := reference()) is not None]
-        return [parameter for layer in layers for parameter in layer.parameters()]
+        return [parameter for layer in layers for parameter in parameters_in(layer.slots)]
 
     # ---------------------------------------------------------------------------------------------------- to device
 
     def _load(self, index: int, place: int) -> Visit:
         layer = self.layers[index]()
         assert layer is not None
-        parameters = layer.parameters()
+        parameters = parameters_in(layer.slots)
         return Visit(parameters, [self.bring(parameter) for parameter in parameters], place)
 
     def bring(self, parameter: torch.Tensor) -> Arrival | torch.Tensor:
@@ -313,7 +312,7 @@ class Streamer:
         visit = ahead.pop(index, None)
         layer = self.layers[index]()
         assert layer is not None
-        if visit is not None and visit.place == place and visit.stamps == Stamp.of(layer.parameters()):
+        if visit is not None and visit.place == place and visit.stamps == Stamp.of(parameters_in(layer.slots)):
             self.stats.num_hits += 1
             return visit
         del visit
@@ -419,16 +418,18 @@ class Streamer:
         """Let gradients stay in the pinned memory in which they land, and take enough of it for all that land there."""
         if self.overlaps and self.store.keeps_bytes and self.landed is None:
             self.landed = LandedGradients()
-            self.homes.presize([p for p in self.parameters() if p.requires_grad and p.nbytes <= LANDING_BYTES])
+            self.homes.presize(self._landing())
+
+    def _landing(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients land in pinned memory."""
+        return [p for p in self.parameters() if p.requires_grad and p.nbytes <= LANDING_BYTES]
 
     def make_room_for_landings(self) -> None:
         """Take the pinned memory for gradients now, so that its size does not depend on how threads run."""
         if not self.overlaps or not self.store.keeps_bytes:
             return
-        parameters = [p for ref in self.layers if (layer := ref()) is not None for p in layer.parameters()]
-        landing = [p for p in parameters if p.requires_grad and p.nbytes <= LANDING_BYTES]
         try:
-            self.homes.presize(landing, LANDING_BYTES)
+            self.homes.presize(self._landing(), LANDING_BYTES)
         except StoreFullError:
             logger.info("the host budget leaves little room for gradients on their way, so they land one by one")
 

@@ -40,6 +40,7 @@ from memscale.techniques.offload.parameters.parameter_homes import (
     StayHome,
     is_expanded,
     overlapping,
+    parameters_in,
     slots_of,
 )
 from memscale.techniques.offload.parameters.step_visits import StepVisits
@@ -105,12 +106,8 @@ class StreamedForward(RecomputedForward):
         self._uses = Uses()
         self.needs_weights_in_backward = verify or not _is_lookup(module)
 
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the current parameters, once each; `load_state_dict(assign=True)` may have replaced them."""
-        return list({id(p): p for slot in self.slots if (p := slot.get()) is not None}.values())
-
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
-        notes = None if region is None else Expectation(Stamp.of(self.parameters()))
+        notes = None if region is None else Expectation(Stamp.of(parameters_in(self.slots)))
         if region is not None:
             region.notes = notes
         visit = self.streamer.fetch_forward(self.index, notes)
@@ -139,7 +136,7 @@ class StreamedForward(RecomputedForward):
                 f"MemScale was detached, or planned again, between the forward of {self.module_fqn} and its backward; "
                 "call backward() first"
             )
-        if notes.stamps != Stamp.of(self.parameters()):
+        if notes.stamps != Stamp.of(parameters_in(self.slots)):
             raise RuntimeError(
                 f"a parameter of {self.module_fqn} was changed between the layer's forward and its backward: "
                 "the recompute would give other gradients. Call backward() before the optimizer steps."
@@ -147,7 +144,8 @@ class StreamedForward(RecomputedForward):
         if self.needs_weights_in_backward:
             visit = self.streamer.fetch_backward(self.index, notes)
         else:
-            visit = Visit(self.parameters(), [hollow_like(p, self.streamer.device) for p in self.parameters()], -1)
+            parameters = parameters_in(self.slots)
+            visit = Visit(parameters, [hollow_like(p, self.streamer.device) for p in parameters], -1)
         with self._weights(visit), inner_checkpoints.seen_through(self.module_fqn):
             return self.inner()(*args, **kwargs)
 
