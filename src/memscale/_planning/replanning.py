@@ -309,13 +309,24 @@ class Replanner(OwnHook):
         try:
             self.plan(model, inputs, inside=True)
         except DoesNotFitError as error:
-            (self.job.holds_gradients, self.job.loop, self._known), self._ignores_held = earlier, True
+            self.job.holds_gradients, self.job.loop, self._known = earlier
+            why = f"this loop keeps gradients between batches ({show_bytes(held_bytes(model))}), for which the current"
+            if not self._could_hold(counted.plan):
+                misfit = DoesNotFitError(f"{why} plan has no room, and the device would run out of memory. {error}")
+                misfit.batch_size = error.batch_size
+                raise misfit from error
+            self._ignores_held = True
             self._promise(counted, known, inputs)
             warnings.warn(
-                f"this loop keeps gradients between batches ({show_bytes(held_bytes(model))}), for which the current "
-                f"plan has no room, and no plan that counts them fits the budget: the peak will be above it. {error}",
+                f"{why} plan has no room, and no plan that counts them fits the budget: the peak will be above it. "
+                f"{error}",
                 stacklevel=2,
             )
+
+    def _could_hold(self, plan: Plan) -> bool:
+        """Whether the device has as much as the plan says, above the budget as it may be. RAM is not so strict."""
+        needed_bytes = max(plan.predicted_peak_bytes, plan.predicted_allocated_bytes or 0)
+        return self.job.hardware.device_type == "cpu" or needed_bytes <= self.job.hardware.free_bytes
 
     def _promise(self, counted: Known, known: Known, inputs: Inputs) -> None:
         """The plan that is in force, with other numbers."""
@@ -342,7 +353,14 @@ class Replanner(OwnHook):
         if plan is None or plan.provisional or self._observed is not None or self._needs_observation:
             return None  # who observes sees it with the rest
         device, counts_all = self.job.device(model), self.job.config.memory_budget_gb is None
-        return self._loop_watch.look(plan, inputs, device, self.job.seen_loop, counts_all=counts_all)
+        return self._loop_watch.look(
+            plan,
+            inputs,
+            device,
+            self.job.seen_loop,
+            counts_all=counts_all,
+            workspace_bytes=self.job.hardware.workspace_bytes,
+        )
 
     def _plan_for_loop(self, model: nn.Module, inputs: Inputs, found: Found) -> bool:
         """Count from here on what the loop holds. Plans that have room for it promise more; for others new ones are
