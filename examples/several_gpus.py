@@ -20,6 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import memscale
 
 way = sys.argv[1] if len(sys.argv) > 1 else "ddp"
+if "RANK" not in os.environ:  # where there is no GPU, `accelerate launch` starts one process alone
+    sys.exit("start it as several ranks: torchrun --nproc-per-node=2 examples/several_gpus.py")
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 device = torch.device("cpu")
 if accelerator is not None:

@@ -9,7 +9,8 @@ clock. It may do no more to the numbers than the peer: exact against exact, tile
 
 Rows are kept in docs/results/peers.json and are not made again while they are there; `--page` only writes the page
 docs/results/peers.md from them. Peers that are not installed are listed so: `pip install -c constraints.txt ".[peers]"`
-gets those that install from wheels.
+gets those that install from wheels; `liger-kernel` and `deepspeed` install without their dependencies, PyTorch's ILP
+needs `pulp` and `pwlf`.
 """
 
 from __future__ import annotations

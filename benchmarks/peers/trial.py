@@ -46,6 +46,8 @@ def obey(order: Order) -> Answer:
     import torch
 
     torch.set_num_threads(1)
+    if order["device"] == "emucuda":
+        _show_triton_the_driver()
     if order["device"] == "simgpu":
         import simgpu
         from benchmarks.peers.work import CARD
@@ -54,6 +56,14 @@ def obey(order: Order) -> Answer:
         simgpu.set_race_mode("off")  # it takes time and changes none
     kinds = {"peer": _peer, "peak": _within_peak, "time": _within_time, "planner": _planner}
     return kinds[order["kind"]](order)
+
+
+def _show_triton_the_driver() -> None:
+    """Triton asks the system's linker where the driver is, which knows nothing of the emulated one."""
+    preloaded = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    driver = next((path for path in preloaded if "libcuda.so" in path), None)
+    if driver is not None:
+        os.environ.setdefault("TRITON_LIBCUDA_PATH", os.path.dirname(driver))
 
 
 def _peer(order: Order) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,6 +12,7 @@ from memscale._decide import decide_on, find_candidates
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
+from memscale._decide.link_clock import held_bytes
 from memscale._decide.spaced import spaced_choices, thinned
 from memscale._decide.travel import travels, wider
 from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, OptimizerCost
@@ -65,6 +67,39 @@ def test_what_the_window_holds_is_counted_where_no_stretch_shows_it() -> None:
     model = model_of(8)
     early, late = (model.evaluate(offloading(*places)).peak_bytes for places in ((0, 3), (1, 4)))
     assert late - early == SIZE * MB
+
+
+WIDE = 100
+"""MB that a larger block saves, in windows that are wider than the default."""
+
+
+@pytest.mark.parametrize(
+    ("places", "forward", "backward"),
+    [
+        ((0, 3), [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1]),  # what 3 has sent is let go of when 0 has waited
+        ((1, 3), [0, 1, 1, 1, 1, 1], [1, 1, 2, 2, 2, 0]),
+        ((0, 2, 5), [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, -1, -1]),  # the trace shows what 5 fetches ahead, to its end
+        (
+            (2, 4),
+            [0, 0, 1, 1, 1, 1],
+            [1, 2, 3, 3, 1, 1],
+        ),  # and that 4 lets go of what 5 has sent, which has sent nothing
+        ((2,), [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]),  # nothing is waited for
+        (range(6), [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]),  # as the trace shows it
+    ],
+)
+def test_wide_windows_hold_what_is_used_and_what_comes_next(
+    places: Sequence[int], forward: list[int], backward: list[int]
+) -> None:
+    """By block, the last one first in backward. See NOTE [the window in backward]."""
+    block = dataclasses.replace(BLOCK, keeps=WIDE + 2)
+    profile = profile_of({f"blocks.{i}": block for i in range(6)}, variants=(CHECKPOINT, OFFLOAD), optimizer=FREE)
+    model = CostModel(profile, hardware_of(link_directions=2), overlaps=True, window_bytes=WIDE * MB)
+    offloaded = [f"blocks.{place}" for place in places]
+    held = held_bytes(model.owners, model.sent_by_blocks(RunOptions()), offloaded, model.window_bytes)
+    visits = zip(*(model.places(f"blocks.{index}") for index in range(6)), strict=True)
+    found = [[held[place] // (WIDE * MB) for place in direction] for direction in visits]
+    assert found == [forward, backward[::-1]]
 
 
 def test_blocks_are_replaced_as_far_apart_as_the_link_needs() -> None:

@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
+from memscale._planning.loop_watch import tolerated
 from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._profile import Segment, StepTrace
 from tests.parity import attached_plan, seed
@@ -243,3 +244,14 @@ def test_a_decoder_that_generates_has_a_peak_for_that() -> None:
     with memscale.measure("cpu") as measured, torch.no_grad():
         model.generate(ids[:, :-1], max_new_tokens=1, pad_token_id=0, attention_mask=torch.ones(2, 63))
     assert measured.peak_bytes == pytest.approx(peaks["generate"] - state_bytes, rel=0.02)
+
+
+@pytest.mark.unit
+def test_workspaces_of_matrix_products_are_not_the_loops() -> None:
+    """Of an H100 there are two of 32 MiB, and a little more where blocks are not split."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    plan = memscale.wrap(model, QUIET, sample_input=torch.zeros(2, 4))._memscale_executor.plan
+    memscale.detach(model)
+    on_card, workspace_bytes = dataclasses.replace(plan, device_type="cuda"), 32 * 1024 * 1024
+    assert tolerated(on_card, workspace_bytes) > 2 * workspace_bytes + 1024 * 1024
+    assert tolerated(on_card, workspace_bytes) - tolerated(on_card, 0) == 2 * workspace_bytes

@@ -12,8 +12,9 @@ from torch import nn
 import memscale
 import simgpu
 from memscale import AsyncOffloadConfig, Config
-from memscale._decide import travel
+from memscale._decide import link_clock, travel
 from memscale._plan import OffloadActivations, Plan
+from memscale.techniques.offload.activations import offloader
 from tests._planning.test_virtual_clock import CARD, Residual
 from tests.models import Chain, features
 from tests.parity import attached_plan
@@ -35,6 +36,8 @@ def _device(simgpu_device: Any, no_leaks: Any, no_races: Any, monkeypatch: pytes
     """A simulated card, and small default windows."""
     simgpu.set_card(CARD)
     monkeypatch.setattr(travel, "AsyncOffloadConfig", SMALL)
+    for module in (offloader, link_clock):  # so that wider ones let go of what backward has used
+        monkeypatch.setattr(module, "KEPT_WINDOW_BYTES", WINDOW_BYTES)
 
 
 def trained(model: nn.Module) -> list[torch.Tensor]:

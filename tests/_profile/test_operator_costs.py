@@ -93,3 +93,17 @@ def test_products_in_16_bits_are_counted_apart() -> None:
     assert work_of(lambda: A @ B).half_flops == 0
     work = work_of(lambda: A.bfloat16() @ B.bfloat16())
     assert work.half_flops == work.flops == 2 * 20 * 30 * 50
+
+
+def test_backward_of_attention_in_16_bits_is_in_16_bits() -> None:
+    """It is given the sums of exponentials, too, which are in 32 bits."""
+    query = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
+    attend, back = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_efficient_attention{end}") for end in ("", "_backward")
+    )
+    out, sums, *seeds = attend.default(query, query, query, None, True)
+    assert sums.dtype == torch.float32
+    args = (query, query, query, query, None, out, sums, *seeds, 0.0, [True, True, True, False])
+    work = Work()
+    work.add(back.default, args, {}, back.default(*args), "meta")
+    assert 0 < work.flops == work.half_flops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -95,3 +96,14 @@ def test_the_page_is_what_was_found() -> None:
     assert page.write(store.data) == peers.PAGE.read_text(), "run `python -m benchmarks.peers --page`"
     assert {row["peer"] for row in store.data["rows"]} <= {*(peer.name for peer in PEERS), *PLANNERS}
     assert {row["device"] for row in store.data["rows"] if row["kind"] == "peer"} >= {"simgpu", "emucuda"}
+
+
+def test_triton_is_shown_the_driver_that_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "")
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH")
+    monkeypatch.setenv("LD_PRELOAD", "/libs/libcublas.so.13:/libs/libcuda.so.1")
+    trial._show_triton_the_driver()
+    assert os.environ["TRITON_LIBCUDA_PATH"] == "/libs"
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/mine")
+    trial._show_triton_the_driver()
+    assert os.environ["TRITON_LIBCUDA_PATH"] == "/mine", "what a user has set stays"

@@ -125,6 +125,14 @@ def test_what_follows_from_an_answer() -> None:
     assert fits(failed, LARGE) is None, "an error says nothing about larger models"
 
 
+def test_a_cell_of_another_version_says_so() -> None:
+    log = Log(version="2.0.0").with_answer(answer(SMALL, fits=True, version="1.0.0"))
+    assert "gpt2 or larger (1.0.0)" in page.markdown(log)
+    assert "larger (2.0.0)" not in page.markdown(
+        Log(version="2.0.0").with_answer(answer(SMALL, fits=True, version="2.0.0"))
+    )
+
+
 def test_a_cell_needs_a_plan_for_its_own_card() -> None:
     """That a smaller card trains a larger model shows that there is more, and no figures for it."""
     log = (

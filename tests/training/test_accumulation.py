@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
+from memscale._planning.replanning import Replanner
 from memscale._profile.inputs import Inputs
 from tests.models import square_loss
 
@@ -174,3 +176,25 @@ def test_where_no_plan_counts_them_training_goes_on_and_says_so() -> None:
             warnings.simplefilter("error")
             train(model, 2)  # once is enough
     assert all(map(torch.equal, weights, train(build(), 2)))
+
+
+def test_where_the_device_cannot_hold_them_that_is_said_instead_of_running_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replanner, "_could_hold", lambda *_: False)
+    model = build()
+    with memscale.optimize(model, sgd(model), budget(0.0), torch.zeros(BATCH)) as executor:
+        before = executor.plan
+        with pytest.raises(
+            memscale.DoesNotFitError, match=r"keeps gradients.*would run out of memory.*lower the batch"
+        ):
+            train(model, 2)
+        assert executor.plan is before
+
+
+@pytest.mark.parametrize(
+    ("device_type", "free_bytes", "could"), [("cuda", 99, False), ("cuda", 100, True), ("cpu", 0, True)]
+)
+def test_a_device_could_hold_what_it_has(device_type: str, free_bytes: int, could: bool) -> None:
+    hardware = SimpleNamespace(device_type=device_type, free_bytes=free_bytes)
+    replanner: Any = SimpleNamespace(job=SimpleNamespace(hardware=hardware))
+    plan: Any = SimpleNamespace(predicted_peak_bytes=90, predicted_allocated_bytes=100)
+    assert Replanner._could_hold(replanner, plan) is could

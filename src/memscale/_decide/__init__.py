@@ -369,6 +369,7 @@ def _spaced(model: CostModel, eligible: Eligible, found: list[Candidate]) -> lis
     bases = sorted(undominated(exact), key=by_peak)
     choices = dict.fromkeys(spaced_choices(model, [candidate.choice for candidate in bases]))
     spaced = [Candidate(choice, model.evaluate(choice)) for choice in choices]
+    spaced += _with_shares(model, spaced, counts_waiting=False)
     kept = {id(candidate) for candidate in undominated([*exact, *spaced])}
     return [candidate for candidate in spaced if id(candidate) in kept]
 

@@ -254,14 +254,14 @@ class CostModel:
         total_ms = extras.ms + sum(times_ms)
         known = self.sent_by_blocks(run) if self.window_bytes else {}
         sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
+        held = held_bytes(self.owners, known, list(sent), self.window_bytes)
         if sent:
-            live = peak = live + held_bytes(known, list(sent), self.window_bytes)
             streamed = {fqn: self.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams}
             course = Course(self.owners, self.first_backward(), times_ms)
             total_ms = min(total_ms, extras.ms + spaced_ms(course, sent, streamed, self.pace, self.window_bytes))
         for index, how in enumerate(owners):
             stretch = stretches[how][index]
-            peak = max(peak, live + stretch.peak_bytes)
+            peak = max(peak, live + stretch.peak_bytes + held[index])
             live += stretch.net_bytes
         return run, extras, live, peak, total_ms
 

@@ -9,7 +9,11 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+from memscale._config import AsyncOffloadConfig
 from memscale._decide.step_time import Pace
+
+KEPT_WINDOW_BYTES = AsyncOffloadConfig().window_bytes
+"""The largest window that is kept to the end of a step. See NOTE [the window in backward]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,8 +70,39 @@ def spaced_ms(course: Course, sent: dict[str, Sent], streamed: dict[str, int], p
     return max(now, leaves)
 
 
-def held_bytes(sent: dict[str, Sent], offloaded: Sequence[str], window_bytes: int) -> int:
-    """What is in the window and is in no block's stretch: in the trace of all blocks, the first one's shows it."""
-    if not offloaded or next(iter(sent), None) in offloaded:
-        return 0
-    return min(window_bytes, sum(sent[fqn].num_bytes for fqn in offloaded))
+def held_bytes(owners: Sequence[str], sent: dict[str, Sent], offloaded: Sequence[str], window_bytes: int) -> list[int]:
+    """What is held in each stretch, beside what it shows in the trace of all blocks; it may be less.
+
+    NOTE [the window in backward]: the first block that sends fills the window. One of the default size then holds as
+    much until the step ends. In wider ones, what was sent last is used from the window, and the next is fetched ahead
+    beside it; it is let go of when backward has waited for the first block whose activations had left. From then on as
+    much is fetched ahead, until the backward of the first block that sends. In the trace of all blocks these are the
+    first, the last, and the one as many before it as the window has room for; in a choice they are others.
+    """
+    end = len(owners)
+    held = [0] * end
+    if not offloaded:
+        return held
+    places: dict[str, tuple[int, int]] = {}
+    for index, owner in enumerate(owners):
+        if owner in sent:
+            places[owner] = (places.get(owner, (index,))[0], index)
+    mine, traced = (sorted(places[fqn] for fqn in fqns) for fqns in (offloaded, sent))
+    window = min(window_bytes, sum(sent[fqn].num_bytes for fqn in offloaded))
+    room = window_bytes // max(one.num_bytes for one in sent.values()) if window_bytes > KEPT_WINDOW_BYTES else 0
+    if mine[0] != traced[0]:
+        _raise(held, mine[0][0], mine[0][1] + 1 if room else end, window)
+    if 0 < room < len(traced):
+        last, leaver = traced[-1], traced[-1 - room]
+        _raise(held, last[1] + 1, end, -window if last in mine else 0)
+        _raise(held, leaver[1] + 1, end, window if leaver in mine else 0)
+        if len(mine) > room:
+            _raise(held, mine[-1][1] + (mine[-1] == last), mine[-1 - room][1] + 1, window)
+        else:  # nothing has left, so nothing is waited for
+            _raise(held, mine[0][1] + 1, end, window)
+    return held
+
+
+def _raise(held: list[int], begin: int, end: int, num_bytes: int) -> None:
+    for index in range(begin, end):
+        held[index] += num_bytes

@@ -9,7 +9,8 @@ What the modules of this room are for:
                            least_reserved
     it is attached, kept   attaching, full_stack, plan_cache, fingerprint, saved_plans
     it follows the loop    replanning, standing_job, known_plans, demand, shapes, loop_watch, step_watch, trained_by,
-                           held_gradients, uncalled, observed_steps, together, recovery, repeated_step, not_repeatable
+                           held_gradients, deciding_values, uncalled, observed_steps, together, recovery, repeated_step,
+                           not_repeatable
     questions without one  estimate, length_estimate, largest_batch, profile_scaling, advice, other_peaks, step_memory,
                            step_times, snapshot
 """

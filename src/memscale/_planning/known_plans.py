@@ -21,6 +21,8 @@ from memscale._profile.inputs import Inputs
 
 _MAX_KNOWN = 32
 """The most demands whose plans are remembered."""
+_WORTH_LOOSENING = 1.05
+"""A plan that is predicted to take less, as a multiple of the plain step's time, is left as it is."""
 _OF_ALLOCATOR = ("predicted_allocated_bytes", "predicted_reserved_bytes", "predicted_total_bytes")
 
 
@@ -36,6 +38,13 @@ class Known:
     """How long it counts gradients of earlier batches."""
     is_bound: bool = False
     """The plan's numbers are no less than what it takes, and may be more."""
+
+    @property
+    def is_worth_loosening(self) -> bool:
+        """Whether a plan that does less would be faster, and may be found."""
+        plan = self.plan
+        is_settled = plan.rehearsed and not plan.provisional and plan.allocator is None
+        return is_settled and plan.predicted_slowdown >= _WORTH_LOOSENING
 
     def bounded(self, more_bytes: int) -> Known:
         """The same with so much more on the device, which may be too much, and whether it fits then."""

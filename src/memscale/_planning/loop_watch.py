@@ -48,7 +48,9 @@ _NUM_STEPS = 8
 _MAX_ANSWERS = 4
 """So often other bytes are planned for anew: what grows at every step is a leak, which no plan ends."""
 _TOLERATED_BYTES_OF_CARD = 64 * 1024 * 1024
-"""A card's libraries take workspaces of about this size in the first step, which plans count apart."""
+"""A card's libraries may take so much in the first step, beside the workspaces of matrix products."""
+_NUM_THREADS = 2
+"""Forward and backward multiply in a thread each, which has a workspace of its own. Plans count these apart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,12 +136,21 @@ class LoopWatch(StepWatcher):
     # ---- what is found
 
     def look(
-        self, plan: Plan, inputs: Inputs, device: torch.device, known: LoopHolds, *, counts_all: bool
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        device: torch.device,
+        known: LoopHolds,
+        *,
+        counts_all: bool,
+        workspace_bytes: int,
     ) -> Found | None:
-        """A training forward begins. `counts_all`: also what was there before the first step."""
+        """A training forward begins. `counts_all`: also what was there before the first step. `workspace_bytes`: what
+        each thread that multiplies matrices has taken."""
         found = self._kept_outputs(known)
         if found is None:
-            found = self._other_bytes(plan, inputs, device, known, counts_all=counts_all)
+            tolerated_bytes = tolerated(plan, workspace_bytes)
+            found = self._other_bytes(tolerated_bytes, inputs, device, known, counts_all=counts_all)
         if self._num_steps >= _NUM_STEPS:
             self._follow_no_more(device)
         return found
@@ -166,10 +177,9 @@ class LoopWatch(StepWatcher):
         return Found(dataclasses.replace(known, outputs=outputs, into_next=into_next), kept_bytes)
 
     def _other_bytes(
-        self, plan: Plan, inputs: Inputs, device: torch.device, known: LoopHolds, *, counts_all: bool
+        self, tolerated_bytes: int, inputs: Inputs, device: torch.device, known: LoopHolds, *, counts_all: bool
     ) -> Found | None:
         allocated_bytes = _allocated_on(device)
-        tolerated_bytes = _tolerated(plan)
         if allocated_bytes is None or self._num_answers >= _MAX_ANSWERS:
             return None
         if self._num_steps >= _NUM_STEPS and allocated_bytes <= self._highest_bytes:
@@ -229,15 +239,15 @@ def _allocated_on(device: torch.device) -> int | None:
     return None if counted is None else counted[0]
 
 
-def _tolerated(plan: Plan) -> int:
+def tolerated(plan: Plan, workspace_bytes: int) -> int:
     """What may be there without a word: rounding, workspaces, and tensors of ours that are on their way."""
-    tolerated = max(int(TOLERATED_SHARE * plan.predicted_peak_bytes), TOLERATED_BYTES)
+    num_bytes = max(int(TOLERATED_SHARE * plan.predicted_peak_bytes), TOLERATED_BYTES)
     if plan.device_type != "simgpu":
-        tolerated += _TOLERATED_BYTES_OF_CARD
+        num_bytes += _TOLERATED_BYTES_OF_CARD + _NUM_THREADS * workspace_bytes
     travels = any(technique_of(action).travels for action in plan.actions)
     if travels and plan.conditions is not None:
-        tolerated += plan.conditions.window_bytes + plan.conditions.prefetch_bytes
-    return tolerated
+        num_bytes += plan.conditions.window_bytes + plan.conditions.prefetch_bytes
+    return num_bytes
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

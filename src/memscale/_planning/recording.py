@@ -415,6 +415,7 @@ class _Parts:
 def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Forward and backward of a batch; what the loop keeps of its output, and the loss."""
     recorder.move_to("forward", "", 0)
+    torch.clear_autocast_cache()  # as at the beginning of the user's autocast
     earlier = _stand_ins_of_outputs(rehearsal)
     output = rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs)
     kept, loss = rehearsal.kept_of(output), loss_of(output)

@@ -1,10 +1,5 @@
 """Plans that follow the batches: made at the first training forward, and made again when a step may need more.
 
-NOTE [values that decide]: a plan holds for shapes, and where values of integer inputs decided sizes in its rehearsal
-(a mask, lengths), for values that go no further than those. A batch that goes further is rehearsed, and planned for if
-it takes more. That is bounded: new records become rare by themselves, and after `_MAX_LOOKS` of them, or a few that
-changed nothing, the plan for the largest step seen stays.
-
 NOTE [joint forwards]: a forward that comes while an earlier one awaits its backward follows the plan that is in force,
 also where that was made for less. From the next step on every batch is planned for as if it were as large as the
 largest of such a step, so that one plan holds for all of them.
@@ -15,7 +10,6 @@ Ranks that train together agree on their first plan (`together.py`).
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import warnings
 import weakref
@@ -32,6 +26,7 @@ from memscale._execute.reserving import empty_cache
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import plan_cache
+from memscale._planning.deciding_values import DecidingValues
 from memscale._planning.demand import Demand, read_demand
 from memscale._planning.held_gradients import GradientWatch, held_bytes
 from memscale._planning.job import Job
@@ -40,7 +35,7 @@ from memscale._planning.loop_watch import Found, LoopWatch, words_of_loop
 from memscale._planning.observed_steps import ObservedSteps
 from memscale._planning.open_passes import OpenPasses
 from memscale._planning.other_peaks import warn_of_other_peaks
-from memscale._planning.shapes import bucket_below, largest_that_fits, shape_text
+from memscale._planning.shapes import bucket_below, largest_that_fits, misfit_of, shape_text
 from memscale._planning.standing_job import StandingJob
 from memscale._planning.step_watch import Excess, StepWatch
 from memscale._planning.together import (
@@ -66,12 +61,6 @@ logger = logging.getLogger("memscale")
 
 Report = Callable[[Executor, Plan, Hardware], None]
 """A function that is called after every plan."""
-_MAX_LOOKS = 32
-"""The most batches that are rehearsed because of their values."""
-_MAX_IDLE_LOOKS = 4
-"""After so many, values are taken not to matter if each of these steps went the same way."""
-_WORTH_LOOSENING = 1.05
-"""A plan that is predicted to take less, as a multiple of the plain step's time, is left as it is."""
 _TIMES_SEEN = 2
 """Shapes that are smaller than what was planned for get a plan of their own when they come so often."""
 _MAX_EXCEEDED = 2
@@ -98,10 +87,7 @@ class Replanner(OwnHook):
         self._observed: ObservedSteps | None = None
         """While a model that cannot be rehearsed shows what it needs."""
         self._needs_observation = False
-        self._deciding: frozenset[str] = frozenset()
-        """Inputs whose values decide something, by their place. See NOTE [values that decide]."""
-        self._num_looks = self._num_other_steps = 0
-        """Batches that were rehearsed because of their values, and those of them that were other steps."""
+        self._deciding = DecidingValues()
         self._watch = StepWatch(executor.model)
         self._loop_watch = LoopWatch(executor.model)
         self._num_seen: collections.Counter[Any] = collections.Counter()
@@ -170,7 +156,7 @@ class Replanner(OwnHook):
 
     def _stay(self, model: nn.Module, inputs: Inputs) -> None:
         """An earlier forward awaits its backward. See NOTE [joint forwards]."""
-        if self._observed is not None or self._deciding or private.inside_functional_transform():
+        if self._observed is not None or self._deciding.names or private.inside_functional_transform():
             return
         demand, plan = self._demand(model, inputs), self.executor.plan
         if any(known.plan is plan and known.demand.covers(demand) for known in self._known):
@@ -182,7 +168,7 @@ class Replanner(OwnHook):
 
     def _joined(self, inputs: Inputs) -> Inputs:
         """A batch as large as those that may come before its backward."""
-        largest = None if self._joint is None or self._deciding else largest_of([self._joint, inputs.specs()])
+        largest = None if self._joint is None or self._deciding.names else largest_of([self._joint, inputs.specs()])
         return inputs if largest in (None, inputs.specs()) else enlarged(inputs, largest)
 
     def _prepare(self, model: nn.Module, begun: Inputs) -> None:
@@ -243,7 +229,7 @@ class Replanner(OwnHook):
             )
 
     def _demand(self, model: nn.Module, inputs: Inputs) -> Demand:
-        return read_demand(model, inputs, self.job.device(model), self._deciding, self.job.ranks)
+        return read_demand(model, inputs, self.job.device(model), self._deciding.names, self.job.ranks)
 
     # ---- plans by shape
 
@@ -255,10 +241,7 @@ class Replanner(OwnHook):
             if len(samples) == 1:
                 raise
             found = largest_that_fits(samples, lambda sample: self._fits(model, sample))
-            fitting = "none fits" if found is None else f"the largest that fits is {shape_text(found)}"
-            misfit = DoesNotFitError(f"With {shape_text(samples[0])}: {error} Of the batches given, {fitting}.")
-            misfit.batch_size = error.batch_size
-            raise misfit from error
+            raise misfit_of(samples[0], found, error) from error
         if self._observed is not None:
             return  # what fake tensors cannot show is seen as the batches come
         for sample in samples[1:]:
@@ -278,11 +261,8 @@ class Replanner(OwnHook):
     def _loosened(self, model: nn.Module, inputs: Inputs, known: Known, *, times_seen: int = _TIMES_SEEN) -> Known:
         """What holds for this batch and slows it less, if its shape has come before and is well below `known`."""
         plan = known.plan
-        is_settled = plan.rehearsed and not plan.provisional and plan.allocator is None
         goes_low = self.job.config.force_optimize  # as low as the mode allows, with every batch
-        if not is_settled or goes_low or self._deciding:
-            return known
-        if plan.predicted_slowdown < _WORTH_LOOSENING:
+        if not known.is_worth_loosening or goes_low or self._deciding.names:
             return known
         largest = bucket_below(inputs, known.demand)
         if largest is None:
@@ -329,13 +309,24 @@ class Replanner(OwnHook):
         try:
             self.plan(model, inputs, inside=True)
         except DoesNotFitError as error:
-            (self.job.holds_gradients, self.job.loop, self._known), self._ignores_held = earlier, True
+            self.job.holds_gradients, self.job.loop, self._known = earlier
+            why = f"this loop keeps gradients between batches ({show_bytes(held_bytes(model))}), for which the current"
+            if not self._could_hold(counted.plan):
+                misfit = DoesNotFitError(f"{why} plan has no room, and the device would run out of memory. {error}")
+                misfit.batch_size = error.batch_size
+                raise misfit from error
+            self._ignores_held = True
             self._promise(counted, known, inputs)
             warnings.warn(
-                f"this loop keeps gradients between batches ({show_bytes(held_bytes(model))}), for which the current "
-                f"plan has no room, and no plan that counts them fits the budget: the peak will be above it. {error}",
+                f"{why} plan has no room, and no plan that counts them fits the budget: the peak will be above it. "
+                f"{error}",
                 stacklevel=2,
             )
+
+    def _could_hold(self, plan: Plan) -> bool:
+        """Whether the device has as much as the plan says, above the budget as it may be. RAM is not so strict."""
+        needed_bytes = max(plan.predicted_peak_bytes, plan.predicted_allocated_bytes or 0)
+        return self.job.hardware.device_type == "cpu" or needed_bytes <= self.job.hardware.free_bytes
 
     def _promise(self, counted: Known, known: Known, inputs: Inputs) -> None:
         """The plan that is in force, with other numbers."""
@@ -362,7 +353,14 @@ class Replanner(OwnHook):
         if plan is None or plan.provisional or self._observed is not None or self._needs_observation:
             return None  # who observes sees it with the rest
         device, counts_all = self.job.device(model), self.job.config.memory_budget_gb is None
-        return self._loop_watch.look(plan, inputs, device, self.job.seen_loop, counts_all=counts_all)
+        return self._loop_watch.look(
+            plan,
+            inputs,
+            device,
+            self.job.seen_loop,
+            counts_all=counts_all,
+            workspace_bytes=self.job.hardware.workspace_bytes,
+        )
 
     def _plan_for_loop(self, model: nn.Module, inputs: Inputs, found: Found) -> bool:
         """Count from here on what the loop holds. Plans that have room for it promise more; for others new ones are
@@ -426,8 +424,7 @@ class Replanner(OwnHook):
         plain = None  # of a plan that was kept: it is for steps where no value of an input decides anything
         if profiles:
             plain = profiles[-1].plain
-            if self._num_looks < _MAX_LOOKS:
-                self._deciding |= frozenset(profiles[-1].deciding_inputs)
+            self._deciding.add(profiles[-1].deciding_inputs)
             if slot is not None and not profiles[-1].deciding_inputs:
                 slot.write(plan)
         demand = self._demand(model, inputs)
@@ -490,7 +487,7 @@ class Replanner(OwnHook):
                 self.job.config = own.replace(memory_budget_gb=budget_bytes / 1e9)
             self.plan(model, common, inside=True, begun=begun)
             plan = self.executor.plan
-            is_for_all = plan is not None and not plan.provisional and not self._deciding
+            is_for_all = plan is not None and not plan.provisional and not self._deciding.names
             answer = {"plan": plan.to_json()} if plan is not None and is_for_all else {}
         except DoesNotFitError as error:
             answer = {"misfit": str(error)}
@@ -517,37 +514,19 @@ class Replanner(OwnHook):
         alike = self._known.of_shapes(demand)
         if not alike:
             return None
-        if self._num_looks >= (_MAX_LOOKS if self._num_other_steps else _MAX_IDLE_LOOKS):
-            self._forget_values()
+        if not self._deciding.may_look:
+            if self._deciding.forget():
+                self._known = self._known.without_values()
             return self._known.find(demand)
-        self._num_looks += 1
-        names = ", ".join(name.partition(".")[2] for name, _ in demand.reaches)
-        logger.info(
-            "the values of an input (%s) decide sizes, and go further than before: rehearsing this batch", names
-        )
+        self._deciding.begin_look(demand)
         try:
             plain = self.job.rehearsed_plain(model, inputs)
         except StaticProfileError:
             return None  # a plan for it will meet the same error, and observe the step
-        self._num_other_steps += all(known.plain != plain for known in alike)
-        for known in alike:
-            if known.plain is not None and known.plain.spans(plain):
-                wider = dataclasses.replace(known, demand=known.demand.widened(demand))
-                self._remember(wider)
-                return wider
-        return None
-
-    def _forget_values(self) -> None:
-        """From here on, the plan for the largest step of the same shapes holds for all values."""
-        if not self._deciding:
-            return
-        logger.info(
-            "%d batches were rehearsed because of their values; from here on the plan for the largest of them stays, "
-            "and other values are not followed any more",
-            self._num_looks,
-        )
-        self._deciding, self._num_looks = frozenset(), _MAX_LOOKS
-        self._known = self._known.without_values()
+        wider = self._deciding.covering(plain, demand, alike)
+        if wider is not None:
+            self._remember(wider)
+        return wider
 
     # ---- steps that take more than was promised
 
@@ -556,22 +535,14 @@ class Replanner(OwnHook):
 
         Where that has not helped, because large steps come when nobody observes, the careful plan stays.
         """
-        plan, shown_bytes = excess.plan, excess.peak_bytes
-        is_over = shown_bytes > plan.budget_bytes
-        observes = is_over and self.job.config.use_empirical_fallback
-        logger.warning(
-            "a training step peaked at %s, where the plan promised %s; the budget is %s%s",
-            show_bytes(shown_bytes),
-            show_bytes(plan.predicted_peak_bytes),
-            show_bytes(plan.budget_bytes),
-            ". The next steps are observed, and planned for anew." if observes else "; the promise is corrected",
-        )
+        observes = excess.is_over and self.job.config.use_empirical_fallback
+        what = ". The next steps are observed, and planned for anew." if observes else "; the promise is corrected"
+        logger.warning("%s%s", excess.words, what)
         if observes:
             self._num_exceeded += 1
             self._needs_observation, self._known = True, KnownPlans()
         else:
-            right = dataclasses.replace(plan, predicted_peak_bytes=shown_bytes, fits=not is_over)
-            self._known = self._known.promising(plan, right)
+            self._known = self._known.promising(excess.plan, excess.corrected)
 
     def _follow_move(self) -> None:
         """Whatever this forward is for: a model that was moved elsewhere while it was streamed computes there."""
@@ -624,7 +595,7 @@ class Replanner(OwnHook):
         if not self._needs_observation:
             logger.info("%s Its first training steps are observed, and the plan is made from them.", error)
             self._needs_observation = error.needs_values
-        self._deciding = frozenset()  # what was seen is what counts
+        self._deciding.names = frozenset()  # what was seen is what counts
         self._observed = ObservedSteps(model, self.job.config, self.job.hardware, self.job.costs(model))
         if self._num_exceeded > _MAX_EXCEEDED:
             self._observed.give_up("what they showed was exceeded by later ones, above the budget")

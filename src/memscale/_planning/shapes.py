@@ -23,7 +23,7 @@ from memscale._decide import plan_as_it_is
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import choice_of
 from memscale._decide.travel import travel_of
-from memscale._errors import MemScaleError, shown
+from memscale._errors import DoesNotFitError, MemScaleError, shown
 from memscale._plan import Action, LayerAction, Plan
 from memscale._planning.demand import Demand
 from memscale._planning.one_way import OneWay
@@ -107,6 +107,14 @@ def largest_that_fits(samples: Sequence[Inputs], fits: Callable[[Inputs], bool])
         middle = (too_large + found) // 2
         too_large, found = (too_large, middle) if fits(samples[middle]) else (middle, found)
     return samples[found] if found < len(samples) else None
+
+
+def misfit_of(largest: Inputs, fitting: Inputs | None, error: DoesNotFitError) -> DoesNotFitError:
+    """The error about the largest of several batches, with the largest of them that fits; None: none does."""
+    found = "none fits" if fitting is None else f"the largest that fits is {shape_text(fitting)}"
+    misfit = DoesNotFitError(f"With {shape_text(largest)}: {error} Of the batches given, {found}.")
+    misfit.batch_size = error.batch_size
+    return misfit
 
 
 def bucket_below(inputs: Inputs, demand: Demand) -> Inputs | None:

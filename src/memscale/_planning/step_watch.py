@@ -31,7 +31,7 @@ from memscale._torch.live_bytes import rounding_of
 from memscale._torch.optimizer_steps import StepWatcher, parameters_of, steps_model, watch_steps
 from memscale._torch.overrides import undo_with
 from memscale._torch.released_gradients import held_gradient
-from memscale._units import round_up
+from memscale._units import round_up, show_bytes
 
 TOLERATED_SHARE = 0.01
 TOLERATED_BYTES = 8192
@@ -49,6 +49,22 @@ class Excess:
     plan: Plan
     peak_bytes: int
     """The peak without what others held on the device when the step began."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step exceeded the budget."""
+        return self.peak_bytes > self.plan.budget_bytes
+
+    @property
+    def corrected(self) -> Plan:
+        """The plan, with the peak that was seen."""
+        return dataclasses.replace(self.plan, predicted_peak_bytes=self.peak_bytes, fits=not self.is_over)
+
+    @property
+    def words(self) -> str:
+        promised, budget = show_bytes(self.plan.predicted_peak_bytes), show_bytes(self.plan.budget_bytes)
+        peak = show_bytes(self.peak_bytes)
+        return f"a training step peaked at {peak}, where the plan promised {promised}; the budget is {budget}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -170,7 +170,9 @@ def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_in_16_bits(tensors: list[torch.Tensor]) -> bool:
-    return all(tensor.itemsize <= 2 for tensor in tensors if tensor.is_floating_point())
+    """Whether the first operand is, which has the type that is multiplied in: the backward of attention is also given
+    sums in 32 bits, a number a row."""
+    return next((tensor.itemsize <= 2 for tensor in tensors if tensor.is_floating_point()), False)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -151,6 +151,7 @@ class Rehearsal:
         """Forward and backward. Returns what the loop keeps of the output."""
         if self.holds_gradients:
             self.hold_gradients(recorder)
+        torch.clear_autocast_cache()  # a forward that failed may have left casts, which no recompute would find
         with self.readings.during():
             output = self.model(*self.inputs.args, **self.inputs.kwargs)
         kept, loss = self.kept_of(output), loss_of(output)

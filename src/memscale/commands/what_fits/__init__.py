@@ -142,6 +142,8 @@ class Answer:
     planning_s: float = 0.0
     error: str = ""
     """Why there is no answer."""
+    version: str = ""
+    """The version of MemScale that planned it; "": that of the log."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,6 +259,7 @@ def _plan_of(model: nn.Module, inputs: Any, hardware: Hardware) -> Plan:
 
 
 def _answer_of(question: Question, num_parameters: int, plan: Plan, seconds: float) -> Answer:
+    import memscale
     from memscale.report.explain import what_is_done
 
     return Answer(
@@ -269,6 +272,7 @@ def _answer_of(question: Question, num_parameters: int, plan: Plan, seconds: flo
         plan.predicted_slowdown,
         what_is_done(plan),
         round(seconds, 1),
+        version=memscale.__version__,
     )
 
 

@@ -62,13 +62,13 @@ def lines(log: Log) -> list[str]:
     """Both tables, for a terminal."""
     parts = [_caption(log)]
     for kind in KINDS:
-        rows = [_row(cell) for cell in cells(log, kind)]
+        rows = [_row(cell, log) for cell in cells(log, kind)]
         parts += ["", f"{_TITLES[kind]}: {_what_is_trained(kind)}", ""]
         parts += table([_HEADER, *rows], left=(0, 1, 2, 6, 7)) if rows else ["nothing was planned yet"]
     return [*parts, "", _legend()]
 
 
-def _row(cell: Cell) -> tuple[str, ...]:
+def _row(cell: Cell, log: Log) -> tuple[str, ...]:
     thumb = rule_of_thumb(cell.family, cell.kind, cell.size) or "none"
     best = cell.best
     if best is None:
@@ -76,13 +76,18 @@ def _row(cell: Cell) -> tuple[str, ...]:
     return (
         f"{cell.size} GB",
         cell.family,
-        f"{best.question.model}{'' if cell.is_final else ' or larger'}",
+        f"{best.question.model}{'' if cell.is_final else ' or larger'}{_mark(best, log)}",
         _gb(best.total_bytes),
         "-" if best.step_ms is None else f"{best.step_ms:,.0f} ms, {best.slowdown:.2f}x",
         _gb(best.host_bytes),
         "plain: fits as it is" if best.what == "nothing" else "balanced",
         thumb,
     )
+
+
+def _mark(answer: Answer, log: Log) -> str:
+    """The mark of a cell that another version than that of the log has planned."""
+    return f" ({answer.version})" if answer.version not in ("", log.version) else ""
 
 
 def _gb(num_bytes: int | None) -> str:
@@ -107,7 +112,7 @@ def _legend() -> str:
     return (
         f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} B per parameter in full, "
         f"{BYTES_A_PARAMETER['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card. "
-        '"or larger": the next model was not planned for yet.'
+        '"or larger": the next model was not planned for yet. A version in brackets planned that cell.'
     )
 
 
@@ -134,7 +139,7 @@ def markdown(log: Log) -> str:
             f"{_what_is_trained(kind)[0].upper()}{_what_is_trained(kind)[1:]}.",
             "",
         ]
-        parts += _markdown_table([_HEADER, *(_row(cell) for cell in cells(log, kind))])
+        parts += _markdown_table([_HEADER, *(_row(cell, log) for cell in cells(log, kind))])
         parts += [
             "",
             f"### Commands: {_TITLES[kind].lower()}",

@@ -14,6 +14,12 @@ NOTE [changed in place]: with hooks, autograd no longer notices that a saved ten
 it. Each saved tensor therefore leaves a witness here, which shares its version counter and no memory, and backward
 raises as plain PyTorch does. The same holds for tensors that stay where they are, parameters among them.
 
+NOTE [used sources]: the tensors that were sent last are still in the transfers' window when backward begins, and are
+taken from there. Once they are used nobody needs their bytes again, but the window would hold them until the pass ends.
+They are let go of when backward has waited for the first tensor that came back: that one was sent before them, and was
+on its way for a while, so their copies are most likely made, and the wait for these takes no time. A window of the
+default size holds little, often less than one layer saves, and keeps it.
+
 NOTE [backward passes]: a tensor that is fetched ahead belongs to the backward pass that fetched it, and is freed with
 that pass, however it ends. A saved tensor belongs to the graph. Nothing else holds either of them.
 
@@ -42,10 +48,12 @@ from memscale._torch import private
 from memscale._torch.overrides import ForwardOverride, find_module
 from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
 from memscale.techniques.offload.transfer.stream_order import TransferStats
-from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
+from memscale.techniques.offload.transfer.transfers import WINDOW_BYTES, Arrival, Transfers
 
 MIN_TENSOR_BYTES = 1024 * 1024
 PREFETCH_BYTES = 64 * 1024 * 1024
+KEPT_WINDOW_BYTES = WINDOW_BYTES
+"""The largest window that keeps used sources until a pass ends. See NOTE [used sources]."""
 WHOLE_STORAGE_RATIO = 4
 """A storage up to this many times as large as the tensor travels whole: its other parts are likely to be saved too."""
 
@@ -233,6 +241,8 @@ class Offloader:
             self.transfers.wait_sent(ticket)
         self._count += 1
         stretch = Stretch(self._count, storage, start, ticket, private.version_witness(tensor))
+        if ticket.sent is not None:
+            ticket.sent.owner = weakref.ref(stretch)
         self._known[key] = weakref.ref(stretch)
         self._sent.append((stretch.number, weakref.ref(stretch)))
         self.stats.num_sent += 1
@@ -261,6 +271,8 @@ class Offloader:
                 self.stats.num_in_place += 1
             else:
                 storage, start = current.bring(packed), packed.stretch.start
+                if self.transfers.window_bytes > KEPT_WINDOW_BYTES:
+                    self.transfers.release_unneeded()  # see NOTE [used sources]
             if self.prefetch_bytes:
                 current.look_ahead(packed.stretch)
             return packed.over(storage, start)

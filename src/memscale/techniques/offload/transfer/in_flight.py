@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import weakref
+from typing import Any
 
 import torch
 
@@ -26,6 +28,8 @@ class Sent:
     """The stream that allocated the source and may reuse its memory."""
     event: torch.Event | None
     job: Job | None
+    owner: weakref.ref[Any] | None = None
+    """Whatever needs the bytes; None: somebody always does. Once it is gone, only the copy is waited for."""
 
     def release(self) -> None:
         if self.event is not None:
@@ -64,6 +68,11 @@ class Window:
         """Let go of the oldest sources until what is in flight fits the limit."""
         while self.num_bytes > limit_bytes:
             self._let_go(self._sent[0])
+
+    def drop_unneeded(self) -> None:
+        """Let go of the sources whose owner is gone."""
+        for sent in [one for one in self._sent if one.owner is not None and one.owner() is None]:
+            self._let_go(sent)
 
     def release(self, ticket: Ticket) -> None:
         """Let go of this one, if it is still here."""

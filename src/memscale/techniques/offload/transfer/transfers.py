@@ -196,6 +196,13 @@ class Transfers:
         with self._lock:
             self._window.release(ticket)
 
+    def release_unneeded(self) -> None:
+        """Release the sources whose owner (`Sent.owner`) is gone, as `wait_sent` does for one."""
+        if not self._process.is_here():
+            return
+        with self._lock:
+            self._window.drop_unneeded()
+
     def release_sources(self) -> None:
         """Release every source, as `wait_sent` does for one."""
         if not self._process.is_here():
