@@ -12,7 +12,7 @@ from torch import nn
 
 import memscale
 import simgpu  # noqa: F401  (registers the device)
-from memscale._planning import replanning
+from memscale._planning import known_plans
 from memscale._planning.demand import read_demand
 from memscale._planning.replanning import Replanner
 from memscale._planning.shapes import bucket_below, bucket_top, largest_that_fits, placement_of, samples_of
@@ -199,7 +199,7 @@ def test_the_largest_that_fits_is_found_by_halving(longest: int) -> None:
 
 def test_a_change_of_plans_moves_nothing_and_looks_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that stream the same parameters: who steps them is known, and gets its state back in the end."""
-    monkeypatch.setattr(replanning, "_WORTH_LOOSENING", 0.0)  # also what costs a small model next to nothing
+    monkeypatch.setattr(known_plans, "_WORTH_LOOSENING", 0.0)  # also what costs a small model next to nothing
     torch.manual_seed(0)
     model = Words().to("simgpu")
     twin = copy.deepcopy(model)
