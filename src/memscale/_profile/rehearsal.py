@@ -445,7 +445,9 @@ def fake_copy(model: nn.Module, mode: Any, device: torch.device) -> nn.Module:
     """The model with every tensor replaced by one without memory on `device`; sharing is kept."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for leaf in tree_leaves(vars(module)):
+        # A dict of another class would be one leaf, and a streamed module's tables are such dicts.
+        held = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+        for leaf in tree_leaves(held):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
                 memo[id(leaf)] = _fake_like(leaf, mode, device)
     kept_alive = list(memo.values())  # deepcopy looks the replacements up by the originals' ids
