@@ -50,7 +50,7 @@ SHAPES: dict[str, tuple[tuple[int, int | None], ...]] = {
 """Batch and length; None: images."""
 
 
-LARGEST_RATIO = 1.122
+LARGEST_RATIO = 1.154
 """Reserved over live bytes: the largest of such models' wrapped rows in docs/results/cuda.json; a test holds it."""
 
 

@@ -57,7 +57,7 @@ def attempt(suite: str, name: str, way: str) -> Result:
 
     where = WAYS[way]
     try:
-        subject, expected = _plain(suite, name, where.device)
+        subject, expected = plain_twin(suite, name, where.device)
     except Exception as error:  # whatever a library raises on a configuration or inputs that it does not take
         return {"status": "plain", "why": said(error)}
     result = compare(subject, expected, where)
@@ -71,7 +71,7 @@ def attempt(suite: str, name: str, way: str) -> Result:
 
 
 @functools.lru_cache(maxsize=2)  # one for each device
-def _plain(suite: str, name: str, device: str) -> tuple[Subject, dict[str, object]]:
+def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, object]]:
     reason: Exception = ValueError("no model class")
     for build in _builders(suite, name):
         seed(0)

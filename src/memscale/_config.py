@@ -165,7 +165,7 @@ class Config:
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
     """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
-    recover_from_oom: bool = True
+    recover_from_oom: bool = False
     """Where a training step runs out of device memory, tighten the plan and run the batch once more, where that is
     exact; else the error says why not: docs/guides/out_of_memory.md."""
     warmup_steps: int = 2

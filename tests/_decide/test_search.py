@@ -17,11 +17,13 @@ from memscale import Config
 from memscale._decide import decide, decide_on
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.partial_choices import Front
 from memscale._decide.search import EXACT_BLOCKS, Candidate, search
 from memscale._plan import Plan, TileHead
 from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM
+from memscale.techniques import TECHNIQUES
 from tests.profiles import Block, full_profile, hardware_of, trace_of, with_tiled_head
 
 RUNS = (RunOptions(), RunOptions(offloads_optimizer=True))
@@ -308,7 +310,9 @@ def peak_with(rows: int) -> int:
 
 
 def test_the_largest_tile_that_fits() -> None:
-    assert CostModel(TILED, hardware_of()).head_rows == (128, 256, 512, 1024)
+    traced, eligible = CostModel(TILED, hardware_of()).traced, resolve(TILING_ONLY, hardware_of())
+    option = next(each.option for each in TECHNIQUES if each.option and each.option.field == "head_rows")
+    assert option.values(traced, eligible) == (128, 256, 512, 1024)
     assert peak_with(0) > peak_with(1024) > peak_with(512) > peak_with(256) > peak_with(128)
     assert [rows_within(peak_with(rows)) for rows in (0, 1024, 512, 256, 128)] == [0, 1024, 512, 256, 128]
     assert [rows_within(peak_with(rows) - 1) for rows in (0, 1024, 512, 256)] == [1024, 512, 256, 128]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -24,6 +26,13 @@ REST = [
     *(("torch.nn", name, way) for name in ("Linear#0", "GRU#0", "Transformer#0") for way in ("recomputed", "streamed")),
     *(("transformers", "gpt2", way) for way in WAYS),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_twin_is_kept() -> Iterator[None]:
+    """A run keeps the plain twins of one architecture for all of its ways."""
+    yield
+    zoo.plain_twin.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore")  # of libraries, about configurations that nobody would train

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memscale._errors import DoesNotFitError, shortened
+from memscale._errors import DoesNotFitError, MemScaleError, shortened
 from memscale._execute.executor import Executor
 from memscale._plan import Plan
 from memscale._planning.not_repeatable import NotRepeatable, in_numbers, in_other_words, in_words, unless_in_words
@@ -45,7 +45,9 @@ from memscale._planning.repeated_step import (
     let_go,
     reached_outputs,
     refuse_hooks,
+    refuse_other_containers,
     refuse_other_values,
+    refuse_unused_outputs,
     without_gradient,
 )
 from memscale._planning.replanning import Replanner
@@ -137,7 +139,7 @@ class Recovery:
         if taken is None:
             return self._run_once(inner, args, kwargs)
         step = Step(Moment(device), self._state.before(), taken)
-        again_args, again_kwargs = tree_map(_same, (args, kwargs))  # a forward may change the containers themselves
+        given = tree_map(_same, (args, kwargs))  # a forward may change the containers themselves
         raw = tree_map(_same, raw)
         step.begin(args, kwargs)
         try:
@@ -148,10 +150,11 @@ class Recovery:
             self._remember(step, *raw)
             return output
         with in_words(failure, "forward", self._numbers):
-            self._prepare(module, step, Inputs(again_args, again_kwargs), failure, "forward")
+            refuse_other_containers(given, (args, kwargs))
+            self._prepare(module, step, Inputs(*given), failure, "forward")
         try:
             with in_words(failure, "forward", self._numbers), in_other_words(failure), self._beside.ran() as check:
-                output = inner()(*again_args, **again_kwargs)
+                output = inner()(*args, **kwargs)  # themselves: the loop may look into a list that it gave
                 check()
         except torch.OutOfMemoryError as error:
             failure = unless_in_words(error)
@@ -260,6 +263,8 @@ class Recovery:
             except DoesNotFitError as error:
                 misfit = str(error)
                 continue
+            except MemScaleError as error:
+                raise NotRepeatable(f"no tighter plan could be made. {error}") from None
             now = self._executor.plan
             assert now is not None
             return f"the plan was tightened from {show_bytes(promised)} to {show_bytes(_promised(now))}"
@@ -328,6 +333,7 @@ class Recovery:
                 raise NotRepeatable(step.problem)
             self._refuse_backward(call)
             refuse_hooks(model, step)
+            refuse_unused_outputs(call, step)
             gradients = gradients_of(step, reached)
             rest = without_gradient(model, step)
             if call.had_inner_passes and rest is not None:

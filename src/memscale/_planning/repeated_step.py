@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from memscale._planning.not_repeatable import NotRepeatable
 from memscale._torch import private
@@ -166,6 +166,21 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(*bits)
 
 
+def refuse_other_containers(before: Any, now: Any) -> None:
+    """What the failed forward put into a list of the loop's own would stay there, beside what the next one puts."""
+    (first, first_spec), (second, second_spec) = tree_flatten(before), tree_flatten(now)
+    if first_spec != second_spec or not all(map(operator.is_, first, second)):
+        raise NotRepeatable("the forward changed a list or a dictionary that it was given")
+
+
+def refuse_unused_outputs(call: BackwardCall, step: Step) -> None:
+    """An output that the loss does not lead to may be used by another loss, and its graph would be gone."""
+    under = _nodes_under([root.grad_fn for root in call.roots if root.grad_fn])
+    outputs = [output for reference in step.outputs if (output := reference()) is not None]
+    if any(output.grad_fn is not None and output.grad_fn not in under for output in outputs):
+        raise NotRepeatable("the model returned a tensor that this loss does not use, and another one may")
+
+
 def refuse_hooks(model: nn.Module, step: Step) -> None:
     """Hooks of the loop's own see the failed attempt, or are not there in the second."""
     outputs = [output for reference in step.outputs if (output := reference()) is not None]
@@ -242,13 +257,13 @@ def _walk(starts: list[Any], step: Step) -> tuple[list[tuple[Any, list[int]]], b
 
 def _leaves_under(starts: list[Any]) -> list[torch.Tensor]:
     """The tensors to which a graph adds gradients."""
-    waiting, leaves = [*starts], []
-    seen = set(waiting)
+    return [node.variable for node in _nodes_under(starts) if hasattr(node, "variable")]
+
+
+def _nodes_under(starts: list[Any]) -> set[Any]:
+    waiting, seen = [*starts], set(starts)
     while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        following = {each for each, _ in node.next_functions if each is not None} - seen
+        following = {each for each, _ in waiting.pop().next_functions if each is not None} - seen
         seen |= following
         waiting += following
-    return leaves
+    return seen

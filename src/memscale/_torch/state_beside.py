@@ -23,6 +23,7 @@ Known limits: iterators, Python generators and context variables cannot be set b
 
 from __future__ import annotations
 
+import argparse
 import array
 import collections
 import contextlib
@@ -452,7 +453,9 @@ def holds_scalars(values: Iterable[Any]) -> bool:
 
 class _Inside(Beside):
     def _visit(self, value: Any, depth: int) -> None:
-        if not issubclass(type(value), nn.Module):
+        if issubclass(type(value), nn.Module):
+            self.others.append(value)
+        else:
             super()._visit(value, depth)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
@@ -520,7 +523,7 @@ def _is_own_class(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    return type(value) is types.SimpleNamespace or _is_own_class(type(value))
+    return type(value) in (types.SimpleNamespace, argparse.Namespace) or _is_own_class(type(value))
 
 
 def is_small_array(value: Any) -> bool:

@@ -34,9 +34,12 @@ import collections
 import collections.abc
 import contextlib
 import contextvars
+import ctypes
 import dataclasses
 import dis
 import functools
+import multiprocessing.sharedctypes
+import queue
 import sys
 import threading
 import types
@@ -62,7 +65,8 @@ from memscale._torch.state_beside import (
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (
     collections.abc.Iterator, contextvars.ContextVar, threading.local, weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary, weakref.WeakSet,
+    weakref.WeakValueDictionary, weakref.WeakSet, queue.Queue, queue.SimpleQueue, ctypes._SimpleCData, ctypes.Array,
+    ctypes.Structure, multiprocessing.sharedctypes.SynchronizedBase,
 )  # fmt: skip
 MOST_NOTED = 2_000
 """The most elements that are noted before and after every forward."""
@@ -308,7 +312,7 @@ class StepsBeside:
 
     def _refuse_unknown(self) -> None:
         inside = Beside.inside(self._attributes())
-        if inside.is_cut or any(map(_is_opaque, inside.others)):
+        if inside.is_cut or any(map(_is_opaque, inside.others)) or self._has_strange_module(inside.others):
             raise NotComparable(
                 "an attribute of the model holds what cannot be compared: an iterator for example, a large array, or a "
                 f"container of more than {MAX_ELEMENTS:,} elements"
@@ -317,6 +321,13 @@ class StepsBeside:
         if any(_key(entry) not in self._first for entry in found):
             self.forget()
             raise NotComparable("there is state beside the model that holds tensors, or was not there at first")
+
+    def _has_strange_module(self, values: Iterable[Any]) -> bool:
+        """A module that is hidden from the model (in a list, in a global), whose tensors nobody has noted."""
+        modules = [value for value in values if issubclass(type(value), nn.Module)]
+        model = self._model()
+        parts = set() if model is None else set(model.modules())
+        return any(module not in parts and any(True for _ in module.parameters()) for module in modules)
 
     def show_before(self, taken: Taken) -> None:
         _put(taken.before)
@@ -340,7 +351,7 @@ class StepsBeside:
         for code, (namespace, free) in list(seen.items()):  # what runs here is noted, too
             name = f"{namespace.get('__name__')}.{code.co_name}"
             values = [namespace[name] for name in code.co_names if name in namespace] + free
-            if any(map(_is_opaque, values)):
+            if any(map(_is_opaque, values)) or self._has_strange_module(values):
                 raise NotComparable(f"{name} uses what cannot be compared, an iterator for example")
             if code not in self._code and (_stores(code) or Beside.inside(values).entries):
                 raise NotComparable(f"{name} uses state that had not been found before it ran")

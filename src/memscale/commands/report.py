@@ -27,9 +27,7 @@ def run(asked: Asked, config: Config, *, has_options: bool, output: pathlib.Path
     plotly()
     if asked.name.endswith(".json"):
         if has_options:
-            raise ConfigError(
-                f"{asked.name} is a plan that was made already: of the options only --output applies to it"
-            )
+            raise ConfigError(f"{asked.name} was made already: of the options only --output applies to it")
         path = pathlib.Path(asked.name)
         made = Report.load(path) if files.is_of_a_run(path) else Report(files.read_plan(path))
     else:

@@ -32,6 +32,7 @@ from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.store.stores import Store
 from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.transfers import Transfers
+from simgpu_pytest import LETS_GO_S
 from tests.lanes import STEPS_OF_A_LEAK, in_turns
 from tests.models import SUITE, Case
 from tests.parity import seed
@@ -101,8 +102,18 @@ def offloaded(
         gc.collect()
         moving.settle()
         moving.close()  # a thread holds its last job until it has ended
-        moving.store.sweep()
-        assert moving.store.counters.held_bytes == 0
+        assert _held_in_the_end(moving.store) == 0
+
+
+def _held_in_the_end(store: Store) -> int:
+    """Autograd's thread for a device lets go of a pass a moment after it has ended, a long one on a busy machine."""
+    deadline_s = time.monotonic() + LETS_GO_S
+    store.sweep()
+    while store.counters.held_bytes and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+        gc.collect()
+        store.sweep()
+    return store.counters.held_bytes
 
 
 # ------------------------------------------------------------------------------------------------------------ parity

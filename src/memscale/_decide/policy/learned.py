@@ -105,8 +105,8 @@ def used_for(config: Config) -> str:
         return ""
     try:
         return load(ARTIFACT).checksum
-    except NotCovered:
-        return "none"
+    except NotCovered as error:
+        return f"none: {error}"  # the plan says why
 
 
 @functools.cache

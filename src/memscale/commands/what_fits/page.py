@@ -124,7 +124,8 @@ def markdown(log: Log) -> str:
         "",
         f"{_caption(log)} Only exact techniques are used: a model trains as it would without MemScale, bit for bit.",
         f"Written by `memscale table` (memscale {log.version}) from [what_fits.json](what_fits.json), which answers "
-        f"{num_known} of {len(_all_questions())} questions; the others were not planned for yet, and a cell says so.",
+        f"{num_known} of {len(_all_questions())} questions; the others were not planned for yet: a cell says so, or its"
+        " row is left out.",
         "Every figure is of a plan for that very card. That a larger model does not fit follows from a plan for it, for"
         " a smaller one or for a larger card; or from its weights and moments alone, where card and host have less.",
         "Of SDXL and FLUX, the network that is trained: text encoders and VAE run before it, and are not counted.",
