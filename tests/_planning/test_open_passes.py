@@ -88,6 +88,15 @@ def test_evaluation_is_not_open() -> None:
         assert not watched.passes.are_open
 
 
+def test_a_graph_that_is_kept_stays_open() -> None:
+    with watching() as watched:
+        output = watched.forward()
+        output.sum().backward(retain_graph=True)
+        assert watched.passes.are_open
+        output.sum().backward()
+        assert not watched.passes.are_open
+
+
 # ---- plans
 
 
@@ -157,5 +166,28 @@ def test_a_checkpoint_around_the_whole_model_is_planned_and_computed_again_alike
     assert plan.rehearsed
     assert plan.actions
     assert all(torch.equal(a[0], b[0]) and same(a[1], b[1]) for a, b in zip(found, expected, strict=True))
+    memscale.detach(ours)
+    assert same(weights(ours), weights(theirs))
+
+
+def _twice_through_the_first(model: nn.Module) -> list[Any]:
+    optimizer, noted = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(2):
+        optimizer.zero_grad()
+        first = model(tokens(step, (4, 8))).float().square().mean()
+        first.backward(retain_graph=True)
+        (first * model(tokens(step + 9, (4, 64))).float().square().mean()).backward()
+        noted.append(gradients(model))
+        optimizer.step()
+    return noted
+
+
+def test_a_larger_batch_does_not_take_the_plan_of_a_graph_that_is_kept(simgpu_device: Any, no_leaks: None) -> None:
+    torch.manual_seed(1)
+    theirs = Gpt(3, 64, dropout=0.0).to(DEVICE)
+    ours = copy.deepcopy(theirs)
+    memscale.wrap(ours, Config(memory_budget_gb=0.0035, enable_logging=False))
+    found, expected = _twice_through_the_first(ours), _twice_through_the_first(theirs)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
     memscale.detach(ours)
     assert same(weights(ours), weights(theirs))

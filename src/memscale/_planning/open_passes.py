@@ -8,8 +8,8 @@ A loss over several forwards (pairs of sentences, of images; several parts of a 
 before it calls `backward()`. What a plan took away in the first of these forwards only that plan brings back, so a
 batch of another shape must not change the plan in between.
 
-A forward is open while something holds the graph of its outputs, until a backward has come to one of them or an
-optimizer has stepped on the model's parameters: such a graph is of no use any more.
+A forward is open while something holds the graph of its outputs, until a backward that does not keep its graph has
+come to one of them or an optimizer has stepped on the model's parameters: such a graph is of no use any more.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Pass:
     is_open = True
 
     def close(self, gradients: Any) -> None:
-        self.is_open = False
+        self.is_open = private.keeps_graph()
 
 
 class _Returned(OwnHook):
