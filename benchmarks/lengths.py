@@ -35,8 +35,8 @@ from memscale._decide.choice import Choice
 from memscale._decide.policy import choose_strategy
 from memscale._plan import Plan
 from memscale._planning.job import open_job
+from memscale._planning.loop.shapes import predicted_ms
 from memscale._planning.planner import Planner
-from memscale._planning.shapes import predicted_ms
 from memscale._profile.inputs import Inputs
 from memscale._units import show_bytes
 

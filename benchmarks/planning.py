@@ -33,8 +33,8 @@ from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan
 from memscale._planning.job import Job
+from memscale._planning.loop.shapes import loosened
 from memscale._planning.planner import Planner
-from memscale._planning.shapes import loosened
 from memscale._profile.inputs import Inputs
 from memscale._progress import Board
 from memscale.report.tables import table

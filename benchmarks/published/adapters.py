@@ -23,8 +23,8 @@ from torch import nn
 
 from benchmarks.published.page import Entry
 from memscale import Hardware, MemScaleError
-from memscale._planning.allocations import reserved_of
-from memscale._planning.recording import record_steps
+from memscale._planning.reserved.allocations import reserved_of
+from memscale._planning.reserved.recording import record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from benchmarks.published.page import Entry
 from memscale import Hardware
-from memscale._planning.allocations import Reserved, reserved_of
-from memscale._planning.recording import record_steps
+from memscale._planning.reserved.allocations import Reserved, reserved_of
+from memscale._planning.reserved.recording import record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 

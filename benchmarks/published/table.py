@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from memscale import Hardware, zoo
-from memscale._planning.allocations import Reserved, reserved_of
-from memscale._planning.recording import record_steps
+from memscale._planning.reserved.allocations import Reserved, reserved_of
+from memscale._planning.reserved.recording import record_steps
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.rehearsal import FakeRehearsal
 

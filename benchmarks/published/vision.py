@@ -34,9 +34,9 @@ from benchmarks.published import old_timm
 from benchmarks.published.page import Entry
 from memscale import Hardware
 from memscale._decide.allocator import OutOfMemoryError
-from memscale._planning.allocation_log import AllocationLog
-from memscale._planning.allocations import reserved_of
-from memscale._planning.recording import record_steps
+from memscale._planning.reserved.allocation_log import AllocationLog
+from memscale._planning.reserved.allocations import reserved_of
+from memscale._planning.reserved.recording import record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 

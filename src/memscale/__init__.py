@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from memscale._measurement import Measurement as Measurement
     from memscale._measurement import measure as measure
     from memscale._plan import Plan as Plan
-    from memscale._planning.estimate import Estimate as Estimate
-    from memscale._planning.estimate import estimate as estimate
+    from memscale._planning.questions.estimate import Estimate as Estimate
+    from memscale._planning.questions.estimate import estimate as estimate
 
 __version__ = "0.2.0"
 
@@ -74,8 +74,8 @@ _HOME_OF = {
     "park": "_api",
     "resume": "_api",
     "parked": "_api",
-    "estimate": "_planning.estimate",
-    "Estimate": "_planning.estimate",
+    "estimate": "_planning.questions.estimate",
+    "Estimate": "_planning.questions.estimate",
     "measure": "_measurement",
     "Measurement": "_measurement",
     "Config": "_config",

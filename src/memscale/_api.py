@@ -30,7 +30,7 @@ from memscale._execute.executor import Executor, executor_of
 from memscale._plan import Plan
 from memscale._planning.attaching import Circumstances, attach, attach_saved
 from memscale._planning.full_stack import StackReport, convert_optimizer
-from memscale._planning.shapes import Lengths, samples_of
+from memscale._planning.loop.shapes import Lengths, samples_of
 from memscale._profile.inputs import Inputs
 from memscale._torch.optimizer_steps import owns_any
 

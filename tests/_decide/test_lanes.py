@@ -12,7 +12,7 @@ from memscale._decide.choice import Choice, choice_of
 from memscale._plan import Action, OffloadOptimizer, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._planning.step_times import step_times
+from memscale._planning.questions.step_times import step_times
 from memscale._profile.inputs import Inputs
 from memscale.report.step_times import LANES, StepTimes
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice

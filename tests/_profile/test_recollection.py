@@ -12,7 +12,7 @@ from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
 from memscale._plan import Action, Checkpoint, OffloadActivations, StreamParameters
-from memscale._planning.recording import record_steps
+from memscale._planning.reserved.recording import record_steps
 from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import find_blocks

@@ -20,7 +20,7 @@ from benchmarks.published.card import Card
 from benchmarks.published.operators import Step, empty
 from benchmarks.published.page import Entry, to_markdown
 from memscale import Hardware
-from memscale._planning.allocations import Reserved, reserved_of
+from memscale._planning.reserved.allocations import Reserved, reserved_of
 from memscale._units import MIB
 
 pytestmark = pytest.mark.unit

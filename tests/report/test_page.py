@@ -18,8 +18,8 @@ from memscale._plan import Checkpoint, OffloadOptimizer
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._planning.step_memory import step_memory
-from memscale._planning.step_times import step_times
+from memscale._planning.questions.step_memory import step_memory
+from memscale._planning.questions.step_times import step_times
 from memscale._profile.inputs import Inputs
 from memscale._units import show_bytes
 from memscale.cli import main

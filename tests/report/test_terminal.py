@@ -9,7 +9,7 @@ import pytest
 
 from memscale import Hardware, OptimizationMode
 from memscale._hardware.footprints import footprint_of
-from memscale._planning.estimate import Estimate, ModeEstimate
+from memscale._planning.questions.estimate import Estimate, ModeEstimate
 from memscale.report import doctor, terminal
 from tests.parity import plan_of
 

@@ -1,4 +1,4 @@
-"""Loops that add up gradients over several batches: a budget holds for them, too (`_planning/replanning.py`)."""
+"""Loops that add up gradients over several batches: a budget holds for them, too (`_planning/loop/replanning.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
-from memscale._planning.replanning import Replanner
+from memscale._planning.loop.replanning import Replanner
 from memscale._profile.inputs import Inputs
 from tests.models import square_loss
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memscale._planning.attention_temporaries import EFFICIENT, FLASH, groups
+from memscale._planning.reserved.attention_temporaries import EFFICIENT, FLASH, groups
 
 OPERATORS = {SDPBackend.EFFICIENT_ATTENTION: EFFICIENT, SDPBackend.FLASH_ATTENTION: FLASH}
 

@@ -9,7 +9,7 @@ from torch import nn
 import memscale
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._planning.snapshot import step_snapshot
+from memscale._planning.questions.snapshot import step_snapshot
 from memscale._profile.inputs import Inputs
 
 WIDTH = 512

@@ -11,7 +11,7 @@ segments that grow, though, and their unused pages are of no use to segments of 
 hold both. So the settings stay until the model is detached.
 
 Tensors and streams are not touched, so there is nothing here to get wrong but time: the host waits at such a moment for
-the device. `_planning/least_reserved.py` chooses the moments.
+the device. `_planning/reserved/least_reserved.py` chooses the moments.
 """
 
 from __future__ import annotations

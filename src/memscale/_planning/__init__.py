@@ -2,17 +2,14 @@
 
 A `Planner` holds what is profiled, decided and rehearsed; only frozen data crosses between the stages.
 
-What the modules of this room are for:
+Here lies what makes one plan and attaches it: the job, the planner and its ways, the trials, the advice where nothing
+fits. Around it:
 
-    a plan is made         job, planner, one_way, trials, stage, tile_sizes, optimizer_trials, stepping
-    what it reserves       recording, allocation_log, bucket_steps, lengthened, kernel_temporaries, allocations,
-                           least_reserved
-    it is attached, kept   attaching, full_stack, plan_cache, fingerprint, saved_plans
-    it follows the loop    replanning, standing_job, known_plans, demand, shapes, loop_watch, step_watch, trained_by,
-                           held_gradients, deciding_values, uncalled, observed_steps, together, recovery, repeated_step,
-                           not_repeatable
-    questions without one  estimate, length_estimate, largest_batch, profile_scaling, advice, other_peaks, step_memory,
-                           step_times, snapshot
+    reserved/    what a plan makes the allocator reserve
+    saved/       plans that are kept, and the cache
+    loop/        how a plan follows the loop that trains
+    recovery/    a step that ran out of memory, done again
+    questions/   estimates, largest batches, a predicted step as pictures
 """
 
 from __future__ import annotations

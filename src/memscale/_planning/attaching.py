@@ -35,9 +35,9 @@ from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.full_stack import StackReport
 from memscale._planning.job import Job, device_of
-from memscale._planning.recovery import Recovery
-from memscale._planning.replanning import Replanner
-from memscale._planning.saved_plans import device_for, refuse_plan
+from memscale._planning.loop.replanning import Replanner
+from memscale._planning.recovery.oom_recovery import Recovery
+from memscale._planning.saved.saved_plans import device_for, refuse_plan
 from memscale._planning.together import withheld_from
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.layers import refuse_compiled_around_blocks

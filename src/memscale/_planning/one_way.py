@@ -37,12 +37,12 @@ from memscale._plan import (
     Plan,
     Reason,
 )
-from memscale._planning.allocation_log import AllocationLog
-from memscale._planning.allocations import allocator_settings, reserved_of
 from memscale._planning.job import Job
-from memscale._planning.least_reserved import growing, least_reserved
 from memscale._planning.optimizer_trials import OptimizerCosts
-from memscale._planning.recording import GoesOn, highest_of, record_steps, rehearse_lengthened
+from memscale._planning.reserved.allocation_log import AllocationLog
+from memscale._planning.reserved.allocations import allocator_settings, reserved_of
+from memscale._planning.reserved.least_reserved import growing, least_reserved
+from memscale._planning.reserved.recording import GoesOn, highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
 from memscale._profile import StepTrace, TraceKey

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 import torch
 
 from memscale._decide.budget import Held
-from memscale._planning.bucket_steps import KnownSteps
 from memscale._planning.job import Job
+from memscale._planning.reserved.bucket_steps import KnownSteps
 from memscale._planning.tile_sizes import Tiles, find_tiles
 from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs

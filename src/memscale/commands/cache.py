@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memscale._errors import ConfigError
-from memscale._planning import plan_cache
+from memscale._planning.saved import plan_cache
 from memscale.commands.progress import print_result
 from memscale.report import terminal
 

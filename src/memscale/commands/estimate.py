@@ -17,7 +17,7 @@ from memscale.report import terminal
 
 if TYPE_CHECKING:
     from memscale._plan import Plan
-    from memscale._planning.estimate import Estimate
+    from memscale._planning.questions.estimate import Estimate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def run(
 
 
 def _estimate_of(subject: Subject, config: Config, together: Together) -> Estimate:
-    from memscale._planning.estimate import estimate_job
+    from memscale._planning.questions.estimate import estimate_job
     from memscale._profile.ranks import ALONE, Ranks
 
     num_ranks = together.world_size or 1
@@ -103,7 +103,7 @@ def _print_estimate(subject: Subject, result: Estimate, together: Together, *, a
 
 
 def _snapshot_of(subject: Subject, config: Config, planned: Plan | None) -> bytes:
-    from memscale._planning.snapshot import step_snapshot
+    from memscale._planning.questions.snapshot import step_snapshot
 
     planner, config = planner_of(subject, config, planned)
     return step_snapshot(planner, () if planned is None else planned.actions, config)
@@ -113,7 +113,7 @@ def _snapshot_of(subject: Subject, config: Config, planned: Plan | None) -> byte
 
 
 def _run_lengths(asked: Asked, config: Config, lengths: dict[int, int], *, as_json: bool) -> None:
-    from memscale._planning.length_estimate import estimate_lengths
+    from memscale._planning.questions.length_estimate import estimate_lengths
 
     longest = asked.seq if zoo.is_factory(asked.name) else max(lengths)
     subject = open_subject(dataclasses.replace(asked, seq=longest))

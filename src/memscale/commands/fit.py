@@ -16,7 +16,7 @@ def run(asked: Asked, config: Config, vary: str, *, is_mode_chosen: bool, as_jso
     if (asked.batch if vary == "batch" else asked.seq) is not None:
         raise ConfigError(f"--{vary} is what is looked for: leave it out, or vary the other")
     subject = open_subject(asked)
-    from memscale._planning.largest_batch import fit
+    from memscale._planning.questions.largest_batch import fit
     from memscale._profile.inputs import longest_sequence
 
     dimension = 0 if vary == "batch" else 1

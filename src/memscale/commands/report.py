@@ -37,8 +37,8 @@ def run(asked: Asked, config: Config, *, has_options: bool, output: pathlib.Path
 
 
 def _report_of(subject: Subject, config: Config) -> Report:
-    from memscale._planning.step_memory import step_memory
-    from memscale._planning.step_times import step_times
+    from memscale._planning.questions.step_memory import step_memory
+    from memscale._planning.questions.step_times import step_times
     from memscale.report.page import Report
 
     with progress(f"planning {subject.name} on fake tensors"), quiet():

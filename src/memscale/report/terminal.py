@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from memscale._config import OptimizationMode
     from memscale._hardware import Hardware
     from memscale._plan import LayerRow, Plan
-    from memscale._planning.estimate import Estimate, ModeEstimate
-    from memscale._planning.largest_batch import Fit, Fitting
-    from memscale._planning.length_estimate import LengthEstimate, LengthRow
-    from memscale._planning.plan_cache import KeptPlan
+    from memscale._planning.questions.estimate import Estimate, ModeEstimate
+    from memscale._planning.questions.largest_batch import Fit, Fitting
+    from memscale._planning.questions.length_estimate import LengthEstimate, LengthRow
+    from memscale._planning.saved.plan_cache import KeptPlan
 
 GIB = 1024**3
 

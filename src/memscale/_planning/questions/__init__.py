@@ -1,0 +1,1 @@
+"""Questions that are answered without attaching a plan: estimates, largest batches, a predicted step as pictures."""

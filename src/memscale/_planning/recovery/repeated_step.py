@@ -1,0 +1,269 @@
+"""One training forward, and what running it again needs: its batch, the model's state, its outputs and their gradients.
+
+Also what can be read off its graph when the backward fails: which outputs the pass began at, and which parameters have
+their gradients already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from memscale._planning.recovery.not_repeatable import NotRepeatable
+from memscale._torch import private
+from memscale._torch.moment import Moment
+from memscale._torch.snapshots import versions_of
+from memscale._torch.steps_beside import Taken
+from memscale.techniques.recompute.backward_errors import BackwardCall
+from memscale.techniques.recompute.module_state import Layout, Memory
+
+LARGEST_GRADIENT_BYTES = 1 << 20
+"""The size of outputs up to which their gradient is copied to the host, in case backward cannot be completed."""
+_MARK = "memscale_output"
+FIXED = (torch.Tensor, nn.Module, int, float, complex, str, bytes, type, type(None), torch.dtype, torch.device)
+"""Attributes into which nobody needs to look: they cannot change, or are looked at by themselves."""
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""What a batch may hold that is repeated: tensors, which know when they are written to, and what cannot change."""
+
+
+class Attributes:
+    """Which objects a model and its parts had as attributes at one moment, and the versions of its buffers.
+
+    What those objects hold is compared when a step has failed, with what they held at an earlier look
+    (steps_beside.py): copying it here would take a time in every step that grows with what the user keeps there.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        values = layout.read()
+        if values is None:  # the forward has made some
+            layout = Layout(model)
+            values = layout.read()
+        self._layout, self._values = layout, values or []
+        self._versions = versions_of(self._values[layout.buffers])
+
+    @property
+    def are_other(self) -> bool:
+        """Whether they are not what they were."""
+        now = self._layout.read()
+        if now is None or len(now) != len(self._values) or not all(map(operator.is_, now, self._values)):
+            return True
+        return versions_of(now[self._layout.buffers]) != self._versions
+
+
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
+class Step:
+    """A training forward, and what its repetition needs."""
+
+    moment: Moment
+    memory: Memory
+    taken: Taken
+    """The Python state beside the model."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: list[weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=list)
+    gradients: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Those that have come to its outputs, by the outputs' places."""
+    values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """What those outputs were."""
+    before: dict[int, tuple[torch.Tensor | None, int]] = dataclasses.field(default_factory=dict)
+    """Gradients before the backward with their versions, by the id of the parameter."""
+    is_reached: bool = False
+    """A gradient has come to an output."""
+    versions: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
+    """Inputs, and how often each had been written to when the forward was over."""
+    attributes: Attributes | None = None
+    """Those of the model and its parts when the forward was over."""
+    problem: str | None = None
+    """Why it cannot be repeated."""
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the forward: what its repetition would be given."""
+        leaves = tree_leaves((args, kwargs))
+        if any(not isinstance(leaf, _PLAIN) for leaf in leaves):
+            self.problem = "the batch holds objects that the forward may have changed"
+        self._note(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def note_inputs(self) -> None:
+        """After the forward: what is not to change before its backward. Parameters are compared with what they were
+        before it, and buffers with `attributes`."""
+        self._note(leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
+
+    def await_gradients(self, leaves: list[Any]) -> None:
+        """The forward is over, and these are what it returned: gradients that come to them are noted."""
+        shown = [
+            (id(leaf.grad_fn), leaf.output_nr) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn
+        ]
+        if len(set(shown)) < len(shown):
+            self.problem = "the model returns one tensor twice"
+        for place, leaf in enumerate(leaves):
+            if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
+                places = private.mark_of(leaf.grad_fn, _MARK) or {}
+                private.mark_node(leaf.grad_fn, _MARK, {**places, place: weakref.ref(self)})
+                self.outputs.append(weakref.ref(leaf))
+                if (value := _on_host(leaf)) is not None:
+                    self.values[place] = value
+                leaf.register_hook(_Arrived(weakref.ref(self), place))
+
+    def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.versions = [(one, one._version) for one in tensors if not one.is_inference()]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the forward, run again, would see other inputs."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+
+class _Arrived:
+    """Hangs on an output: its gradient is sent to the host, in the order of the device's work, unless it is large."""
+
+    def __init__(self, step: weakref.ref[Step], place: int) -> None:
+        self._step = step
+        self._place = place
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        step = self._step()
+        if step is None or gradient is None:  # of an output beside it, of the same node, that the loss does not use
+            return
+        step.is_reached = True
+        if (copy := _on_host(gradient)) is not None:
+            step.gradients[self._place] = copy
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy that is on its way to the host, in the order of the device's work; None if it would be large."""
+    if tensor.layout is not torch.strided or tensor.nbytes > LARGEST_GRADIENT_BYTES:
+        return None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def is_of_model(call: BackwardCall, model: nn.Module) -> bool:
+    """Whether a pass leads to parameters of this model."""
+    ours = {id(parameter) for parameter in model.parameters()}
+    return any(id(leaf) in ours for leaf in _leaves_under([root.grad_fn for root in call.roots if root.grad_fn]))
+
+
+def refuse_other_values(step: Step, outputs: list[Any]) -> None:
+    """What the forward gave must be what it gave the first time, to the last bit."""
+    for place, before in step.values.items():
+        if not _is_same(before, outputs[place].detach().to("cpu")):
+            raise NotRepeatable("the forward gave other values when it was run again with the same inputs")
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Bit for bit, so that NaN is NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    return torch.equal(*bits)
+
+
+def refuse_other_containers(before: Any, now: Any) -> None:
+    """What the failed forward put into a list of the loop's own would stay there, beside what the next one puts."""
+    (first, first_spec), (second, second_spec) = tree_flatten(before), tree_flatten(now)
+    if first_spec != second_spec or not all(map(operator.is_, first, second)):
+        raise NotRepeatable("the forward changed a list or a dictionary that it was given")
+
+
+def refuse_unused_outputs(call: BackwardCall, step: Step) -> None:
+    """An output that the loss does not lead to may be used by another loss, and its graph would be gone."""
+    under = _nodes_under([root.grad_fn for root in call.roots if root.grad_fn])
+    outputs = [output for reference in step.outputs if (output := reference()) is not None]
+    if any(output.grad_fn is not None and output.grad_fn not in under for output in outputs):
+        raise NotRepeatable("the model returned a tensor that this loss does not use, and another one may")
+
+
+def refuse_hooks(model: nn.Module, step: Step) -> None:
+    """Hooks of the loop's own see the failed attempt, or are not there in the second."""
+    outputs = [output for reference in step.outputs if (output := reference()) is not None]
+    if any(len(output._backward_hooks or ()) > 1 for output in outputs):
+        raise NotRepeatable("an output of the model has hooks of the loop's own")
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
+        raise NotRepeatable("parameters have hooks that use their gradients during backward")
+
+
+def gradients_of(step: Step, reached: list[int]) -> dict[int, torch.Tensor]:
+    if any(place not in step.gradients for place in reached):
+        raise NotRepeatable(
+            "the gradient of the model's output was not complete, or is too large to be kept for this: return the loss "
+            "from the model's forward, and its backward can be repeated"
+        )
+    return {place: step.gradients[place] for place in reached}
+
+
+def without_gradient(model: nn.Module, step: Step) -> list[torch.Tensor] | None:
+    """Parameters whose gradient has not come in the failed pass; None: all of them."""
+    parameters: list[torch.Tensor] = [p for p in model.parameters() if id(p) in step.before]
+    rest = [p for p in parameters if not _has_come(p, *step.before[id(p)])]
+    step.before = {}
+    return None if len(rest) == len(parameters) else rest
+
+
+def _has_come(parameter: torch.Tensor, before: torch.Tensor | None, version: int) -> bool:
+    return parameter.grad is not before or (before is not None and before._version != version)
+
+
+def let_go(roots: tuple[torch.Tensor, ...], step: Step) -> None:
+    """The loop holds the loss, and maybe the output: they are cut off the graph, so that it can die."""
+    outputs = [output for reference in step.outputs if (output := reference()) is not None]
+    for tensor in (*roots, *outputs):
+        with contextlib.suppress(RuntimeError):  # a view
+            tensor.detach_()
+    step.outputs = []
+
+
+def reached_outputs(call: BackwardCall, step: Step) -> list[int] | None:
+    """The places of the outputs that the pass began at, seen from the loss; None: it is no pass of this model."""
+    found, leaves = _walk([root.grad_fn for root in call.roots], step)
+    if not found:
+        return None
+    if leaves:
+        raise NotRepeatable("the loss depends on parameters beside what the model returns")
+    places = [place for _, marks in found for place in marks]
+    inner = [following for node, _ in found for following, _ in node.next_functions]
+    if any(id(leaf) not in step.before for leaf in _leaves_under([node for node, _ in found])):
+        raise NotRepeatable("its forward uses parameters that are not registered with the model")
+    if len(found) > 1 and _walk(inner, step)[0]:
+        raise NotRepeatable("the loss depends on several outputs of the model, one of which depends on another")
+    return places
+
+
+def _walk(starts: list[Any], step: Step) -> tuple[list[tuple[Any, list[int]]], bool]:
+    """The first nodes of this step's outputs that are met, with their places; whether leaves are met beside them."""
+    waiting = [node for node in starts if node is not None]
+    seen, found, leaves = set(waiting), [], False
+    while waiting:
+        node = waiting.pop()
+        marks = private.mark_of(node, _MARK) or {}
+        places = [place for place, reference in marks.items() if reference() is step]
+        if places:
+            found.append((node, places))
+            continue
+        leaves = leaves or hasattr(node, "variable")
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found, leaves
+
+
+def _leaves_under(starts: list[Any]) -> list[torch.Tensor]:
+    """The tensors to which a graph adds gradients."""
+    return [node.variable for node in _nodes_under(starts) if hasattr(node, "variable")]
+
+
+def _nodes_under(starts: list[Any]) -> set[Any]:
+    waiting, seen = [*starts], set(starts)
+    while waiting:
+        following = {each for each, _ in waiting.pop().next_functions if each is not None} - seen
+        seen |= following
+        waiting += following
+    return seen

@@ -1,0 +1,131 @@
+"""What a plan could ask of the caching allocator, so that less is reserved: found by playing its recorded step.
+
+    use, found = least_reserved(log, settings, may_switch=True, workspace_bytes=...)
+
+Played are segments as they come and, where those may be had, segments that grow page by page; with releases wherever
+what is held rises, at all moments that there are, and at one more or fewer. Then releases are left out as long as that
+costs next to nothing: each makes the host wait for the device, and must be worth it. Segments that grow take no time:
+their pages come in the first steps and stay.
+"""
+
+from __future__ import annotations
+
+import math
+
+from memscale._decide.allocator.settings import AllocatorSettings
+from memscale._hardware.allocator_environment import SMALL_PAGES
+from memscale._plan import AllocatorUse, ReleasePoint
+from memscale._planning.reserved.allocation_log import AllocationLog, Reached
+from memscale._planning.reserved.allocations import HoldsMore, Reserved, reserved_of
+
+WORTH = 0.005
+"""The share of the reserved bytes that all releases which are left out may cost together."""
+NUM_STEPS = 3
+"""How many steps are played: the first makes the optimizer's state, and what comes later is like the third."""
+
+_MAX_EVENTS = 3_000_000
+"""The most events that are played for one plan: some seconds. The larger a step is, the fewer ways are tried."""
+
+
+def least_reserved(
+    log: AllocationLog, settings: AllocatorSettings, *, may_switch: bool, workspace_bytes: int
+) -> tuple[AllocatorUse, Reserved]:
+    """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page."""
+    trials = _Trials(log, settings, workspace_bytes)
+    texts = ("", SMALL_PAGES) if may_switch else ("",)
+    found = [trials.improved(trials.start(text)) for text in texts]
+    limit_bytes = int(min(map(trials.bytes_of, found)) * (1 + WORTH))
+    fewest = [trials.with_fewer(use, limit_bytes) for use in found if trials.bytes_of(use) <= limit_bytes]
+    use = min(fewest, key=lambda use: (len(use.releases), use.settings))
+    return use, trials.played(use)
+
+
+def growing(log: AllocationLog, settings: AllocatorSettings, *, workspace_bytes: int) -> tuple[AllocatorUse, Reserved]:
+    """Segments that grow page by page and no release, and what is reserved then."""
+    trials = _Trials(log, settings, workspace_bytes)
+    return (use := AllocatorUse(SMALL_PAGES)), trials.played(use)
+
+
+class _Trials:
+    """A step, played in several ways; each once."""
+
+    def __init__(self, log: AllocationLog, settings: AllocatorSettings, workspace_bytes: int) -> None:
+        self._log = log
+        self._settings = settings
+        self._workspace_bytes = workspace_bytes
+        self._known: dict[AllocatorUse, Reserved] = {}
+        self._above: dict[AllocatorUse, int] = {}
+        """What is known to be exceeded, of ways that were not played to their end."""
+        self._num_left = _MAX_EVENTS // max(1, NUM_STEPS * len(log.steps[-1]))
+        events = (event for events in log.steps for event in events)
+        self._points = frozenset(event.point for event in events if isinstance(event, Reached))
+
+    def played(self, use: AllocatorUse) -> Reserved:
+        if use not in self._known:
+            self._play(use)
+        return self._known[use]
+
+    def _play(self, use: AllocatorUse, most_bytes: int | None = None) -> None:
+        if use not in self._above:
+            self._num_left -= 1
+        self._known[use] = reserved_of(
+            self._log,
+            self._settings,
+            workspace_bytes=self._workspace_bytes,
+            use=use,
+            num_steps=NUM_STEPS,
+            most_bytes=most_bytes,
+        )
+
+    def holds_at_most(self, use: AllocatorUse, most_bytes: int) -> bool:
+        """Whether no more is reserved. What holds more is played only until that shows."""
+        if use not in self._known and self._above.get(use, -1) < most_bytes:
+            try:
+                self._play(use, most_bytes)
+            except HoldsMore:
+                self._above[use] = most_bytes
+        return use in self._known and self._known[use].reserved_peak_bytes <= most_bytes
+
+    def bytes_of(self, use: AllocatorUse) -> int:
+        return self.played(use).reserved_peak_bytes
+
+    def start(self, text: str) -> AllocatorUse:
+        """The lowest of: no release, those where what is held rises, and all that there could be."""
+        none = AllocatorUse(text)
+        where_it_rises = AllocatorUse(text, _in_order(self.played(none).rises))
+        everywhere = AllocatorUse(text, _in_order(self._points))
+        best = none
+        for use in (where_it_rises, everywhere):
+            best = use if self.holds_at_most(use, self.bytes_of(best) - 1) else best
+        return best
+
+    def improved(self, use: AllocatorUse) -> AllocatorUse:
+        """The use with one release more, or one fewer, as long as that saves something."""
+        better = use
+        while self._num_left > 0:
+            for point in _in_order(self._points):
+                other = AllocatorUse(use.settings, _in_order(frozenset(better.releases) ^ {point}))
+                worth_bytes = math.ceil((1 - WORTH) * self.bytes_of(better)) - 1
+                if self._num_left > 0 and self.holds_at_most(other, worth_bytes):
+                    better = other
+            if better == use:
+                break
+            use = better
+        return better
+
+    def with_fewer(self, use: AllocatorUse, limit_bytes: int) -> AllocatorUse:
+        """The use without the releases that the limit does not need: halves are left out first, single ones at last."""
+        size = len(use.releases)
+        while size > 1:
+            size, start = -(-size // 2), 0
+            while start < len(use.releases):
+                fewer = AllocatorUse(use.settings, use.releases[:start] + use.releases[start + size :])
+                if self.holds_at_most(fewer, limit_bytes):
+                    use = fewer
+                else:
+                    start += size
+        return use
+
+
+def _in_order(points: frozenset[ReleasePoint]) -> tuple[ReleasePoint, ...]:
+    return tuple(sorted(points, key=lambda point: (point.phase == "backward", point.module_fqn)))

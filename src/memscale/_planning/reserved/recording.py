@@ -1,0 +1,535 @@
+"""The allocations of whole training steps, recorded in their order on a stage of fake tensors.
+
+    log = record_steps(rehearsal, model, "adamw")                               # of the unmodified model
+    log = record_steps(rehearsal, model, "adamw", attach=attach, rules=rules)   # as a plan changes it
+
+A step is forward, backward, the optimizer's step and `zero_grad()`. The log has what lives all the time (parameters,
+buffers, the batch), then the first step, in which the optimizer makes its state, and a second one, which is like all
+that follow. Under a plan, parameters that are streamed leave the device before the first step. Forward and backward are
+the same in all steps, and are run once; unless what is attached has learnt something in the first.
+
+The log also has what kernels allocate and free inside themselves, as far as it is known: the workspace of matrix
+products, and what kernel_temporaries.py lists. It does not have workspaces of convolutions, nor what building the model
+on the device left in the cache. Everything is on one stream, because tensors that are copied on other streams are
+allocated on the one that computes, too. See NOTE [stream order] in transfers.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memscale._execute.reserving import watch
+from memscale._hardware import Hardware
+from memscale._plan import ReleasePoint
+from memscale._planning.reserved.allocation_log import (
+    Allocated,
+    AllocationLog,
+    Event,
+    Freed,
+    Place,
+    Thread,
+)
+from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
+from memscale._planning.reserved.kernel_temporaries import KernelTemporaries
+from memscale._planning.reserved.lengthened import Mark, lengthened
+from memscale._profile import Phase, Segment, StepTrace
+from memscale._profile.device_kernels import OPENED
+from memscale._profile.optimizer_twin import optimizer_over
+from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of
+from memscale._profile.segments import FakeRecorder
+from memscale._profile.shallow import Cut, shortened
+from memscale._torch import private
+from memscale._torch.live_bytes import Kind
+from memscale._units import round_up
+
+_aten = torch.ops.aten
+PRODUCTS = frozenset(
+    (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._grouped_mm.default)
+)
+"""Operators that cuBLAS computes."""
+
+_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
+"""Its last results are a seed and an offset, which a card keeps on the host."""
+
+CARD_TYPE = "cuda"
+"""The devices whose kernels are known to allocate for themselves."""
+
+
+class LogRecorder(FakeRecorder):
+    """Records live storages as they come and go while a rehearsal runs, and where blocks begin."""
+
+    def __init__(self, rehearsal: FakeRehearsal) -> None:
+        super().__init__(rehearsal.device_type, rehearsal.rounding_bytes)
+        self.storages = AllocationLog()
+        self.log = self.storages
+        self.storage_marks: list[Mark] = []
+        """Where the step came to a module that is watched."""
+
+    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
+        super().move_to(phase, module_fqn, call)
+        if module_fqn:
+            self.storage_marks.append((phase, module_fqn, self.storages.num_events))
+
+
+class _Both:
+    """Two logs that are told the same."""
+
+    def __init__(self, first: AllocationLog, second: AllocationLog) -> None:
+        self._logs = first, second
+
+    def allocate(self, key: int, num_bytes: int) -> None:
+        for log in self._logs:
+            log.allocate(key, num_bytes)
+
+    def free(self, key: int) -> None:
+        for log in self._logs:
+            log.free(key)
+
+
+class EventRecorder(LogRecorder):
+    """Has another log, of what an allocator is asked for: with what kernels allocate inside themselves, and without
+    what is new on fake tensors alone."""
+
+    def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog, hardware: Hardware | None = None) -> None:
+        super().__init__(rehearsal)
+        self.events = log
+        self.marks: list[Mark] = []
+        self.log = self._both = _Both(self.storages, log)
+        self._kernels = KernelTemporaries(hardware)
+        self._is_dropout = self._has_seed = False
+        self.thread: Thread = "forward"
+        self.is_optimizing = False
+        self._has_card_kernels = rehearsal.target_type == CARD_TYPE
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._has_card_kernels and func in OPENED:
+            return self._run_opened(func, args, kwargs)
+        self._is_dropout = func is _aten.native_dropout.default
+        self._has_seed = self._has_card_kernels and func is _EFFICIENT
+        self.events.place = self._place_of(func)
+        result = super().run(func, args, kwargs)
+        if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
+            self._see_sum(result, args)
+        if func in PRODUCTS:
+            self.events.multiply(self.thread)
+        elif self._has_card_kernels:
+            for sizes in self._kernels.inside(func, args, result, kwargs):
+                self.events.pass_by(sizes)
+        return result
+
+    def _run_opened(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self, self.without_storages():
+            result = OPENED[func](*args, **kwargs)
+        storage = result.untyped_storage()
+        self.storages.allocate(private.storage_key(storage), storage.nbytes())
+        return result
+
+    @contextlib.contextmanager
+    def without_storages(self) -> Iterator[None]:
+        """What comes is in the allocator's log alone."""
+        self.log = self.events
+        try:
+            yield
+        finally:
+            self.log = self._both
+
+    @contextlib.contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """The optimizer steps."""
+        self.is_optimizing = True
+        try:
+            with self.without_storages():
+                yield
+        finally:
+            self.is_optimizing = False
+
+    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
+        super().move_to(phase, module_fqn, call)
+        if module_fqn:
+            self.marks.append((phase, module_fqn, self.events.num_events))
+
+    def _place_of(self, func: Any) -> Place:
+        phase, module_fqn, _ = self._place
+        return _place("optimizer", "", func) if self.is_optimizing else _place(phase, module_fqn, func)
+
+    def _see_sum(self, result: torch.Tensor, summands: tuple[Any, ...]) -> None:
+        """See NOTE [sums of gradients]. A view's memory is also its base's, and is not added to."""
+        num_bytes = result.untyped_storage().nbytes()
+        whole = (summand for summand in summands if isinstance(summand, torch.Tensor) and summand._base is None)
+        storages = [summand.untyped_storage() for summand in whole]
+        alike = [private.storage_key(storage) for storage in storages if storage.nbytes() == num_bytes]
+        self.events.sum_up(private.storage_key(result.untyped_storage()), alike)
+
+    def see_all(self, tree: Any, kind: Kind | None = None) -> None:
+        """The mask of a dropout is allocated before its result; seeds of attention are not the device's."""
+        tree = tree[:2] if self._has_seed else tree
+        super().see_all(tree[::-1] if self._is_dropout else tree, kind)
+
+
+@functools.lru_cache(maxsize=65536)
+def _place(phase: str, module_fqn: str, func: Any) -> Place:
+    return Place(phase, module_fqn, str(func))
+
+
+def record_steps(
+    rehearsal: FakeRehearsal,
+    model: nn.Module,
+    optimizer: str | Optimizer,
+    *,
+    num_steps: int = 2,
+    learns: bool = False,
+    attach: Attach | None = None,
+    rules: BucketRules | None = None,
+    hardware: Hardware | None = None,
+    points: Iterable[ReleasePoint] = (),
+    names_modules: bool = False,
+    cuts: Sequence[Cut] = (),
+    known: KnownSteps | None = None,
+    goes_on: GoesOn | None = None,
+) -> AllocationLog:
+    """Whole steps on this stage, with an optimizer by name or the one that the user has.
+
+    `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. `attach` puts a
+    plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, what its
+    kernels allocate inside themselves is in the log, too. `learns`: the second step may differ from the first.
+    `points`: moments of the step that the log is to have.
+    `names_modules`: the log says in which block or other piece of the model something is allocated. `cuts`: blocks that
+    forward and backward are recorded without, to which the log is then lengthened; `attach` is for the model without
+    them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
+    `goes_on` is asked when the live bytes of forward and backward are known: without its consent the optimizer does not
+    step, and the log has levels and no steps.
+    """
+    log = AllocationLog()
+    recorder = EventRecorder(rehearsal, log, hardware)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(rehearsal.stage())
+        undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
+        log.place = Place("parameters")
+        recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
+        log.place = Place("inputs")
+        recorder.see_all(rehearsal.inputs.tensors(), "other")
+        if names_modules:
+            undo.callback(recorder.remove_tensor_hooks)
+            for module_fqn, module in rehearsal.pieces.items():
+                recorder.watch(module_fqn, module, undo)
+        stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
+        missing = _Missing(rehearsal, recorder, cuts, undo)
+        attached = None if attach is None else attach(rehearsal.model)
+        if attached is not None:
+            undo.callback(attached.detach)
+            log.place = Place("optimizer")
+            recorder.see_all(getattr(attached, "held", []), "optimizer state")
+        watch(rehearsal.model, points, log.reach, undo)
+        away = _leave_home(recorder, rehearsal, stand_ins, missing)
+        stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
+        recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
+        leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
+        lesson = _Lesson(attached) if learns and attached is not None else None
+        parts = _Parts(rehearsal, recorder, stepping, missing, leaving)
+        recorded += parts.record(num_steps, lesson, goes_on)
+        if recorded and len(recorded) < num_steps:
+            recorded += parts.record(num_steps - len(recorded))
+        log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
+    return log
+
+
+class _Lesson:
+    """Tells whether what is attached has learnt something since it was attached."""
+
+    def __init__(self, attached: Detachable) -> None:
+        self._learnt: Callable[[], list[Any]] = getattr(attached, "learnt", list)
+        self._before = self._learnt()
+
+    @property
+    def is_learnt(self) -> bool:
+        return self._learnt() != self._before
+
+
+class _Missing:
+    """Blocks that are left out while forward and backward are recorded. The optimizer steps all of them."""
+
+    def __init__(
+        self, rehearsal: FakeRehearsal, recorder: LogRecorder, cuts: Sequence[Cut], undo: contextlib.ExitStack
+    ) -> None:
+        self._recorder, self._cuts, self._mode = recorder, list(cuts), rehearsal.mode
+        self.stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        """Parameters that are left out, by id: each with that of the block that stands for its own."""
+        model = rehearsal.model
+        for cut in cuts:
+            present = list(model.get_submodule(cut.stands_in).parameters())
+            for position in cut.left_out:
+                left_out = model.get_submodule(cut.name(position)).parameters()
+                self.stand_ins.update({id(p): (p, q) for p, q in zip(left_out, present, strict=True)})
+        if cuts:
+            containers = {cut.container_fqn for cut in cuts}
+            undo.callback(self.clear_gradients)
+            undo.callback(recorder.remove_tensor_hooks)
+            undo.enter_context(shortened(model, self._cuts))
+            here = dict.fromkeys(model.modules())
+            for module_fqn, module in rehearsal.pieces.items():
+                if module_fqn.rpartition(".")[0] in containers and module in here:
+                    recorder.watch(module_fqn, module, undo)
+
+    def make_gradients(self) -> None:
+        """Backward leaves them, where it does for the blocks that stand for these; the log gets them otherwise."""
+        log, self._recorder.log = self._recorder.log, None  # with the blocks that are put in
+        with self._mode:
+            for parameter, present in self.stand_ins.values():
+                if present.grad is not None:
+                    parameter.grad = torch.empty_like(parameter)
+                    self._recorder.see(parameter.grad, "gradients")
+        self._recorder.log = log
+
+    def clear_gradients(self) -> None:
+        for parameter, _ in self.stand_ins.values():
+            parameter.grad = None
+
+    def put_in(
+        self, log: AllocationLog, marks: list[Mark], passed: list[Event], *later: list[Event]
+    ) -> list[list[Event]]:
+        """All parts of the step, with what these blocks allocate."""
+        return lengthened(passed, later, marks, self._cuts, log.new_serial) if self._cuts else [passed, *later]
+
+    def levels(self, passed: list[Event], ended: list[Event], num_ending: int) -> tuple[int, int]:
+        """How high live bytes rise in forward and backward, and where they end, of the recorder's storages.
+
+        `num_ending`: what goes at the end before gradients do.
+        """
+        recorder = self._recorder
+        passed, ended = self.put_in(recorder.storages, recorder.storage_marks, passed, ended)
+        return _levels([*passed, *ended[:num_ending]], recorder.storages.before, recorder.rounding_bytes)
+
+
+def _leave_home(
+    recorder: EventRecorder, rehearsal: FakeRehearsal, stand_ins: dict[int, nn.Parameter], missing: _Missing
+) -> set[int]:
+    """The ids of stand-ins that the plan streams: they leave the device."""
+    staying = {id(parameter) for parameter in rehearsal.model.parameters()}
+    staying |= {number for number, (_, present) in missing.stand_ins.items() if id(present) in staying}
+    away = [parameter for parameter in stand_ins.values() if id(parameter) not in staying]
+    if away:
+        recorder.events.leave({private.storage_key(parameter.untyped_storage()) for parameter in away})
+    return {id(parameter) for parameter in away}
+
+
+def _optimizer_on(
+    rehearsal: FakeRehearsal,
+    recorder: EventRecorder,
+    model: nn.Module,
+    optimizer: str | Optimizer,
+    stand_ins: dict[int, nn.Parameter],
+    away: set[int],
+    rules: BucketRules | None,
+    known: KnownSteps | None,
+) -> SteppedOptimizer | None:
+    if optimizer == "none":
+        return None
+    stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
+    ids = {id(copy): original for original, copy in stand_ins.items()}
+    forgets = rehearsal.emulates_gpu
+    return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
+
+
+GoesOn = Callable[[StepTrace], bool]
+"""Whether it is worth going on, given the highest forward and backward as one segment."""
+
+
+class _Parts:
+    """The parts of steps: forward and backward, the optimizer's step on what they leave, and the end."""
+
+    def __init__(
+        self,
+        rehearsal: FakeRehearsal,
+        recorder: EventRecorder,
+        optimizer: SteppedOptimizer | None,
+        missing: _Missing,
+        leaving: LeftGradients | None,
+    ) -> None:
+        self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
+        self._missing, self._leaving = missing, leaving
+
+    def record(self, num_steps: int, lesson: _Lesson | None = None, goes_on: GoesOn | None = None) -> list[list[Event]]:
+        """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps.
+
+        One step alone where what is attached has learnt something from it, or its gradients are left to the next.
+        """
+        log, recorder, missing = self._recorder.events, self._recorder, self._missing
+        recorder.recall = self._rehearsal.recall()
+        stepped: list[list[Event]] = []
+        with recorder:
+            passed, held = log.begin_step(), recorder.storages.begin_step()
+            recorder.marks, recorder.storage_marks = [], []
+            kept, loss = self._pass(held)
+            is_learnt = lesson is not None and lesson.is_learnt
+            with left_autocast(self._rehearsal.device_type):
+                missing.make_gradients()
+                if goes_on is None or is_learnt or goes_on(self._least(held, [*kept, loss])):
+                    stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
+        ended, let_go = log.begin_step(), recorder.storages.begin_step()
+        del loss
+        num_ending = len(let_go)
+        del kept
+        if self._leaving is None:
+            for parameter in self._rehearsal.model.parameters():
+                parameter.grad = None
+        missing.clear_gradients()
+        log.levels.append(missing.levels(held, let_go, num_ending))
+        if not stepped:
+            return []
+        passed, *stepped, ended = missing.put_in(log, recorder.marks, passed, *stepped, ended)
+        return [[*passed, *events, *ended] for events in stepped]
+
+    def _pass(self, held: list[Event]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        if self._leaving is not None:
+            self._leaving.begin(held)
+        elif self._rehearsal.holds_gradients:
+            # An earlier batch of this step, whose gradients are added to.
+            _pass_through(self._rehearsal, self._recorder)
+        return _pass_through(self._rehearsal, self._recorder)
+
+    def _step(self, num_steps: int) -> list[list[Event]]:
+        stepped = []
+        for _ in range(num_steps):
+            stepped.append(self._recorder.events.begin_step())
+            if self._optimizer is not None:
+                with self._recorder.optimizing(), self._rehearsal.values.unasked():
+                    self._optimizer.step()
+        return stepped
+
+    def _least(self, held: list[Event], ending: list[torch.Tensor]) -> StepTrace:
+        """Forward and backward so far, without what goes at the end."""
+        peak_bytes, live_bytes = self._missing.levels(held, [], 0)
+        sizes = {private.storage_key(one.untyped_storage()): one.untyped_storage().nbytes() for one in ending}
+        ending_bytes = sum(round_up(size, self._recorder.rounding_bytes) for size in sizes.values())
+        return highest_of([(peak_bytes, live_bytes - ending_bytes)])
+
+
+def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Forward and backward of a batch; what the loop keeps of its output, and the loss."""
+    recorder.move_to("forward", "", 0)
+    torch.clear_autocast_cache()  # as at the beginning of the user's autocast
+    earlier = _stand_ins_of_outputs(rehearsal)
+    output = rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs)
+    kept, loss = rehearsal.kept_of(output), loss_of(output)
+    del output, earlier
+    rehearsal.clear_late()
+    recorder.move_to("backward", "", -1)
+    recorder.thread = "backward"
+    with left_autocast(rehearsal.device_type):
+        loss.backward()
+    recorder.thread = "forward"
+    return kept, loss
+
+
+class LeftGradients:
+    """Gradients that a step leaves to the next one, which lets go of them between its forward and its backward.
+
+    NOTE [gradients that are left]: a step that is played several times finds what the one before has left. So the
+    gradients of one parameter have the same serial in all steps: each step frees it, and allocates it again.
+    """
+
+    def __init__(self, rehearsal: FakeRehearsal, events: AllocationLog, storages: AllocationLog) -> None:
+        self._model, self._events, self._storages = rehearsal.model, events, storages
+        self._serials: list[dict[int, int]] = []
+        """The serials of gradients when each recorded step begins, by the parameter's id."""
+
+    def begin(self, held: list[Event]) -> None:
+        """A step begins; `held` are the events of its storages, which get the gradients that are there already."""
+        left = self._left_in(self._storages)
+        held += [Allocated(serial, num_bytes) for serial, num_bytes in left.values()]
+        self._note()
+
+    def replacing_each_other(self, steps: list[list[Event]]) -> list[list[Event]]:
+        """The recorded steps, with one serial for all gradients of a parameter."""
+        self._note()
+        latest = self._serials[-1]
+        same = {serial: latest[key] for known in self._serials for key, serial in known.items() if key in latest}
+        return [[_renamed(event, same) for event in events] for events in steps]
+
+    def _note(self) -> None:
+        self._serials.append({key: serial for key, (serial, _) in self._left_in(self._events).items()})
+
+    def _left_in(self, log: AllocationLog) -> dict[int, tuple[int, int]]:
+        """Serial and bytes of the gradients that are there, by the parameter's id."""
+        found = {}
+        for parameter in self._model.parameters():
+            storage = None if parameter.grad is None else parameter.grad.untyped_storage()
+            serial = None if storage is None else log.serial_of(private.storage_key(storage))
+            if storage is not None and serial is not None:
+                found[id(parameter)] = (serial, storage.nbytes())
+        return found
+
+
+def _renamed(event: Event, serials: dict[int, int]) -> Event:
+    if isinstance(event, Allocated | Freed) and event.serial in serials:
+        return dataclasses.replace(event, serial=serials[event.serial])
+    return event
+
+
+def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
+    """Outputs of the step before that the loop has not let go of when a forward begins. Each recorded step frees them
+    in its end and takes them anew in its beginning, so that all steps are alike."""
+    sizes = rehearsal.output_sizes if rehearsal.loop.into_next else ()
+    return [torch.empty(size, dtype=torch.uint8, device=rehearsal.device_type) for size in sizes]
+
+
+# ---- live bytes alone
+
+
+def rehearse_lengthened(rehearsal: FakeRehearsal, attach: Attach, cuts: Sequence[Cut], num_steps: int) -> StepTrace:
+    """Forward and backward of the highest of so many steps without what the cuts leave out, lengthened, as one segment.
+
+    `attach` is for the shorter model. `NotAlike` where blocks do not stand for others.
+    """
+    recorder = LogRecorder(rehearsal)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(rehearsal.stage())
+        undo.callback(setattr, recorder, "log", None)
+        missing = _Missing(rehearsal, recorder, cuts, undo)
+        attached = attach(rehearsal.model)
+        undo.callback(attached.detach)
+        recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
+        recorder.see_all(rehearsal.inputs.tensors(), "other")
+        recorder.see_all(getattr(attached, "held", []), "optimizer state")
+        levels = [_record_pass(rehearsal, recorder, missing) for _ in range(num_steps)]
+    return highest_of(levels)
+
+
+def highest_of(levels: Sequence[tuple[int, int]]) -> StepTrace:
+    """The highest of several steps, as one segment: how high its live bytes rise, and where they end."""
+    peak_bytes, end_bytes = max(levels)
+    return StepTrace((Segment("forward", "", peak_bytes, end_bytes, 0, 0, 0),))
+
+
+def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Missing) -> tuple[int, int]:
+    passed = recorder.storages.begin_step()
+    recorder.storage_marks = []
+    recorder.recall = rehearsal.recall()
+    with recorder:
+        recorder.move_to("forward", "", 0)
+        rehearsal.pass_through(recorder)
+    ended = recorder.storages.begin_step()
+    for parameter in rehearsal.model.parameters():
+        parameter.grad = None
+    return missing.levels(passed, ended, 0)
+
+
+def _levels(events: list[Event], before: list[Event], rounding_bytes: int) -> tuple[int, int]:
+    sizes = {event.serial: event.num_bytes for event in before if isinstance(event, Allocated)}
+    live = peak = 0
+    for event in events:
+        if isinstance(event, Allocated):
+            sizes[event.serial] = event.num_bytes
+            live += round_up(event.num_bytes, rounding_bytes)
+            peak = max(peak, live)
+        elif isinstance(event, Freed):
+            live -= round_up(sizes[event.serial], rounding_bytes)
+    return peak, live

@@ -1,0 +1,115 @@
+"""What a plan asks of the allocator is found by playing its step: fewer bytes, and no release that is not worth it."""
+
+from __future__ import annotations
+
+import pytest
+
+from memscale._decide.allocator.settings import AllocatorSettings
+from memscale._hardware.allocator_environment import SMALL_PAGES
+from memscale._plan import AllocatorUse, ReleasePoint
+from memscale._planning.reserved.allocation_log import AllocationLog
+from memscale._planning.reserved.allocations import reserved_of
+from memscale._planning.reserved.least_reserved import WORTH, growing, least_reserved
+from memscale._units import MIB
+
+pytestmark = pytest.mark.unit
+
+HEAD = ReleasePoint("forward", "head")
+BACKWARD = ReleasePoint("backward")
+EMBEDDING = ReleasePoint("forward", "embedding")
+
+
+def step(log: AllocationLog, boundary_bytes: int) -> None:
+    """Blocks that leave something small behind each, between temporaries; then a head that needs large pieces."""
+    log.begin_step()
+    log.reach(EMBEDDING)
+    for block in range(8):
+        for key in (100, 101):
+            log.allocate(key, 24 * MIB)
+        log.allocate(block, boundary_bytes)
+        log.free(100)
+        log.free(101)
+    log.reach(HEAD)
+    log.allocate(200, 100 * MIB)
+    log.reach(BACKWARD)
+    log.allocate(201, 100 * MIB)
+    for key in (200, 201, *range(8)):
+        log.free(key)
+
+
+def log_of(boundary_bytes: int = 3 * MIB) -> AllocationLog:
+    log = AllocationLog()
+    step(log, boundary_bytes)
+    return log
+
+
+def reserved_bytes(log: AllocationLog, use: AllocatorUse | None) -> int:
+    return reserved_of(log, AllocatorSettings(), workspace_bytes=0, use=use).reserved_peak_bytes
+
+
+def least(log: AllocationLog, *, may_switch: bool = True) -> AllocatorUse:
+    use, found = least_reserved(log, AllocatorSettings(), may_switch=may_switch, workspace_bytes=0)
+    assert found.reserved_peak_bytes == reserved_bytes(log, use)
+    return use
+
+
+def test_less_is_reserved() -> None:
+    log = log_of()
+    allocated = reserved_of(log, workspace_bytes=0).allocated_peak_bytes
+    assert reserved_bytes(log, None) > 1.15 * allocated
+    assert reserved_bytes(log, least(log)) <= 1.05 * allocated
+
+
+def test_settings_are_left_alone_where_they_must() -> None:
+    log = log_of()
+    assert least(log, may_switch=False).settings == ""
+    assert reserved_bytes(log, least(log, may_switch=False)) < reserved_bytes(log, None)
+
+
+@pytest.mark.parametrize("may_switch", [True, False])
+def test_every_release_is_worth_it(may_switch: bool) -> None:
+    log = log_of()
+    use = least(log, may_switch=may_switch)
+    assert use.releases
+    for point in use.releases:
+        fewer = AllocatorUse(use.settings, tuple(one for one in use.releases if one != point))
+        assert reserved_bytes(log, fewer) > reserved_bytes(log, use)
+
+
+def test_nothing_is_asked_where_nothing_is_saved() -> None:
+    log = AllocationLog()
+    log.begin_step()
+    log.reach(HEAD)
+    log.allocate(0, 100 * MIB)
+    log.free(0)
+    assert least(log) == AllocatorUse()
+
+
+def test_no_way_that_is_near_is_lower() -> None:
+    """With one release more or fewer."""
+    log = log_of(5 * MIB)
+    use = least(log)
+    for text in ("", SMALL_PAGES):
+        for point in (HEAD, BACKWARD, EMBEDDING):
+            other = AllocatorUse(text, tuple({*use.releases} ^ {point}))
+            assert reserved_bytes(log, other) >= (1 - 3 * WORTH) * reserved_bytes(log, use)
+
+
+def test_rises_are_those_after_a_moment() -> None:
+    found = reserved_of(log_of(), AllocatorSettings(), workspace_bytes=0, use=AllocatorUse())
+    assert found.rises == {EMBEDDING, HEAD, BACKWARD}
+    assert reserved_of(log_without_moments(), workspace_bytes=0).rises == frozenset()
+
+
+def log_without_moments() -> AllocationLog:
+    log = AllocationLog()
+    log.begin_step()
+    log.allocate(0, MIB)
+    return log
+
+
+def test_segments_that_grow_need_no_release() -> None:
+    log = log_of()
+    use, found = growing(log, AllocatorSettings(), workspace_bytes=0)
+    assert use == AllocatorUse(SMALL_PAGES)
+    assert found.reserved_peak_bytes == reserved_bytes(log, use) < reserved_bytes(log, None)

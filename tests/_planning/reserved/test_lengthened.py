@@ -1,0 +1,127 @@
+"""A step that is recorded at a fraction of the depth and lengthened is the step of the whole model, event by event."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from memscale import Config, Hardware
+from memscale._plan import Action, Checkpoint, OffloadActivations, StreamParameters
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed
+from memscale._planning.reserved.lengthened import Mark, NotAlike, lengthened
+from memscale._profile import OFFLOAD, TraceKey
+from memscale._profile.inputs import Inputs
+from memscale._profile.shallow import Cut
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+from tests._profile.test_shallow import Deep
+from tests.lanes import some
+
+DEPTH = 14
+
+
+def planner_of(*, overlaps: bool) -> Planner:
+    with torch.device("meta"):
+        model, ids = Deep(DEPTH, width=2048), torch.zeros(8, 512, dtype=torch.long)
+    config = Config(async_offload=overlaps, memory_budget_gb=1.0)
+    return Planner(Job(model, config, Hardware.from_name("RTX 3090"), "adamw"), Inputs.from_sample(ids))
+
+
+def told(log: AllocationLog) -> list[list[object]]:
+    """The events, with serials in the order in which they come."""
+    numbers: dict[int, int] = {}
+    found = []
+    for events in (log.before, *log.steps):
+        here: list[object] = []
+        for event in events:
+            if isinstance(event, Allocated):
+                numbers[event.serial] = len(numbers)
+                here.append((numbers[event.serial], event.num_bytes))
+            else:
+                here.append(numbers[event.serial] if isinstance(event, Freed) else event)
+        found.append(here)
+    found[0].sort(key=str)  # parameters leave the device in any order
+    return found
+
+
+def streamed(blocks: list[str]) -> tuple[Action, ...]:
+    each = itertools.chain(*((Checkpoint(fqn), StreamParameters(fqn)) for fqn in blocks))
+    return (*each, StepOnDevice(64 << 20))
+
+
+KINDS = ("streamed", "offloaded", "some recomputed", "recomputed", "plain")
+
+
+@pytest.mark.parametrize("kind", some(KINDS, "streamed", "offloaded", "some recomputed"))
+@pytest.mark.parametrize("overlaps", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_the_log_is_that_of_the_whole_model(kind: str, overlaps: bool) -> None:
+    planner = planner_of(overlaps=overlaps)
+    blocks = list(planner.rehearsal.blocks)
+    actions: dict[str, tuple[Action, ...]] = {
+        "plain": (),
+        "recomputed": tuple(map(Checkpoint, blocks)),
+        "some recomputed": tuple(map(Checkpoint, blocks[4:14])),
+        "offloaded": tuple(map(OffloadActivations, blocks)),
+        "streamed": streamed(blocks),
+    }
+    if kind == "offloaded":
+        planner.try_variants({TraceKey(OFFLOAD): actions[kind]}, planner.job.config)  # how much is offloaded
+    short = planner._steps_short(actions[kind], planner.job.config)
+    assert short is not None
+    recorded = planner._record(actions[kind], planner.job.config)
+    assert told(short) == told(recorded)
+    assert short.levels == recorded.levels
+    trace = planner._rehearsed_short(actions[kind], planner.job.config, num_steps := 1 + planner._learns(actions[kind]))
+    whole = planner.rehearsal.run(planner.attacher(actions[kind], planner.job.config), num_steps=num_steps)
+    assert trace is not None
+    assert (trace.peak_bytes, trace.end_bytes) == (whole.peak_bytes, whole.end_bytes) == max(recorded.levels)
+
+
+# ---- what is not alike
+
+CUT = Cut("layers", 9, 0, 9)
+
+
+def step_of(odd: int | None = None, *, keeps: bool = False) -> tuple[list[Event], list[Mark]]:
+    """Six blocks of nine: each allocates in forward what it frees in backward, where it leaves a gradient; `odd`
+    allocates more than the others, or `keeps` what it has."""
+    events: list[Event] = []
+    marks: list[Mark] = []
+    for position in CUT.kept:
+        marks.append(("forward", CUT.name(position), len(events)))
+        events.append(Allocated(position, 200 if position == odd and not keeps else 100))
+    for position in reversed(CUT.kept):
+        marks.append(("backward", CUT.name(position), len(events)))
+        events.append(Allocated(100 + position, 10))
+        if not (position == odd and keeps):
+            events.append(Freed(position))
+    return events, marks
+
+
+def test_blocks_that_are_left_out_are_put_in() -> None:
+    events, marks = step_of()
+    serials = itertools.count(1000)
+    ended: list[Event] = [Freed(100 + position) for position in CUT.kept]
+    passed, later = lengthened(events, [ended], marks, [CUT], lambda: next(serials))
+    assert sum(isinstance(event, Allocated) for event in passed) == 18
+    assert sum(isinstance(event, Freed) for event in passed) == 9
+    assert len(later) == 9, "what is freed of a block is freed of those that it stands for"
+    freed = [event.serial for event in (*passed, *later) if isinstance(event, Freed)]
+    assert len(set(freed)) == len(freed) == 18
+
+
+@pytest.mark.parametrize(("odd", "keeps"), [(CUT.stand_in, False), (CUT.left_out.stop, False), (CUT.stand_in, True)])
+def test_what_is_not_alike_is_refused(odd: int, keeps: bool) -> None:
+    events, marks = step_of(odd, keeps=keeps)
+    with pytest.raises(NotAlike):
+        lengthened(events, [], marks, [CUT], itertools.count(1000).__next__)
+
+
+def test_blocks_that_are_called_twice_are_refused() -> None:
+    events, marks = step_of()
+    marks.insert(1, marks[0])
+    with pytest.raises(NotAlike, match="several times"):
+        lengthened(events, [], marks, [CUT], itertools.count(1000).__next__)
