@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memscale import Config, DoesNotFitError
+from memscale import Config, DoesNotFitError, Hardware
 from memscale._decide.policy import choose_strategy
 from memscale._plan import Plan
 from memscale._planning import advice as advice
@@ -132,3 +132,19 @@ def test_where_state_or_gradients_could_be_less_nothing_is_ruled_out(config: Con
 def test_where_state_could_wait_elsewhere_nothing_is_ruled_out(tmp_path: pathlib.Path) -> None:
     planner, _ = lowest(batch_of(64))
     assert advice._least_bytes(planner, Config(offload_dir=tmp_path)) == 0
+
+
+def test_on_a_card_the_size_is_found_by_what_is_reserved_not_by_what_is_live() -> None:
+    card = Hardware.from_name("RTX 3090")
+    inputs = batch_of(2048)
+    planner = Planner(Job(encoder(), CONSERVATIVE, card), inputs)
+    plan = planner.plan(choose_strategy(CONSERVATIVE.replace(force_optimize=True)))
+    reserved_bytes = plan.predicted_reserved_bytes
+    assert reserved_bytes is not None
+    budget = int(0.9 * reserved_bytes)
+    assert plan.predicted_peak_bytes < budget  # by live bytes alone this batch fits
+    config = CONSERVATIVE.replace(memory_budget_gb=budget / 1e9)
+    found = advice.find_smaller(planner, config, plan)
+    assert found is not None
+    assert found.batch_size is not None and found.batch_size > 1.4 * 1024
+    assert make_plan(Job(encoder(), config, card), batch_of(found.batch_size)).fits

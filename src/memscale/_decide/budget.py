@@ -71,6 +71,11 @@ def budget_bytes(hardware: Hardware, config: Config) -> int:
     return int(hardware.free_bytes * config.target_gpu_utilization)
 
 
+def needed_bytes(plan: Plan) -> int:
+    """What a budget is held against: live bytes; on a card what is reserved, where that was recorded."""
+    return max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0)
+
+
 def full_budget(hardware: Hardware, config: Config) -> Budget:
     """Device, host and disk. On a CPU the host is the device, and the next tier is the disk."""
     if hardware.device_type == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memscale._config import Config
+from memscale._decide.budget import needed_bytes
 from memscale._errors import DoesNotFitError
 from memscale._plan import Plan
 from memscale._profile import Profile
@@ -43,14 +44,13 @@ def explain_misfit(
     exact = dict.fromkeys(technique.switch for technique in TECHNIQUES if technique.is_exact and technique.modes)
     untried = " and ".join(switch for switch in exact if not getattr(config, switch))
     reserved = plan.predicted_reserved_bytes
-    needed = peak if reserved is None else max(peak, reserved)
     batch = _batch_of(profile)
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
         smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
     # On a card the budget bounds what is reserved, which is more; a plan whose live bytes do not fit was not recorded.
     at_least = "at least " if reserved is None and plan.device_type != "cpu" else ""
-    remedies = [*([smaller] if smaller else []), f"raise the budget to {at_least}{show_bytes(needed)}"]
+    remedies = [*([smaller] if smaller else []), f"raise the budget to {at_least}{show_bytes(needed_bytes(plan))}"]
     holds = "" if reserved is None else f", for which PyTorch reserves {show_bytes(reserved)},"
     return (
         f"The peak is {show_bytes(peak)}{holds} after every enabled technique (mode {plan.mode}); "

@@ -13,7 +13,7 @@ import logging
 import time
 
 from memscale._config import Config
-from memscale._decide.budget import budget_bytes
+from memscale._decide.budget import budget_bytes, needed_bytes
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
 from memscale._decide.travel import travel_of
@@ -98,14 +98,14 @@ class _Descent:
     def largest(self, size: int) -> int:
         """The largest that was found to fit; 0 when none was."""
         budget = budget_bytes(self.planner.hardware, self.config)
-        known = {size: self.plan.predicted_peak_bytes}
+        known = {size: needed_bytes(self.plan)}
         found, probe = 0, size // 2
         for _ in range(self.num_sizes):
             plan = self._plan_at(probe)
             if plan is None:
                 break
-            known[probe] = self.peaks[probe] = plan.predicted_peak_bytes
-            if known[probe] >= known[size]:
+            known[probe] = self.peaks[probe] = needed_bytes(plan)
+            if not found and known[probe] >= known[size]:
                 break  # what is too high does not go with this size: the optimizer's step, for one
             if plan.fits:
                 found = max(found, probe)

@@ -23,6 +23,7 @@ import dataclasses
 
 from memscale._config import OptimizationMode
 from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
+from memscale._decide.budget import needed_bytes
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
@@ -142,7 +143,7 @@ class _Way:
             way.config,
             self._strategy.source,
             # What the allocator holds above what is live is taken to be the same for other plans.
-            reserve_bytes=_needed_bytes(plan) - plan.predicted_peak_bytes,
+            reserve_bytes=needed_bytes(plan) - plan.predicted_peak_bytes,
         )
         promises = guess.fits and guess.predicted_slowdown < plan.predicted_slowdown * (1 - _WORTH_WIDENING)
         return way if promises and _is_exact(guess) >= _is_exact(plan) else None
@@ -152,14 +153,14 @@ class _Way:
         model = first.planner.cost_model()
         spare_bytes = most_in_flight_bytes(model, first.travel)
         if not plan.fits:
-            return _needed_bytes(plan) - spare_bytes <= plan.budget_bytes
+            return needed_bytes(plan) - spare_bytes <= plan.budget_bytes
         return may_be_faster_blocking(
             model,
             self.config,
             plan,
             spare_bytes=spare_bytes,
             # What the allocator holds above what is live is taken to be the same for other plans.
-            reserve_bytes=_needed_bytes(plan) - plan.predicted_peak_bytes,
+            reserve_bytes=needed_bytes(plan) - plan.predicted_peak_bytes,
         )
 
 
@@ -219,10 +220,6 @@ def _because(plan: Plan, rule: str, overlapped: Plan) -> Plan:
     """The plan, with why its transfers block, if they do; `overlapped` is what there would be if they did not."""
     if plan.conditions is None or plan.conditions.async_offload:
         return plan
-    numbers = {"overlapped_bytes": _needed_bytes(overlapped), "overlapped_slowdown": overlapped.predicted_slowdown}
+    numbers = {"overlapped_bytes": needed_bytes(overlapped), "overlapped_slowdown": overlapped.predicted_slowdown}
     conditions = dataclasses.replace(plan.conditions, blocking=Reason(rule, {**numbers}))
     return dataclasses.replace(plan, conditions=conditions)
-
-
-def _needed_bytes(plan: Plan) -> int:
-    return max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from memscale._decide.budget import needed_bytes
 from memscale._plan import Plan
 from memscale._planning.loop.demand import Demand
 from memscale._planning.loop.held_gradients import Stay
@@ -136,5 +137,4 @@ def with_more(plan: Plan, num_bytes: int, *, is_of_loop: bool = True) -> Plan:
 
 
 def _has_room(plan: Plan, more_bytes: int) -> bool:
-    needed_bytes = max(plan.predicted_peak_bytes, plan.predicted_reserved_bytes or 0)
-    return needed_bytes + more_bytes <= plan.budget_bytes
+    return needed_bytes(plan) + more_bytes <= plan.budget_bytes

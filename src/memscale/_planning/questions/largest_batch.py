@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from memscale._config import SWITCHES, Config, OptimizationMode
 from memscale._decide import decide
-from memscale._decide.budget import budget_bytes
+from memscale._decide.budget import budget_bytes, needed_bytes
 from memscale._decide.choice import Choice
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
@@ -155,8 +155,7 @@ class _Search:
             self.on_progress(f"{name}: rehearsing at {size}")
             confirmed = self._confirmed(size, plan, config)
             # What was drawn from small sizes is wrong by a share of the size.
-            needed_bytes = max(confirmed.predicted_peak_bytes, confirmed.predicted_reserved_bytes or 0)
-            share = plan.predicted_peak_bytes / max(1, needed_bytes)
+            share = plan.predicted_peak_bytes / max(1, needed_bytes(confirmed))
             if confirmed.fits:
                 best = size
             else:
