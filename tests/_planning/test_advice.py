@@ -146,5 +146,6 @@ def test_on_a_card_the_size_is_found_by_what_is_reserved_not_by_what_is_live() -
     config = CONSERVATIVE.replace(memory_budget_gb=budget / 1e9)
     found = advice.find_smaller(planner, config, plan)
     assert found is not None
-    assert found.batch_size is not None and found.batch_size > 1.4 * 1024
+    assert found.batch_size is not None
+    assert found.batch_size > 1.4 * 1024
     assert make_plan(Job(encoder(), config, card), batch_of(found.batch_size)).fits
