@@ -189,6 +189,7 @@ class Report:
             predicted_ms = self.plan.predicted_step_ms
             cells.append(("step", _ms_before(predicted_ms).rstrip(", ") or "–", f"{self.measured_step_ms:.1f} ms"))
         if not cells:
+            yield _section("Predicted and measured", "", _OF_A_RUN if self.elsewhere else _OF_A_PLAN, "")
             return
         if self.measured:
             figures["measured"] = charts.measured_chart(self.measured)
@@ -212,6 +213,17 @@ class Report:
         yield _section("Host and disk", "", note, _table(("what", "predicted", "measured"), cells))
 
 
+_OF_A_PLAN = (
+    "Nothing was measured: this page was made of a plan. Of a run, executor.report(...) and a Trainer's "
+    "memscale_report write one with what the device's allocator counted."
+)
+_OF_A_RUN = (
+    "Nothing was measured in this run: its device has no allocator that counts, as a CPU has none, and nobody told. "
+    "memscale.measure() counts live bytes: executor.report(path, live_peak_bytes=measured.peak_bytes, step_ms=...) "
+    "shows them here."
+)
+
+
 def _ms_before(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.1f} ms, "
 
@@ -226,10 +238,8 @@ def _bytes_or_dash(num_bytes: int | None) -> str:
 
 def _section(title: str, chart: str, note: str, table: str) -> str:
     drawn = f'<div class="chart" id="{chart}" role="img" aria-label="{html.escape(title)}"></div>' if chart else ""
-    return (
-        f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{drawn}"
-        f"<details{'' if chart else ' open'}><summary>as a table</summary>{table}</details></section>"
-    )
+    told = f"<details{'' if chart else ' open'}><summary>as a table</summary>{table}</details>" if table else ""
+    return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{drawn}{told}</section>"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
