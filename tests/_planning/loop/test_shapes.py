@@ -103,7 +103,7 @@ def test_a_short_batch_is_fast_again_after_a_long_one(tight: memscale.Config) ->
     seen = train(wrapped, lengths)
     assert [loss for loss, _, _ in seen] == [loss for loss, _, _ in losses]
     assert all(torch.equal(*both) for both in zip(plain.parameters(), wrapped.parameters(), strict=True))
-    known = list(replanner_of(wrapped)._known)
+    known = list(replanner_of(wrapped).plans.known)
     assert max(peak for _, peak, _ in seen) <= known[0].plan.budget_bytes
     assert len({placement_of(one.plan.actions) for one in known}) == 1
     num_actions = [number for _, _, number in seen]

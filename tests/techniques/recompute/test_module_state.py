@@ -424,3 +424,38 @@ def test_an_executor_that_outlives_its_model_holds_none_of_its_parameters() -> N
     gc.collect()
     assert executor.plan is not None
     assert [part for part in parts if part() is not None] == []
+
+
+class _Normed(_Block):
+    """Its statistics cannot be told to change by what the first step leaves: a mean of zero, or no run at all."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.first, self.num_calls = first, 0
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("stats", torch.zeros(2, 8))
+        self.register_buffer("mean_of_stats", self.stats[0], persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 1 and self.first == "dropped":
+            return self.net(x)
+        if self.num_calls == 1:
+            x = x - x
+        self.stats.data[0].lerp_(x.detach().mean(0), 0.5)
+        return self.net(self.norm(x) + self.mean_of_stats)
+
+
+@pytest.mark.parametrize("first", ["zero", "dropped"])
+@pytest.mark.parametrize("stay_in_evaluation", [False, True])
+def test_statistics_that_a_first_forward_left_alone_are_counted_once(first: str, stay_in_evaluation: bool) -> None:
+    model = _Chain(lambda: _Normed(first))
+    if stay_in_evaluation:  # the flags of the other parts decide what was learned, too
+        model.blocks[0].net.eval()
+    twin = copy.deepcopy(model)
+    checkpoint_all(model)
+    ours, theirs = _train(model), _train(twin)
+    memscale.detach(model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    assert twin.blocks[0].norm.num_batches_tracked == 4 - (first == "dropped")

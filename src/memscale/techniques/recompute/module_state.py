@@ -8,11 +8,13 @@
 
 It runs once a layer a step, so it is written for speed: `python -m benchmarks.overhead`.
 
-NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
-the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for
-tensors, changed. Buffers are compared by value at first: some kernels write to them without telling autograd. Objects,
-arrays and other containers that an attribute holds are looked into at that first forward, too (held_state.py); those
-that it changed show the recompute what they held, and are the same objects all the time.
+NOTE [changing state]: small vectors and numbers among the buffers are copied before every forward: kernels of batch
+norms write to them without telling autograd, and that a forward left them alone says nothing of the next one (a layer
+that was dropped, a mean that was zero). Which other buffers and attributes a forward changes is learned at the first
+forward in each state of the training flags; from then on only those are copied, and of the others it is seen whether
+they were replaced or, for tensors, changed. Buffers are compared by value at that first forward. Objects, arrays and
+other containers that an attribute holds are looked into then, too (held_state.py); those that it changed show the
+recompute what they held, and are the same objects all the time.
 
 NOTE [tables]: everything lies in dictionaries: four for each part of the module, its attributes, parameters, buffers
 and children. They are numbered and read in one go. Those of the parts are held; the module's own is not, since it
@@ -36,12 +38,13 @@ from memscale._torch.snapshots import (
     ABSENT,
     KeptTensor,
     clones_of,
+    groups_sharing_memory,
     has_same_values,
     is_generator,
+    is_small_vector,
     is_unchanged,
     may_change_silently,
     set_state,
-    sharing_keys,
     snapshot,
     stand_in_for,
     state_of,
@@ -301,7 +304,7 @@ class ModuleState:
         before = dict(zip(layout.slots, memory.values, strict=True))
         with torch.no_grad():
             for slot, copied in memory.copies.items():
-                if isinstance(copied, torch.Tensor):
+                if isinstance(copied, torch.Tensor) and not _is_as_copied(copied, before[slot]):
                     before[slot].copy_(copied)
         _put((layout.table(slot[0]), slot[1], before[slot]) for slot in memory.copies if slot in before)
         for slot, kept in memory.attributes.items():  # what objects and containers held is put back below
@@ -343,41 +346,48 @@ def _refuse_changed(memory: Memory) -> None:
 
 
 class _Buffers:
-    """Knows which buffers a forward changes."""
+    """Knows which buffers a forward changes. See NOTE [changing state]."""
 
     def __init__(self, on_host: bool) -> None:
         self._on_host = on_host
         self._changing: dict[Flags, set[Slot]] = {}
         self._looked_at: list[weakref.ref[Any]] = []
+        self._small: frozenset[Slot] = frozenset()
+        """Those that are copied before every forward, and all that share memory with one of them."""
         self._shared: frozenset[Slot] = frozenset()
 
     def before(self, memory: Memory) -> None:
         found = dict(zip(memory.layout.buffer_slots, memory.values[memory.layout.buffers], strict=True))
+        self._look_at(found)
         known = self._changing.get(memory.flags)
         if known is None:
             copied = {slot: value for slot, value in found.items() if value is not None and self._may_change(value)}
         else:
-            copied = {slot: found.pop(slot) for slot in known if slot in found}
+            copied = {slot: found.pop(slot) for slot in [*self._small, *known.difference(self._small)] if slot in found}
         if found:
             memory.buffers = [(slot, value, version_of(value)) for slot, value in found.items()]
         if copied and self._on_host:
             memory.copies = {slot: _copied_to_host(value) for slot, value in copied.items()}
         elif copied:
-            memory.shared = self._find_shared(copied)
+            memory.shared = self._shared.intersection(copied)
             memory.copies = clones_of(copied, memory.shared)
 
     def _may_change(self, value: torch.Tensor) -> bool:
         """Whether a value may change unseen; the versions of large ones that are written to as usual tell of it."""
         return may_change_silently(value) and not (self._on_host and value.nbytes > LARGEST_HOST_COPY_BYTES)
 
-    def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:
-        """The slots that share memory, looked for anew only when there are other tensors than last time: that takes
-        time."""
-        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+    def _look_at(self, found: dict[Slot, Any]) -> None:
+        """What is small and what shares memory is looked for only when there are other tensors than last time: that
+        takes time."""
+        values = {slot: value for slot, value in found.items() if isinstance(value, torch.Tensor)}
         known = [ref() for ref in self._looked_at]
-        if len(tensors) != len(known) or not all(map(_is, tensors, known)):
-            self._looked_at, self._shared = [weakref.ref(tensor) for tensor in tensors], sharing_keys(values)
-        return self._shared
+        if len(values) == len(known) and all(map(_is, values.values(), known)):
+            return
+        self._looked_at = [weakref.ref(value) for value in values.values()]
+        groups = groups_sharing_memory(values)
+        small = [group for group in groups if any(is_small_vector(values[slot]) for slot in group)]
+        self._small = frozenset(slot for group in small for slot in group)
+        self._shared = frozenset(slot for group in groups if len(group) > 1 for slot in group)
 
     def after(self, memory: Memory) -> None:
         layout = memory.layout
@@ -398,13 +408,18 @@ class _Buffers:
             _refuse_buffer(layout, next(iter(touched)))
 
     def _learn(self, memory: Memory, touched: dict[Slot, Any]) -> None:
-        changed = {slot for slot, value in memory.copies.items() if not _is_as_copied(value, memory.layout.get(slot))}
+        changed = {
+            slot
+            for slot, value in memory.copies.items()
+            if slot not in self._small and not _is_as_copied(value, memory.layout.get(slot))
+        }
         known = self._changing[memory.flags] = changed.union(touched)
         for slot, value in touched.items():
             if slot not in memory.copies:  # made by this forward, or without values: then any copy will do
                 memory.copies[slot] = value.clone() if isinstance(value, torch.Tensor) else value
-        memory.copies = {slot: kept for slot, kept in memory.copies.items() if slot in known}
-        memory.buffers = [entry for entry in memory.buffers if entry[0] not in known]
+        kept = known | self._small
+        memory.copies = {slot: copied for slot, copied in memory.copies.items() if slot in kept}
+        memory.buffers = [entry for entry in memory.buffers if entry[0] not in kept]
 
 
 def _copied_to_host(value: Any) -> Any:
