@@ -11,7 +11,7 @@ autocast), the recompute sees the module as the forward saw it:
 - the very parameters, also when `torch.func.functional_call` had put others in their place;
 - arguments: containers that a module changes in place are changed once.
 
-Known limits: Python state that a forward changes elsewhere (a global, a class, an iterator that it draws from), or inside
+Known limits: Python state that a forward changes elsewhere (a global, a class, an iterator that it draws from), or in
 an attribute and not at its first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on
 parts of the module run again in the recompute. A module that changes its input tensors in place, or attributes of an
 object among its arguments, is refused. A module that is given a key-value cache of the caller's is not recomputed for
