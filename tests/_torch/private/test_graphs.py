@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +21,13 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
 def test_backward_passes_can_be_watched():
     seen = []
 
-    def run(backward: Callable[[], Any]) -> Any:
-        seen.append(private.graph_task_id())
-        return backward()
+    class Watching(private.AutogradEngine):
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(private.graph_task_id())
+            return super().run_backward(*args, **kwargs)
 
     engine = torch.autograd.Variable._execution_engine
-    restore = private.replace_engine(run)
+    restore = private.replace_engine(Watching())
     try:
         x = torch.ones(2, requires_grad=True)
         (gradient,) = torch.autograd.grad((x * 2).sum(), x)
