@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -43,12 +42,13 @@ def test_a_node_is_found_without_asking_the_class_of_its_tensor() -> None:
 def test_backward_passes_can_be_watched():
     seen = []
 
-    def run(backward: Callable[[], Any]) -> Any:
-        seen.append(private.graph_task_id())
-        return backward()
+    class Watching(private.AutogradEngine):
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(private.graph_task_id())
+            return super().run_backward(*args, **kwargs)
 
     engine = torch.autograd.Variable._execution_engine
-    restore = private.replace_engine(run)
+    restore = private.replace_engine(Watching())
     try:
         x = torch.ones(2, requires_grad=True)
         (gradient,) = torch.autograd.grad((x * 2).sum(), x)

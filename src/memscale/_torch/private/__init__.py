@@ -31,6 +31,7 @@ from memscale._torch.private.dispatch import (
     real_tensors,
     remove_mode,
     run_opened,
+    without_function_modes,
     without_torch_function,
 )
 from memscale._torch.private.fake_tensors import (
@@ -45,6 +46,7 @@ from memscale._torch.private.fake_tensors import (
     is_fake,
 )
 from memscale._torch.private.graphs import (
+    AutogradEngine,
     at_end_of_backward,
     graph_task_id,
     is_own_node,
@@ -90,6 +92,7 @@ from memscale._torch.private.versions import detach_with_version, share_version_
 __all__ = [
     "COMPILED_CALL",
     "NUM_HOLDERS_IN_DISPATCH",
+    "AutogradEngine",
     "Remembered",
     "SeenThrough",
     "active_ddp",
@@ -162,6 +165,7 @@ __all__ = [
     "version_witness",
     "why_not_rehearsed",
     "without_compiler",
+    "without_function_modes",
     "without_torch_function",
     "wrapper_tensor",
 ]

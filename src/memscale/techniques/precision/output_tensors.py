@@ -41,6 +41,11 @@ def map_outputs(output: Any, change: MapTensor, leave: tuple[str, ...] = ()) -> 
     return _map_outputs(output, InPlace(change, leave))
 
 
+def widened(output: Any, narrow: torch.dtype, leave: tuple[str, ...] = ()) -> Any:
+    """The output with its tensors of this type in 32 bits, or None if there are none. `leave`: as for `map_outputs`."""
+    return map_outputs(output, lambda tensor: tensor.float() if tensor.dtype == narrow else tensor, leave)
+
+
 def _map_outputs(output: Any, inside: InPlace) -> Any:
     leaves, spec = tree_flatten(output)
     changed = [_map_leaf(leaf, inside) for leaf in leaves]
