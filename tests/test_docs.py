@@ -17,7 +17,7 @@ from memscale._hardware.cards import KNOWN_CARDS
 from memscale.cli import app
 from memscale.zoo import MODELS
 from tests.lanes import full
-from tools import blocks, make_figures, make_table
+from tools import blocks, make_figures, make_screenshot, make_table
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = blocks.documents()
@@ -68,6 +68,22 @@ def test_links_lead_somewhere(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("picture", make_figures.PICTURES, ids=lambda picture: picture.name)
 def test_pictures_are_those_of_their_data(picture: Any) -> None:
     assert pictures.is_drawn_from(picture.make(), picture.path), "run `python -m tools.make_figures`"
+
+
+@pytest.mark.parametrize("scheme", list(make_screenshot.PICTURES))
+def test_the_picture_of_readme_is_that_of_its_example(scheme: Any) -> None:
+    """A screenshot is not drawn again for every change of a plan: it may be some per cent beside the text."""
+    path, readme = make_screenshot.PICTURES[scheme], (ROOT / "README.md").read_text()
+    assert path.name in readme
+    assert " ".join(make_screenshot.COMMAND[:5]) in readme
+    numbers = make_screenshot.numbers_of(path)
+    plain = re.search(r"A plain training step peaks at ([\d.]+) GB", readme)
+    planned = re.search(r"^balanced +([\d.]+)", readme, re.MULTILINE)
+    for name, found in (("plain peak", plain), ("planned peak", planned)):
+        assert found is not None
+        shown_gb = float(numbers[name].split()[0])
+        assert shown_gb == pytest.approx(float(found[1]), rel=0.05), "run `python -m tools.make_screenshot`"
+    assert path.stat().st_size < 150_000
 
 
 def test_the_table_is_that_of_the_measured_data() -> None:

@@ -35,6 +35,7 @@ from memscale._torch.private.dispatch import (
     without_torch_function,
 )
 from memscale._torch.private.fake_tensors import (
+    active_fake_mode,
     asks_for_values,
     data_dependent_errors,
     device_answer,
@@ -94,6 +95,7 @@ __all__ = [
     "Remembered",
     "SeenThrough",
     "active_ddp",
+    "active_fake_mode",
     "active_modes",
     "allocator_bytes",
     "asks_for_values",
