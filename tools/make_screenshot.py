@@ -37,19 +37,18 @@ def take(browser: Any, page_file: pathlib.Path, pictures: Mapping[Scheme, pathli
         page.wait_for_selector("#memory1 .trace path", state="attached")
         charts = page.locator(".pair").bounding_box()
         shown = {"x": 0, "y": 0, "width": SIZE["width"], "height": charts["y"] + charts["height"]}
-        page.screenshot(path=path, full_page=True, clip=shown)
+        picture = page.screenshot(full_page=True, clip=shown)
         names, texts = (page.locator(f"dl {tag}").all_text_contents() for tag in ("dt", "dd"))
-        _note(path, dict(zip(names, texts, strict=True)))
+        path.write_bytes(_with_note(picture, dict(zip(names, texts, strict=True))))
         page.close()
 
 
-def _note(path: pathlib.Path, numbers: dict[str, str]) -> None:
-    """Write into a PNG file what it shows, as a text that no viewer draws."""
+def _with_note(picture: bytes, numbers: dict[str, str]) -> bytes:
+    """A PNG file with what it shows, as a text that no viewer draws."""
     body = b"tEXt" + _KEY + b"\0" + json.dumps(numbers).encode("latin-1")
     chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
-    data = path.read_bytes()
-    end = data.rindex(b"IEND") - 4
-    path.write_bytes(data[:end] + chunk + data[end:])
+    end = picture.rindex(b"IEND") - 4
+    return picture[:end] + chunk + picture[end:]
 
 
 def numbers_of(path: pathlib.Path) -> dict[str, str]:

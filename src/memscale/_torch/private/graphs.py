@@ -11,6 +11,16 @@ from typing import Any
 
 import torch
 
+from memscale._torch.private.dispatch import without_torch_function
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """What computed a tensor; None: nothing that autograd knows. Its class is not asked: lazy logits give up tiling for
+    one who takes their node and may hook it (`techniques/tiling/head/functions.py`). So whoever asks here must not
+    change a gradient."""
+    with without_torch_function():
+        return tensor.grad_fn
+
 
 def is_own_node(node: Any) -> bool:
     """Whether a node of the graph is one of PyTorch's operators, and no custom function; DDP's sink passes for one."""

@@ -117,13 +117,7 @@ def change_attributes(model: nn.Module, change: MapTensor) -> None:
 
 
 def _change_computed(change: MapTensor, tensor: torch.Tensor) -> torch.Tensor:
-    return change(tensor) if node_of(tensor) is not None else tensor
-
-
-def node_of(tensor: torch.Tensor) -> Any:
-    """What computed it. Lazy logits are not asked: they give up tiling for one who may hook them, and we do not."""
-    with private.without_torch_function():
-        return tensor.grad_fn
+    return change(tensor) if private.node_of(tensor) is not None else tensor
 
 
 # ---- hooks
