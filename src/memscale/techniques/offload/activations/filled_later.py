@@ -36,7 +36,7 @@ def _is_one(part: nn.Module) -> bool:
 
 
 @functools.cache
-def _code_names_one(cls: type) -> bool:
+def _code_names_one(cls: Any) -> bool:
     functions = [value for base in cls.__mro__ if _is_own(base) for value in vars(base).values()]
     return any(_NAMES.intersection(code.co_names) for value in functions for code in _code_of(value))
 
