@@ -31,6 +31,7 @@ from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
 from memscale._execute.telemetry import StepRecorder
 from memscale._hardware import Hardware
+from memscale._hardware.detect import detect_hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.full_stack import StackReport
@@ -81,7 +82,7 @@ def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
     config = withheld_from(config, ranks)
     device = device_of(model, config)
     with console.progress(config.enable_logging):
-        hardware = Hardware.detect(device, config.offload_dir)
+        hardware = detect_hardware(device, config.offload_dir)
     executor = Executor(model, _settings(config, device, hardware), given.optimizer)
     try:
         executor.adopt()
@@ -112,7 +113,7 @@ def attach_saved(model: nn.Module, plan: Plan, config: Config, optimizer: Optimi
     warn_of_versions()
     _refuse_parked(model)
     device = device_for(plan, model, config)
-    hardware = Hardware.detect(device, config.offload_dir)
+    hardware = detect_hardware(device, config.offload_dir)
     refuse_plan(plan, hardware, config)
     _refuse_unusable(model, config)
     _detach_earlier(model)

@@ -51,6 +51,8 @@ from memscale._torch.snapshots import (
     version_of,
     versions_of,
 )
+from memscale.techniques.recompute import tensors_beside
+from memscale.techniques.recompute.tensors_beside import KeptTensors, TensorsBeside
 
 Table: TypeAlias = dict[str, Any]
 Slot: TypeAlias = tuple[int, str]
@@ -157,8 +159,8 @@ class Memory:
     """What one forward found."""
 
     __slots__ = (
-        "attributes", "buffers", "copies", "flags", "generators", "held", "layout", "shared", "tensors", "values",
-        "versions",
+        "attributes", "beside", "buffers", "copies", "flags", "generators", "held", "layout", "shared", "tensors",
+        "values", "versions",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
@@ -180,14 +182,17 @@ class Memory:
         """Random generators that the module holds, and their state."""
         self.held: dict[Slot, HeldState] = {}
         """What the attributes held that it changed inside."""
+        self.beside: KeptTensors | None = None
+        """Tensors that are not registered."""
 
 
 class Shown:
     """What the module really has while it shows a memory."""
 
-    __slots__ = ("entries", "generators", "hidden")
+    __slots__ = ("contents", "entries", "generators", "hidden")
 
     def __init__(self) -> None:
+        self.contents: tensors_beside.Contents = []
         self.hidden: list[Hidden] = []
         self.entries: list[tuple[Table, str, Any]] = []
         self.generators: list[tuple[Any, Any]] = []
@@ -227,6 +232,7 @@ class ModuleState:
 
     def _forget(self) -> None:
         self._buffers, self._attributes, self._held = _Buffers(self._on_host), _Attributes(), _Held()
+        self._beside = TensorsBeside()
 
     def forget_parts(self) -> None:
         """The module is gone: whoever still holds its executor does not hold the parameters of its parts."""
@@ -243,13 +249,18 @@ class ModuleState:
             self._buffers.before(memory)
         self._attributes.before(memory)
         self._held.before(memory)
+        if not self._on_host:  # who restores a whole step looks beside the model himself
+            memory.beside = self._beside.before(self._there(), [values[k] for k in self._layout.tensors])
         return memory
+
+    def _there(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a module's forward runs while the module lives"
+        return module
 
     def _look_again(self) -> list[Any]:
         """There is more or less than there was. All that was learned about other parts is forgotten."""
-        module = self._module()
-        assert module is not None, "a module's forward runs while the module lives"
-        layout = Layout(module)
+        layout = Layout(self._there())
         if not layout.has_the_parts_of(self._layout):
             self._forget()
         self._layout = layout
@@ -264,6 +275,8 @@ class ModuleState:
         if memory.flags not in self._attributes.changing:
             self._attributes.learn(memory)
             self._held.learn(memory)
+        if memory.beside is not None:
+            self._beside.after(memory.beside)
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it. Refuses before it changes anything."""
@@ -288,6 +301,8 @@ class ModuleState:
             set_state(generator, state)
         for held in memory.held.values():
             shown.hidden.append(held.show())
+        if memory.beside is not None:
+            shown.contents = tensors_beside.show(memory.beside)
         return shown
 
     def restore(self, memory: Memory) -> None:
@@ -317,6 +332,7 @@ class ModuleState:
 
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
+        tensors_beside.hide(shown.contents)
         for hidden in reversed(shown.hidden):
             hide(hidden)
         _put(reversed(shown.entries))
