@@ -87,7 +87,7 @@ def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, o
             reasons.append(ValueError("its loss is not finite"))
             continue
         return subject, expected
-    raise reasons[0] if reasons else ValueError("no model class")
+    raise ValueError(" / ".join(dict.fromkeys(said(reason)[:75] for reason in reasons)) or "no model class")
 
 
 def _builders(suite: str, name: str) -> Iterator[Callable[[], Subject]]:
