@@ -17,7 +17,7 @@ from memscale._planning.loop.demand import read_demand
 from memscale._planning.loop.replanning import Replanner
 from memscale._planning.loop.shapes import bucket_below, bucket_top, largest_that_fits, placement_of, samples_of
 from memscale._profile.inputs import Inputs
-from memscale.techniques.offload.parameters import state_placement
+from memscale.techniques.offload.parameters import state_following
 
 VOCABULARY, WIDTH, LONG, MIDDLE, SHORT = 32, 16, 96, 40, 12
 
@@ -220,7 +220,7 @@ def test_a_change_of_plans_moves_nothing_and_looks_for_nobody(monkeypatch: pytes
     step(LONG)
     homes = [parameter.data_ptr() for parameter in model.parameters()]
     plans = {len(executor.plan.actions)}
-    monkeypatch.setattr(state_placement, "living_optimizers", _nobody_asks)
+    monkeypatch.setattr(state_following, "living_optimizers", _nobody_asks)
     for length in (SHORT, LONG, SHORT):
         step(length)
         plans.add(len(executor.plan.actions))

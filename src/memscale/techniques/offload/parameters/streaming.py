@@ -31,7 +31,7 @@ from memscale._plan import StreamParameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
-from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, placed_copies, state_placement
+from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, placed_copies, state_following
 from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
 from memscale.techniques.offload.parameters.parameter_homes import (
     LARGEST_SEGMENT_BYTES,
@@ -43,6 +43,7 @@ from memscale.techniques.offload.parameters.parameter_homes import (
     parameters_in,
     slots_of,
 )
+from memscale.techniques.offload.parameters.state_placement import Followers
 from memscale.techniques.offload.parameters.step_visits import StepVisits
 from memscale.techniques.offload.parameters.streamer import Expectation, Passage, Stamp, Streamer, Visit
 from memscale.techniques.offload.parameters.sum_order import Uses, follow
@@ -322,7 +323,7 @@ def _move_in(
 ) -> None:
     """Move streamed parameters home, with their state. Some of them may be there already, from the plan before."""
     homes = streamer.homes
-    following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
+    following = state_following.attach(model, undo)  # undone after the homes: state follows its parameters both ways
     following.leaves_adopted = previous is not None
     streamer.following = following
     undo.callback(_leave_adopted, following, homes)
@@ -337,7 +338,7 @@ def _move_in(
             return  # nothing has moved, so no state has to: see NOTE [a change of plans]
     if not is_fake:  # on a stage there is no state yet, and looking for optimizers goes through all of Python's objects
         in_parts.refuse_joined_gradients(model)
-        following.follow_all()
+        state_following.follow_all(following)
         torch.accelerator.empty_cache()  # otherwise the segments that parameters have left stay reserved
 
 
@@ -400,14 +401,19 @@ class _ForwardEnd(OwnHook):
 
 
 def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by name. A part that holds parameters belongs to one of them; an activation or a table of rotations
+    may be in all of them, as it holds nothing that visits the device."""
     modules: dict[str, nn.Module] = {}
     inside: dict[nn.Module, str] = {}
     for action in actions:
         module = find_module(model, action.module_fqn)
-        for part in module.modules():
+        holders = [part for part in module.modules() if any(p is not None for p in part._parameters.values())]
+        for part in holders:
             if part in inside:
-                raise PlanError(f"{action.module_fqn!r} and {inside[part]!r} share a module: stream one of them")
-        inside.update(dict.fromkeys(module.modules(), action.module_fqn))
+                raise PlanError(
+                    f"{action.module_fqn!r} and {inside[part]!r} share a module with parameters: stream one of them"
+                )
+        inside.update(dict.fromkeys(holders, action.module_fqn))
         modules[action.module_fqn] = module
     places = {id(module): place for place, module in enumerate(model.modules())}
     return dict(sorted(modules.items(), key=lambda item: places[id(item[1])]))  # a first guess at their order
@@ -473,7 +479,7 @@ def _open(
     return homes, transfers
 
 
-def _leave_adopted(following: state_placement.Followers, homes: Homes) -> None:
+def _leave_adopted(following: Followers, homes: Homes) -> None:
     """Keep state that waits, or will wait, from coming to the device as a whole between two plans."""
     following.leaves_adopted = homes.are_handed_over
 
@@ -489,7 +495,7 @@ def let_go(streamer: Streamer, model: nn.Module) -> None:
     with contextlib.ExitStack() as undo:
         undo.callback(streamer.store.close)
         undo.callback(streamer.transfers.close)
-        state_placement.attach(model, undo).follow_all()
+        state_following.follow_all(state_following.attach(model, undo))
         streamer.homes.keep()
         undo.callback(streamer.homes.restore)
 
