@@ -5,9 +5,9 @@ Of PyTorch's operators this is `rrelu` in training: it saves its noise, and then
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +22,8 @@ def may_fill_later(module: nn.Module) -> bool:
 
     Known limit: code that is reached through functions of other Python modules is not read.
     """
-    return any(_is_one(part) or _code_names_one(type(part)) for part in module.modules())
+    classes: set[type] = {type(part) for part in module.modules()}
+    return any(map(_code_names_one, classes)) or any(map(_is_one, module.modules()))
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
@@ -35,10 +36,15 @@ def _is_one(part: nn.Module) -> bool:
     return isinstance(part, nn.RReLU) or any(getattr(value, "__name__", "") in _NAMES for value in values)
 
 
-@functools.cache
+_FOUND: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+"""Classes whose code was read; it is asked at every forward."""
+
+
 def _code_names_one(cls: type) -> bool:
-    functions = [value for base in cls.__mro__ if _is_own(base) for value in vars(base).values()]
-    return any(_NAMES.intersection(code.co_names) for value in functions for code in _code_of(value))
+    if cls not in _FOUND:
+        functions = [value for base in cls.__mro__ if _is_own(base) for value in vars(base).values()]
+        _FOUND[cls] = any(_NAMES.intersection(code.co_names) for value in functions for code in _code_of(value))
+    return _FOUND[cls]
 
 
 def _is_own(cls: type) -> bool:
