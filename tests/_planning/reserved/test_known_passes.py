@@ -52,13 +52,17 @@ class Calls:
         self.number += 1
 
 
+class Anything:
+    """A limit that admits all."""
+
+    def admits(self, trace: StepTrace) -> bool:
+        return trace.peak_bytes > 0
+
+
 def recorded(planner: Planner, actions: tuple[Action, ...], *, keeps: bool) -> AllocationLog:
     """What is recorded with somebody who asks for live bytes is kept for the next."""
 
-    def goes_on(trace: StepTrace) -> bool:
-        return trace.peak_bytes > 0
-
-    return planner.steps(actions, planner.job.config, goes_on=goes_on if keeps else None)
+    return planner.steps(actions, planner.job.config, limit=Anything() if keeps else None)
 
 
 @pytest.mark.parametrize("kind", some(KINDS, "streamed", "mixed"))

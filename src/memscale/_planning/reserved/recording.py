@@ -17,10 +17,9 @@ allocated on the one that computes, too. See NOTE [stream order] in transfers.py
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +39,7 @@ from memscale._planning.reserved.allocation_log import (
 from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.reserved.kernel_temporaries import KernelTemporaries
 from memscale._planning.reserved.known_passes import KnownPasses, Passed, gradients_of, made_again
+from memscale._planning.reserved.left_gradients import LeftGradients
 from memscale._planning.reserved.lengthened import Mark, lengthened
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import OPENED
@@ -203,7 +203,7 @@ def record_steps(
     names_modules: bool = False,
     cuts: Sequence[Cut] = (),
     known: KnownSteps | None = None,
-    goes_on: GoesOn | None = None,
+    limit: Limit | None = None,
     passes: KnownPasses | None = None,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
@@ -215,30 +215,21 @@ def record_steps(
     `names_modules`: the log says in which block or other piece of the model something is allocated. `cuts`: blocks that
     forward and backward are recorded without, to which the log is then lengthened; `attach` is for the model without
     them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
-    `goes_on` is asked when the live bytes of forward and backward are known: without its consent the optimizer does not
-    step, and the log has levels and no steps. `passes`: those that a recording of the same plan but for the optimizer's
-    step has filled; or none yet.
+    `limit` is asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer
+    does not step, and the log has levels and no steps. `passes`: those that a recording of the same plan but for
+    the optimizer's step has filled; or none yet.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
-        log.place = Place("parameters")
-        recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
-        log.place = Place("inputs")
-        recorder.see_all(rehearsal.inputs.tensors(), "other")
+        _see_what_is_there(rehearsal, recorder)
         if names_modules:
-            undo.callback(recorder.remove_tensor_hooks)
-            for module_fqn, module in rehearsal.pieces.items():
-                recorder.watch(module_fqn, module, undo)
+            _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
         missing = _Missing(rehearsal, recorder, cuts, undo)
-        attached = None if attach is None else attach(rehearsal.model)
-        if attached is not None:
-            undo.callback(attached.detach)
-            log.place = Place("optimizer")
-            recorder.see_all(getattr(attached, "held", []), "optimizer state")
+        attached = None if attach is None else _attached(attach, rehearsal, recorder, undo)
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
@@ -247,11 +238,37 @@ def record_steps(
         lesson = _Lesson(attached) if learns and attached is not None else None
         staying = [parameter for parameter in stand_ins.values() if id(parameter) not in away]
         parts = _Parts(rehearsal, recorder, stepping, missing, leaving, staying)
-        recorded += parts.record(num_steps, lesson, goes_on, passes)
+        recorded += parts.record(num_steps, lesson, limit, passes)
         if recorded and len(recorded) < num_steps:
             recorded += parts.record(num_steps - len(recorded))
         log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
     return log
+
+
+def _see_what_is_there(rehearsal: FakeRehearsal, recorder: EventRecorder) -> None:
+    """Take down what lives all the time: parameters, buffers and the batch."""
+    recorder.events.place = Place("parameters")
+    recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
+    recorder.events.place = Place("inputs")
+    recorder.see_all(rehearsal.inputs.tensors(), "other")
+
+
+def _watch_modules(rehearsal: FakeRehearsal, recorder: EventRecorder, undo: contextlib.ExitStack) -> None:
+    """Let the log say in which block or other piece of the model something is allocated."""
+    undo.callback(recorder.remove_tensor_hooks)
+    for module_fqn, module in rehearsal.pieces.items():
+        recorder.watch(module_fqn, module, undo)
+
+
+def _attached(
+    attach: Attach, rehearsal: FakeRehearsal, recorder: EventRecorder, undo: contextlib.ExitStack
+) -> Detachable:
+    """Put a plan's techniques on, until undone."""
+    attached = attach(rehearsal.model)
+    undo.callback(attached.detach)
+    recorder.events.place = Place("optimizer")
+    recorder.see_all(getattr(attached, "held", []), "optimizer state")
+    return attached
 
 
 class _Lesson:
@@ -349,8 +366,11 @@ def _optimizer_on(
     return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
 
 
-GoesOn = Callable[[StepTrace], bool]
-"""Whether it is worth going on, given the highest forward and backward as one segment."""
+class Limit(Protocol):
+    """What live bytes are held against."""
+
+    def admits(self, trace: StepTrace) -> bool:
+        """Whether it is worth going on, given the highest forward and backward as one segment."""
 
 
 class _Parts:
@@ -373,7 +393,7 @@ class _Parts:
         self,
         num_steps: int,
         lesson: _Lesson | None = None,
-        goes_on: GoesOn | None = None,
+        limit: Limit | None = None,
         passes: KnownPasses | None = None,
     ) -> list[list[Event]]:
         """Forward and backward once, unless they are known, steps of the optimizer on what they leave, and the end.
@@ -382,7 +402,7 @@ class _Parts:
         """
         self._recorder.recall = self._rehearsal.recall()
         if self._leaving is None and passes and passes[0].suits(self._recorder.events):
-            return self._record_again(num_steps, goes_on, passes[0])
+            return self._record_again(num_steps, limit, passes[0])
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
         stepped: list[list[Event]] = []
         begun, least = (frozenset(log.before), log.state), None
@@ -394,8 +414,8 @@ class _Parts:
             is_learnt = lesson is not None and lesson.is_learnt
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                least = None if goes_on is None or is_learnt else self._least(held, [*kept, loss])
-                if goes_on is None or least is None or goes_on(least):
+                least = None if limit is None or is_learnt else self._least(held, [*kept, loss])
+                if limit is None or least is None or limit.admits(least):
                     stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
         ended, let_go = log.begin_step(), recorder.storages.begin_step()
         del loss
@@ -410,7 +430,7 @@ class _Parts:
             passes[:] = [Passed(*begun, end, events, kept_marks, gradients, least, tuple(ended), levels)]
         return self._whole(passed, stepped, ended)
 
-    def _record_again(self, num_steps: int, goes_on: GoesOn | None, known: Passed) -> list[list[Event]]:
+    def _record_again(self, num_steps: int, limit: Limit | None, known: Passed) -> list[list[Event]]:
         """The same where forward and backward are known: the optimizer steps on gradients as they leave them."""
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
         stepped: list[list[Event]] = []
@@ -424,7 +444,7 @@ class _Parts:
             log.go_on_from(known.end)
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                if goes_on is None or goes_on(known.least):
+                if limit is None or limit.admits(known.least):
                     stepped = self._step(num_steps)
         ended = log.begin_step()
         self._clear_gradients()
@@ -454,11 +474,13 @@ class _Parts:
         return _pass_through(self._rehearsal, self._recorder)
 
     def _step(self, num_steps: int) -> list[list[Event]]:
+        """Steps of the optimizer. The stage's function modes have nothing to say there, and take time at every call."""
         stepped = []
         for _ in range(num_steps):
             stepped.append(self._recorder.events.begin_step())
             if self._optimizer is not None:
-                with self._recorder.optimizing(), self._rehearsal.values.unasked():
+                alone = private.without_function_modes()
+                with self._recorder.optimizing(), self._rehearsal.values.unasked(), alone:
                     self._optimizer.step()
         return stepped
 
@@ -485,51 +507,6 @@ def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[li
         loss.backward()
     recorder.thread = "forward"
     return kept, loss
-
-
-class LeftGradients:
-    """Gradients that a step leaves to the next one, which lets go of them between its forward and its backward.
-
-    NOTE [gradients that are left]: a step that is played several times finds what the one before has left. So the
-    gradients of one parameter have the same serial in all steps: each step frees it, and allocates it again.
-    """
-
-    def __init__(self, rehearsal: FakeRehearsal, events: AllocationLog, storages: AllocationLog) -> None:
-        self._model, self._events, self._storages = rehearsal.model, events, storages
-        self._serials: list[dict[int, int]] = []
-        """The serials of gradients when each recorded step begins, by the parameter's id."""
-
-    def begin(self, held: list[Event]) -> None:
-        """A step begins; `held` are the events of its storages, which get the gradients that are there already."""
-        left = self._left_in(self._storages)
-        held += [Allocated(serial, num_bytes) for serial, num_bytes in left.values()]
-        self._note()
-
-    def replacing_each_other(self, steps: list[list[Event]]) -> list[list[Event]]:
-        """The recorded steps, with one serial for all gradients of a parameter."""
-        self._note()
-        latest = self._serials[-1]
-        same = {serial: latest[key] for known in self._serials for key, serial in known.items() if key in latest}
-        return [[_renamed(event, same) for event in events] for events in steps]
-
-    def _note(self) -> None:
-        self._serials.append({key: serial for key, (serial, _) in self._left_in(self._events).items()})
-
-    def _left_in(self, log: AllocationLog) -> dict[int, tuple[int, int]]:
-        """Serial and bytes of the gradients that are there, by the parameter's id."""
-        found = {}
-        for parameter in self._model.parameters():
-            storage = None if parameter.grad is None else parameter.grad.untyped_storage()
-            serial = None if storage is None else log.serial_of(private.storage_key(storage))
-            if storage is not None and serial is not None:
-                found[id(parameter)] = (serial, storage.nbytes())
-        return found
-
-
-def _renamed(event: Event, serials: dict[int, int]) -> Event:
-    if isinstance(event, Allocated | Freed) and event.serial in serials:
-        return dataclasses.replace(event, serial=serials[event.serial])
-    return event
 
 
 def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
