@@ -195,7 +195,7 @@ class AllocationLog:
         return self._num_allocations, frozenset(self._have_multiplied), frozenset(self._forgotten)
 
     def go_on_from(self, state: LogState) -> None:
-        """As if what led to this state had been recorded."""
+        """Take this state, as if what led to it had been recorded."""
         self._num_allocations, threads, forgotten = state
         self._have_multiplied, self._forgotten = set(threads), set(forgotten)
 

@@ -48,7 +48,7 @@ class Passed:
     events: tuple[Event, ...]
     marks: tuple[Mark, ...]
     gradients: tuple[Gradient | None, ...]
-    """By parameter."""
+    """What each parameter's is like, in their order."""
     least: StepTrace
     """Their live bytes, without what goes at the end."""
     ended: tuple[Event, ...]
