@@ -22,7 +22,8 @@ def may_fill_later(module: nn.Module) -> bool:
 
     Known limit: code that is reached through functions of other Python modules is not read.
     """
-    return any(_is_one(part) or _code_names_one(type(part)) for part in module.modules())
+    classes: set[type] = {type(part) for part in module.modules()}
+    return any(map(_code_names_one, classes)) or any(map(_is_one, module.modules()))
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
