@@ -34,7 +34,7 @@ NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimiz
 
 
 def needs_optimizing(model: CostModel, config: Config, reserve_bytes: int = 0) -> bool:
-    """The smart skip: a model that fits as it is is left alone, unless the user insists.
+    """The smart skip: a model that already fits is left alone, unless the user insists.
 
     `reserve_bytes` is what the allocator holds above what is live.
     """
