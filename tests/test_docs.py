@@ -12,12 +12,12 @@ import transformers  # noqa: F401  its own set-up is not a trace that a test lea
 
 import memscale
 from benchmarks import pictures
-from memscale._config import OptimizationMode
+from memscale._config import SWITCHES, OptimizationMode
 from memscale._hardware.cards import KNOWN_CARDS
 from memscale.cli import app
 from memscale.zoo import MODELS
 from tests.lanes import full
-from tools import blocks, make_figures, make_table
+from tools import blocks, make_figures, make_screenshot, make_table
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = blocks.documents()
@@ -70,6 +70,22 @@ def test_pictures_are_those_of_their_data(picture: Any) -> None:
     assert pictures.is_drawn_from(picture.make(), picture.path), "run `python -m tools.make_figures`"
 
 
+@pytest.mark.parametrize("scheme", list(make_screenshot.PICTURES))
+def test_the_picture_of_readme_is_that_of_its_example(scheme: Any) -> None:
+    """A screenshot is not drawn again for every change of a plan: it may be some per cent beside the text."""
+    path, readme = make_screenshot.PICTURES[scheme], (ROOT / "README.md").read_text()
+    assert path.name in readme
+    assert " ".join(make_screenshot.COMMAND[:5]) in readme
+    numbers = make_screenshot.numbers_of(path)
+    plain = re.search(r"A plain training step peaks at ([\d.]+) GB", readme)
+    planned = re.search(r"^balanced +([\d.]+)", readme, re.MULTILINE)
+    for name, found in (("plain peak", plain), ("planned peak", planned)):
+        assert found is not None
+        shown_gb = float(numbers[name].split()[0])
+        assert shown_gb == pytest.approx(float(found[1]), rel=0.05), "run `python -m tools.make_screenshot`"
+    assert path.stat().st_size < 150_000
+
+
 def test_the_table_is_that_of_the_measured_data() -> None:
     data = json.loads(make_figures.DATA.read_text())
     assert make_figures.table(data) in make_figures.PAGE.read_text(), "run `python -m tools.make_figures`"
@@ -88,15 +104,7 @@ def test_every_field_of_the_config_is_documented() -> None:
 
 def test_the_modes_are_documented_as_they_are() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
-    techniques = (
-        "enable_checkpointing",
-        "enable_offloading",
-        "enable_tiling",
-        "enable_kept_offload",
-        "step_in_backward",
-        "use_8bit_optimizer",
-    )
-    for technique in techniques:
+    for technique in set(SWITCHES) - {"use_mixed_precision"}:  # which the hardware decides, too
         values = [getattr(memscale.Config(mode=mode), technique) for mode in OptimizationMode]
         assert f"| `{technique}` | {' | '.join(map(str, values))} |" in text
 

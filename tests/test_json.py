@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import pathlib
 from typing import Any, Literal
 
 import pytest
@@ -142,3 +143,12 @@ def test_numbers_beyond_all_bounds(kind: Any, number: str) -> None:
     with pytest.raises(ValueError, match=r"larger than|expected") as caught:
         _json.decode(kind, _json.loads(data))
     assert len(str(caught.value)) < 400
+
+
+def test_what_cannot_be_written_names_the_file_that_was_asked_for(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(OSError, match=r"nowhere.leaf\.json'$"):
+        _json.save(Leaf("a", 1), tmp_path / "nowhere" / "leaf.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(OSError, match=r"folder\.json'$"):
+        _json.save(Leaf("a", 1), tmp_path / "folder.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]

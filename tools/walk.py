@@ -9,21 +9,20 @@ and forth, make it easy to follow. Counted with `sys.setprofile`, in this thread
 Not every pair is a detour. Of a pair that calls "directly" both ways, no call comes from PyTorch. The others are hooks
 and modes: a rehearsal runs the model with the very hooks of the plan, so that modules which know nothing of one another
 stand behind each other on the stack. `GpuKernels` alone makes nine of them: while a card is rehearsed on a CPU it is a
-mode that every function of PyTorch passes, also those that our own hooks call. The direct pairs are of three kinds, and
+mode that every function of PyTorch passes, also those that our own hooks call. The direct pairs are of two kinds, and
 each of them is intended:
 
     a class and its base       the base calls what the class fills in: `LiveBytes` and `SegmentRecorder` and what keeps
                                books in them, `MethodOverride`, `RecomputedForward`
-    who is told                somebody is given, to be called: `StepWatcher`, the log of `LiveBytes`, what makes the
-                               tensors that a log is told of, what an interception or autograd's engine calls in the
-                               place of the original, what is done to each tensor of an output
-    data and what makes it     `Hardware.detect()` asks `_hardware/detect.py`, which fills a `Hardware` in
+    who is told                somebody is given, to be called: the log of `LiveBytes`
 
-A record of the techniques is no such pair any more: a stage hands it data (`Traced`, `OptimizerShares`, `Chosen`,
-`Trials`), and these do not know who asks. What would be a tangle is two modules that import each other;
-`tests/test_layering.py` lists the few that do.
+What a stage asks in the middle of its work is data instead of a callback: a record of the techniques is handed
+`Traced`, `OptimizerShares`, `Chosen` or `Trials`, and what records a step is handed the `Limit` of its live bytes. The
+module that attaches a watcher of optimizer steps, or puts a kernel in the place of another, is not the one that is
+called then. What would be a tangle is two modules that import each other; `tests/test_layering.py` lists the few that
+do.
 
-When this was last counted, `wrap` had 118 modules, 5 pairs and 3 direct ones, and `estimate` 163, 28 and 15. In the
+When this was last counted, `wrap` had 133 modules, 3 pairs and 1 direct one, and `estimate` 166, 20 and 8. In the
 last tree before the rooms were drawn the same tool counts 55, 6 and 3, and 79, 25 and 11. Modules grew with what a plan
 can do (shapes, ranks, recovery, windows, the optimizer's step in turns) and with files that were cut into single ideas.
 """

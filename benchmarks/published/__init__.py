@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
+from benchmarks.kept_sections import read_sections, write_sections
 from benchmarks.published import adapters, liger, models, old_timm, table, vision
 from benchmarks.published.page import SECTIONS, Entry, to_markdown
 from memscale import MemScaleError
@@ -120,25 +119,6 @@ LONG = ("images", "timm")
 # ---- the command
 
 
-def _read(path: pathlib.Path) -> dict[str, list[Entry]]:
-    if not path.exists():
-        return {}
-    try:
-        kept: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())["sections"]
-        return {name: [Entry(**entry) for entry in entries] for name, entries in kept.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MemScaleError(f"{path} does not hold results of this benchmark: {error}") from error
-
-
-def _write(path: pathlib.Path, sections: dict[str, list[Entry]]) -> None:
-    lines = []
-    for name in SECTIONS:
-        if name in sections:
-            entries = ",\n".join(json.dumps(entry.to_dict()) for entry in sections[name])
-            lines.append(f'"{name}": [\n{entries}]')
-    path.write_text('{"sections": {\n' + ",\n".join(lines) + "}}\n")
-
-
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="python -m benchmarks.published",
@@ -161,15 +141,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        sections = _read(options.results)
+        sections = read_sections(options.results, Entry)
         for name in () if options.page_only else options.only or ("liger", "table"):
             _say(f"{name} ...")
             sections[name] = sections.get(name, []) if name in LONG and not options.anew else []
             for entry in RUNS[name](options, {entry.name for entry in sections[name]}):
                 sections[name].append(entry)
                 if name in LONG:
-                    _write(options.results, sections)
-            _write(options.results, sections)
+                    write_sections(options.results, sections, SECTIONS)
+            write_sections(options.results, sections, SECTIONS)
         page = to_markdown(sections, {"timm": vision.inequality_lines})
         options.page.write_text(page)
     except (MemScaleError, OSError) as error:

@@ -24,7 +24,7 @@ from memscale._decide.allocator.blocks import Block
 from memscale._planning.reserved.allocation_log import Thread
 from memscale._planning.reserved.kernel_temporaries import KernelTemporaries
 from memscale._planning.reserved.recording import PRODUCTS
-from memscale._profile.device_kernels import gpu_kernels
+from memscale._profile.kernels_in_place import gpu_kernels
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private
 from memscale._torch.live_bytes import ACCELERATOR_ROUNDING_BYTES

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import pathlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
+from benchmarks.kept_sections import read_sections, write_sections
 from benchmarks.published_times import torchao, vision
 from benchmarks.published_times.page import SECTIONS, Entry, to_markdown
 from memscale import MemScaleError
@@ -46,25 +45,6 @@ def _run_torchao(options: argparse.Namespace, kept: Collection[str]) -> Iterator
 RUNS = {"timm": _run_timm, "torchao": _run_torchao}
 
 
-def _read(path: pathlib.Path) -> dict[str, list[Entry]]:
-    if not path.exists():
-        return {}
-    try:
-        kept: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())["sections"]
-        return {name: [Entry(**entry) for entry in entries] for name, entries in kept.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MemScaleError(f"{path} does not hold results of this benchmark: {error}") from error
-
-
-def write_results(path: pathlib.Path, sections: dict[str, list[Entry]]) -> None:
-    lines = []
-    for name in SECTIONS:
-        if name in sections:
-            entries = ",\n".join(json.dumps(entry.to_dict()) for entry in sections[name])
-            lines.append(f'"{name}": [\n{entries}]')
-    path.write_text('{"sections": {\n' + ",\n".join(lines) + "}}\n")
-
-
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="python -m benchmarks.published_times",
@@ -85,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        sections = _read(options.results)
+        sections = read_sections(options.results, Entry)
         chosen = () if options.page_only else options.only or tuple(RUNS)
         if chosen and importlib.util.find_spec("timm") is None:
             raise MemScaleError("these figures are of timm's models, which is no dependency of ours: pip install timm")
@@ -94,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = sections[name] = sections.get(name, []) if name == "timm" else []
             for entry in RUNS[name](options, {entry.name for entry in found}):
                 found.append(entry)
-                write_results(options.results, sections)
+                write_sections(options.results, sections, SECTIONS)
         page = to_markdown(sections)
         options.page.write_text(page)
     except (MemScaleError, OSError) as error:

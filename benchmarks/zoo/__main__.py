@@ -1,7 +1,7 @@
 """Every architecture at hand, trained under MemScale and plain; the table says where the two are the same.
 
-    python -m benchmarks.zoo [--library NAME] [--way NAME] [--only NAME ...] [--shuffle SEED] [--seconds N]
-                             [--log FILE] [--out FILE]
+    python -m benchmarks.zoo [--library NAME] [--way NAME] [--only NAME ...] [--shuffle SEED] [--turns N]
+                             [--seconds N] [--log FILE] [--out FILE]
 
 Architectures are those of `benchmarks.architectures` (tiny models of transformers, timm and diffusers, where they are
 installed) and of PyTorch's own tests of its modules and optimizers. Each is trained for three steps of AdamW (of its
@@ -11,9 +11,10 @@ whose sums are in another order and are held to a bound.
 
 `exact` is the same training; `refused` is an error of MemScale's own; `plain` means that the plain model cannot be
 used: it does not build or train here, or its second run differs from its first. `WRONG` is a difference, `crashed`
-another error. Results go to `--log`, one line a trial, and what is there is not tried again. One architecture is tried
-in all ways before the next, so that its plain training is shared; with `--shuffle` what was tried when the run is
-stopped is a fair sample.
+another error or the end of the process. Results go to `--log`, one line a trial, and what is there is not tried again.
+One architecture is tried in all ways before the next, so that its plain training is shared; with `--shuffle` what was
+tried when the run is stopped is a fair sample. With `--turns N` an architecture is tried in N of the ways, and the next
+in the N that follow.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from benchmarks.zoo.ways import ROUNDING, WAYS, Way, plan_of, treat
 from memscale._execute.executor import executor_of
 
 SUITES = (*architectures.LIBRARIES, torch_suites.MODULES, torch_suites.OPTIMIZERS)
-FIRST_WAY = next(iter(WAYS))
+DEVICES = {way.device for way in WAYS.values()}
 SECONDS = 120
 STATUSES = ("exact", "refused", "plain", "WRONG", "crashed", "too slow")
 
@@ -72,7 +73,7 @@ def attempt(suite: str, name: str, way: str) -> Result:
 
 @functools.lru_cache(maxsize=2)  # one for each device
 def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, object]]:
-    reason: Exception = ValueError("no model class")
+    reasons: list[Exception] = []
     for build in _builders(suite, name):
         seed(0)
         try:
@@ -80,25 +81,25 @@ def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, o
             subject.model.train()
             expected = _trained(subject.on(device))
         except Exception as error:
-            reason = error
+            reasons.append(error)
             continue
         if not all(bool(torch.isfinite(torch.as_tensor(expected[f"loss of step {n}"])).all()) for n in range(STEPS)):
-            reason = ValueError("its loss is not finite")
+            reasons.append(ValueError("its loss is not finite"))
             continue
         return subject, expected
-    raise reason
+    raise reasons[0] if reasons else ValueError("no model class")
 
 
 def _builders(suite: str, name: str) -> Iterator[Callable[[], Subject]]:
     if suite in architectures.LIBRARIES:
         for build in architectures.build(suite, name):
-            yield functools.partial(_subject, build)
+            yield functools.partial(_subject, build, suite == "transformers")
     else:
         yield functools.partial(torch_suites.build, suite, name)
 
 
-def _subject(build: Callable[[], architectures.Built]) -> Subject:
-    return Subject(*build(), called)
+def _subject(build: Callable[[], architectures.Built], takes_keywords: bool) -> Subject:
+    return Subject(*build(), called, takes_keywords=takes_keywords)
 
 
 def _trained(subject: Subject) -> dict[str, object]:
@@ -148,16 +149,30 @@ def _actions(subject: Subject) -> str:
 
 
 def measure(
-    cases: Iterable[tuple[str, str]], ways: Iterable[str], seconds: float, log: pathlib.Path | None
+    cases: Iterable[tuple[str, str]],
+    ways: list[str],
+    seconds: float,
+    log: pathlib.Path | None,
+    turns: int | None = None,
 ) -> dict[tuple[str, ...], Result]:
-    """Results by suite, name and way. What cannot be trained plain on the CPU is not tried in other ways."""
+    """Results by suite, name and way. What cannot be trained plain on a device is not tried there in other ways."""
     results: dict[tuple[str, ...], Result] = {}
     with trials.Trials("benchmarks.zoo", seconds, log) as each:
-        for case in cases:
-            for way in ways:
-                if results.get((*case, FIRST_WAY), {}).get("status") != "plain":
-                    results[(*case, way)] = each.run((*case, way))
+        for number, case in enumerate(cases):
+            unusable = set()
+            for way in ways_of(number, ways, turns):
+                if WAYS[way].device not in unusable:
+                    result = results[(*case, way)] = each.run((*case, way))
+                    if result["status"] == "plain":  # what the host cannot train no device can
+                        unusable |= {WAYS[way].device} if WAYS[way].device != "cpu" else DEVICES
     return results
+
+
+def ways_of(number: int, ways: list[str], turns: int | None) -> list[str]:
+    """The ways in which the architecture of this number is tried: `turns` of them, which go on where the last ended."""
+    if turns is None:
+        return ways
+    return [ways[(number * turns + place) % len(ways)] for place in range(min(turns, len(ways)))]
 
 
 def _chosen(suites: Iterable[str], options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -184,7 +199,7 @@ def describe(results: dict[tuple[str, ...], Result], missing: list[str]) -> str:
     groups = dict.fromkeys((suite, way) for suite, _, way in results)
     for suite, way in groups:
         found = collections.Counter(
-            "too slow" if r["status"] == "ended" else r["status"]
+            "crashed" if r["status"] == "ended" else r["status"]
             for (s, _, w), r in results.items()
             if (s, w) == (suite, way)
         )
@@ -216,6 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[], help="only these architectures")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th of each suite")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="in a random order")
+    parser.add_argument("--turns", type=int, metavar="N", help="each architecture in N of the ways, in turns")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="at most so long for one trial")
     parser.add_argument("--out", type=pathlib.Path, help="write the table here, too")
     parser.add_argument("--log", type=pathlib.Path, help="one line a trial; what is in it is not tried again")
@@ -226,12 +242,13 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = options.library or list(SUITES)
     missing = [suite for suite in wanted if suite in architectures.LIBRARIES and not importlib.util.find_spec(suite)]
     there = [suite for suite in wanted if suite not in missing]
-    results = measure(_chosen(there, options), options.way or list(WAYS), options.seconds, options.log)
+    ways = options.way or list(WAYS)
+    results = measure(_chosen(there, options), ways, options.seconds, options.log, options.turns)
     text = describe(results, missing)
     print(text, end="")
     if options.out is not None:
         options.out.write_text(text)
-    return 1 if any(result["status"] in ("WRONG", "crashed") for result in results.values()) else 0
+    return 1 if any(result["status"] in ("WRONG", "crashed", "ended") for result in results.values()) else 0
 
 
 if __name__ == "__main__":

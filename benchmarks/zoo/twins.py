@@ -28,6 +28,13 @@ class Subject:
     make_optimizer: Optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)
     closure: bool = False
     """The optimizer calls for loss and gradients itself, as LBFGS does."""
+    takes_keywords: bool = False
+    """The inputs are the keywords of the model's forward."""
+
+    @property
+    def sample(self) -> dict[str, Any] | None:
+        """The batch, for `wrap`: what it plans for once, where it would plan for a derived one and then for this."""
+        return self.inputs if self.takes_keywords else None
 
     def on(self, device: str) -> Subject:
         """The same on another device; this one is left as it was."""

@@ -1,17 +1,16 @@
 """The ways in which a model is treated: by plans that do all they can to every block, and as each mode wraps it.
 
 A model that is tiny enough for hundreds to be tried has little to gain, and a plan made for it leaves most of it alone.
-So two ways execute a plan written here, which treats every block, whether that pays or not; the others are planned.
+So three ways execute a plan written here, which treats every block, whether that pays or not; the others are planned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
-
-from torch import nn
 
 import memscale
 from benchmarks.zoo.twins import Subject, Training
@@ -24,17 +23,23 @@ from memscale._plan import (
     OffloadOptimizer,
     Reason,
     StreamParameters,
+    TileAttention,
+    TileHead,
+    TileMlp,
 )
 from memscale._profile.layers import find_blocks
 from memscale._profile.read_elsewhere import Readings
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
+from memscale.techniques.tiling import find
 
 TIGHTNESS = 0.3
 """Where between the lowest peak and the plain one a tight budget lies: some blocks are treated, and others are not."""
 ROUNDING = 2e-4
 """How far sums in another order may be away, by the largest entry of a gradient, in single precision."""
 BUCKET_BYTES = 20_000
+FEW_ROWS, NUM_TILES = 5, 3
+"""Rows of a tile, and tiles of an MLP: neither divides what is tiled."""
 EVERY_TENSOR = AsyncOffloadConfig(min_tensor_bytes=0)
 
 
@@ -44,9 +49,9 @@ class Way:
 
     device: str
     settings: dict[str, Any]
-    actions: Callable[[nn.Module], list[Action]] | None = None
+    actions: Callable[[Subject], list[Action]] | None = None
     """What is done to a model, for a plan that is not made but written."""
-    otherwise: Callable[[nn.Module], list[Action]] | None = None
+    otherwise: Callable[[Subject], list[Action]] | None = None
     """What is done instead to a model that refuses those."""
     tight: bool = False
     exact: bool = True
@@ -56,9 +61,9 @@ class Way:
         return Config(**{**common, "offload_dir": directory, "device": self.device, **self.settings, **changes})
 
 
-def _recomputed(model: nn.Module, keep: tuple[Literal["matmul", "attention"], ...] = ()) -> list[Action]:
+def _recomputed(subject: Subject, keep: tuple[Literal["matmul", "attention"], ...] = ()) -> list[Action]:
     """Every second block keeps some of its outputs."""
-    blocks = list(find_blocks(model))
+    blocks = list(find_blocks(subject.model))
     return [
         *(Checkpoint(fqn, keep=keep if number % 2 else ()) for number, fqn in enumerate(blocks)),
         *(OffloadActivations(fqn) for fqn in blocks),
@@ -66,17 +71,32 @@ def _recomputed(model: nn.Module, keep: tuple[Literal["matmul", "attention"], ..
     ]
 
 
-def _partly_recomputed(model: nn.Module) -> list[Action]:
-    return _recomputed(model, keep=("matmul", "attention"))
+def _partly_recomputed(subject: Subject) -> list[Action]:
+    return _recomputed(subject, keep=("matmul", "attention"))
 
 
-def _streamed(model: nn.Module) -> list[Action]:
-    blocks = list(find_blocks(model))
+def _streamed(subject: Subject) -> list[Action]:
+    blocks = list(find_blocks(subject.model))
     return [
-        *(StreamParameters(fqn) for fqn in (*rest_of(model, blocks), *blocks)),
+        *(StreamParameters(fqn) for fqn in (*rest_of(subject.model, blocks), *blocks)),
         *(OffloadActivations(fqn) for fqn in blocks),
         OffloadOptimizer(BUCKET_BYTES),
         StepOnDevice(BUCKET_BYTES),
+    ]
+
+
+def _tiled(subject: Subject) -> list[Action]:
+    """Everything that can be tiled is, into tiles much smaller than any plan's, in blocks that are recomputed."""
+    try:
+        recording = find.record(copy.deepcopy(subject.model), kwargs=subject.sample or {})
+    except Exception:  # whatever a library raises on tensors without values, or because its inputs have no keywords
+        return _recomputed(subject)
+    head = find.find_head(recording)
+    return [
+        *(TileHead(fqn, FEW_ROWS, head.weight_fqn) for fqn in head.module_fqns),
+        *(TileMlp(fqn, NUM_TILES) for fqn in find.find_mlps(recording).module_fqns),
+        *(TileAttention(fqn, FEW_ROWS) for fqn in find.find_attentions(recording).module_fqns),
+        *_recomputed(subject),
     ]
 
 
@@ -84,6 +104,7 @@ _EXACT_TILES = {"use_mixed_precision": False, "use_8bit_optimizer": False}
 WAYS = {
     "recomputed": Way("cpu", {"async_offload": False}, _partly_recomputed, otherwise=_recomputed),
     "streamed": Way("simgpu", {"async_offload": True}, _streamed),
+    "tiled": Way("cpu", {"async_offload": False}, _tiled, exact=False),
     "balanced": Way("cpu", {"mode": "balanced"}),
     "conservative": Way("cpu", {"mode": "conservative"}),
     "tiling": Way("cpu", {"mode": "aggressive", **_EXACT_TILES}, exact=False),
@@ -93,9 +114,9 @@ WAYS = {
 
 
 def treat(way: Way, subject: Subject, directory: str) -> None:
-    """Put the subject's model under MemScale. What is planned is planned at the first batch, as for most users."""
+    """Put the subject's model under MemScale. What has no sample is planned at the first batch, as for most users."""
     if way.actions is not None:
-        actions = way.actions(subject.model)
+        actions = way.actions(subject)
         stay = _read_elsewhere(subject, [a.module_fqn for a in actions if isinstance(a, StreamParameters)])
         actions = [a for a in actions if not (isinstance(a, StreamParameters) and a.module_fqn in stay)]
         memscale.execute(subject.model, written_plan(way, actions), way.config(directory))
@@ -104,7 +125,7 @@ def treat(way: Way, subject: Subject, directory: str) -> None:
     if way.tight:
         budget_bytes = _tight_budget_bytes(way, subject.on(way.device), directory)
         changes = {"force_optimize": False, "memory_budget_gb": budget_bytes / 1e9}
-    memscale.wrap(subject.model, way.config(directory, **changes))
+    memscale.wrap(subject.model, way.config(directory, **changes), subject.sample)
 
 
 def _read_elsewhere(subject: Subject, module_fqns: list[str]) -> frozenset[str]:
@@ -149,8 +170,9 @@ def written_plan(way: Way, actions: list[Action]) -> Plan:
 
 def _tight_budget_bytes(way: Way, subject: Subject, directory: str) -> float:
     """Asked of another copy, which is planned for as little memory as possible."""
-    memscale.wrap(subject.model, way.config(directory))
-    Training(subject).step()
+    memscale.wrap(subject.model, way.config(directory), subject.sample)
+    if subject.sample is None:
+        Training(subject).step()
     plan = plan_of(subject.model)
     memscale.detach(subject.model)
     return float(plan.predicted_peak_bytes + TIGHTNESS * (plan.baseline_peak_bytes - plan.predicted_peak_bytes))

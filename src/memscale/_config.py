@@ -184,7 +184,8 @@ class Config:
     observability_host: str = "127.0.0.1"
     """The address to serve them on. Metrics are for anybody who can reach it."""
     verify_correctness: bool = False
-    """Compare every recomputation with the first computation, bit for bit, and raise where they differ."""
+    """Compare every recomputation with the first computation, bit for bit, and what comes back from the disk with what
+    was written, by a checksum; raise where they differ."""
     async_offload: bool | None = None
     """Overlap transfers with compute. None: wherever the device has streams, unless blocking serves the budget better;
     the plan says which."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -31,10 +32,18 @@ def loads(text: str) -> Any:
 
 
 def save(value: object, path: pathlib.Path) -> None:
-    """Write it as a whole: whoever reads the file, or is killed while it is written, never has half of it."""
+    """Write it as a whole: whoever reads the file, or is killed while it is written, never has half of it.
+
+    An `OSError` names the file that was asked for, not the one beside it.
+    """
     beside = path.with_name(f"{path.name}.part")
-    beside.write_text(dumps(value), encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(dumps(value), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def load(kind: type[T], path: pathlib.Path, what: str) -> T:

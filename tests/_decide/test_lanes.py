@@ -9,7 +9,7 @@ import torch
 
 from memscale import Config, Hardware
 from memscale._decide.choice import Choice, choice_of
-from memscale._plan import Action, OffloadOptimizer, StreamParameters
+from memscale._plan import Action, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
 from memscale._planning.questions.step_times import step_times
@@ -85,3 +85,16 @@ def test_state_travels_in_the_optimizer_step() -> None:
     moved = [span for span in times.spans if span.lane == "link in"]
     assert {span.phase for span in moved} == {"optimizer"}
     assert sum(span.num_bytes or 0 for span in moved) == pytest.approx(planner.profile.optimizer.state_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_activations_that_wait_elsewhere_travel(overlaps: bool) -> None:
+    """A planner that has not planned has no trace in which every block's activations do."""
+    planner = Planner(
+        Job(small(), Config(async_offload=overlaps), CARD, "adamw"), Inputs((features(0, 1 << 16, WIDTH),), {})
+    )
+    actions = (OffloadActivations("blocks.1"), OffloadActivations("blocks.2"))
+    times = step_times(planner, actions, planner.job.config)
+    assert {span.module_fqn for span in times.spans if span.lane == "link out"} == {"blocks.1", "blocks.2"}
+    assert times.moved_bytes("link out") > 0
+    assert overlaps or times.moved_bytes("link in") == times.moved_bytes("link out")

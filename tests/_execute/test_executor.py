@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from memscale._profile.inputs import Inputs
 from tests._torch.test_overrides import snapshot
 from tests.models import Mlp, case, square_loss
 from tests.parity import checkpoint_all, plan_of
+from tests.techniques.offload.store.test_disk import flip_a_byte
 
 pytestmark = pytest.mark.unit
 
@@ -146,3 +149,23 @@ def test_verify_is_content_with_what_is_right(name: str) -> None:
     for step in range(2):
         entry.loss(model(**entry.batch(step))).backward()
     assert executor.stats().num_recomputes > 0
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_comes_back_from_the_disk_is_verified_where_that_is_asked_for(
+    verify: bool, tmp_path: pathlib.Path
+) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = memscale.Config(verify_correctness=verify, offload_dir=str(tmp_path), enable_logging=False)
+    executor: Any = memscale.execute(model, plan_of([OffloadOptimizer(1 << 20)]), config, optimizer)
+    try:
+        square_loss(model(torch.ones(2, 64))).backward()
+        optimizer.step()
+        (disk,) = executor._offloading.users["optimizer"].store.leaves()
+        flip_a_byte(disk, 0)
+        with pytest.raises(memscale.ChecksumError) if verify else contextlib.nullcontext():
+            optimizer.step()
+    finally:
+        with contextlib.suppress(memscale.OffloadError):  # state that is lost is said again
+            executor.detach()

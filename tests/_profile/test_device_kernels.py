@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memscale._profile import device_kernels
-from memscale._profile.device_kernels import OPENED, gpu_kernels, sequences_unpacked
+from memscale._profile import kernels_in_place
+from memscale._profile.device_kernels import OPENED
 from memscale._profile.inputs import Inputs
+from memscale._profile.kernels_in_place import gpu_kernels, sequences_unpacked
 from memscale._profile.rehearsal import FakeRehearsal
 
 PAUSE_S = 60.0
@@ -108,8 +109,8 @@ def test_the_rehearsal_itself_is_the_same_beside_a_thread_that_trains() -> None:
 
 def test_what_the_kernels_are_replaced_by_is_not_called_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     callers: set[int] = set()
-    for name in ("_fused_dropout", "_efficient_attention"):
-        monkeypatch.setattr(device_kernels, name, _noting(callers, getattr(device_kernels, name)))
+    for name in ("fused_dropout", "efficient_attention"):
+        monkeypatch.setattr(kernels_in_place, name, _noting(callers, getattr(kernels_in_place, name)))
     _, rehearser = BESIDE.run(lambda: (rehearse(), threading.get_ident())[1], train_once)
     assert callers == {rehearser}
 

@@ -16,6 +16,7 @@ from tests.lanes import full
 SAMPLE = [
     ("transformers", "t5", "recomputed"),
     ("transformers", "mixtral", "streamed"),
+    ("transformers", "llama", "tiled"),
     ("torch.nn", "MultiheadAttention#0", "recomputed"),
     ("torch.nn", "BatchNorm2d#0", "streamed"),
     ("torch.optim", "LBFGS#1", "streamed"),
@@ -41,6 +42,13 @@ def test_it_trains_the_same(suite: str, name: str, way: str, no_leaks: None) -> 
     result = zoo.attempt(suite, name, way)
     assert result["status"] == "exact", result
     assert result["actions"] or way not in ("recomputed", "streamed")
+    assert "TileMlp" in result["actions"] or way != "tiled"
+
+
+def test_ways_take_turns() -> None:
+    ways = ["a", "b", "c"]
+    assert [zoo.ways_of(number, ways, 2) for number in range(3)] == [["a", "b"], ["c", "a"], ["b", "c"]]
+    assert zoo.ways_of(1, ways, None) == zoo.ways_of(3, ways, 5) == ways
 
 
 def test_a_difference_in_the_last_bit_is_seen() -> None:
@@ -69,7 +77,7 @@ def test_the_table_counts_and_names() -> None:
     }
     text = zoo.describe(results, ["timm"])
     row = next(line for line in text.splitlines() if line.startswith("transformers  streamed"))
-    assert row.split()[2:] == ["4", "1", "0", "1", "1", "0", "1", "50.0", "%"]
+    assert row.split()[2:] == ["4", "1", "0", "1", "1", "1", "0", "33.3", "%"]
     assert "timm is not installed" in text
     assert "Checkpoint in 1" in text
     assert "transformers b streamed (B): 1 of 9: loss of step 0" in text

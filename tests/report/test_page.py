@@ -190,6 +190,15 @@ def test_measured_numbers_stand_beside_the_predicted_ones(report: Report) -> Non
     assert heights == {"predicted": [1_000_000_000, None], "measured": [999_000_000, 5]}
 
 
+def test_a_page_says_that_nothing_was_measured(report: Report) -> None:
+    of_a_plan = " ".join(Page(Report(report.plan).html()).shown)
+    assert "Nothing was measured: this page was made of a plan" in of_a_plan
+    of_a_run = " ".join(Page(Report(report.plan, elsewhere=(("on disk, in all", None, 0),)).html()).shown)
+    assert "Nothing was measured in this run" in of_a_run
+    assert "live_peak_bytes=measured.peak_bytes" in of_a_run
+    assert "Nothing was measured" not in Page(Report(report.plan, measured_step_ms=1.0).html()).shown
+
+
 def test_a_measured_step_stands_beside_the_predicted_one(report: Report) -> None:
     shown = Page(Report(report.plan, measured_step_ms=12.34).html()).shown
     assert "12.3 ms" in shown

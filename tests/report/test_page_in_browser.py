@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.pictures import BROWSER_FLAGS, find_browser
 from memscale.cli import main
+from tools.make_screenshot import numbers_of, take
 
 pytestmark = pytest.mark.full
 
@@ -67,6 +69,36 @@ def test_what_travels_when_answers(browser: Any, page_file: pathlib.Path) -> Non
     page.wait_for_selector("#lanes .hovertext")
     assert " ms" in page.locator("#lanes .hovertext").first.inner_html()
     page.close()
+
+
+def test_memory_says_where_in_the_step_one_is(browser: Any, page_file: pathlib.Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("#memory0 .trace path", state="attached")
+    box = page.locator("#memory0").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#memory0 .hoverlayer .legend")
+    told = page.locator("#memory0 .hoverlayer .legend").text_content()
+    assert any(phase in told for phase in ("forward", "backward", "optimizer"))
+    assert "activations" in told
+    assert "reserved" in told
+    page.close()
+
+
+def test_layers_stand_side_by_side(browser: Any, page_file: pathlib.Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(page_file.as_uri())
+    page.wait_for_selector("#layers .trace path", state="attached")
+    bars = sorted((bar.bounding_box() for bar in page.locator("#layers .point path").all()), key=lambda bar: bar["x"])
+    assert all(one["x"] + one["width"] <= other["x"] + 1 for one, other in itertools.pairwise(bars))
+    page.close()
+
+
+def test_the_picture_of_readme_can_be_taken(browser: Any, page_file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    picture = tmp_path / "report.png"
+    take(browser, page_file, {"light": picture})
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert numbers_of(picture)["budget"].endswith("fits")
 
 
 def test_hovering_and_the_keyboard_answer(browser: Any, page_file: pathlib.Path) -> None:

@@ -602,6 +602,17 @@ def parameters_that_share_memory(side: Side) -> None:
 
 
 @loop
+def memory_shared_after_some_steps(side: Side) -> None:
+    """Buckets, stretches and guests were chosen before."""
+    first, second = side.model.blocks
+    side.train(range(2))
+    second.mix.weight.data = first.mix.weight.data
+    first.up.weight.data = first.down.weight.data.view(first.up.weight.shape)
+    side.model.norm.bias.data = side.model.norm.weight.data
+    side.train(range(2, 5))
+
+
+@loop
 def blocks_replaced_and_added(side: Side) -> None:
     side.train(range(2))
     torch.manual_seed(9)

@@ -1,4 +1,4 @@
-"""Loops that add up gradients over several batches: a budget holds for them, too (`_planning/loop/replanning.py`)."""
+"""Loops that add up gradients over several batches: a budget holds for them, too (`counted_gradients.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
-from memscale._planning.loop.replanning import Replanner
+from memscale._planning.loop import counted_gradients
 from memscale._profile.inputs import Inputs
 from tests.models import square_loss
 
@@ -179,7 +179,7 @@ def test_where_no_plan_counts_them_training_goes_on_and_says_so() -> None:
 
 
 def test_where_the_device_cannot_hold_them_that_is_said_instead_of_running_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replanner, "_could_hold", lambda *_: False)
+    monkeypatch.setattr(counted_gradients, "could_hold", lambda *_: False)
     model = build()
     with memscale.optimize(model, sgd(model), budget(0.0), torch.zeros(BATCH)) as executor:
         before = executor.plan
@@ -194,7 +194,6 @@ def test_where_the_device_cannot_hold_them_that_is_said_instead_of_running_out(m
     ("device_type", "free_bytes", "could"), [("cuda", 99, False), ("cuda", 100, True), ("cpu", 0, True)]
 )
 def test_a_device_could_hold_what_it_has(device_type: str, free_bytes: int, could: bool) -> None:
-    hardware = SimpleNamespace(device_type=device_type, free_bytes=free_bytes)
-    replanner: Any = SimpleNamespace(job=SimpleNamespace(hardware=hardware))
+    hardware: Any = SimpleNamespace(device_type=device_type, free_bytes=free_bytes)
     plan: Any = SimpleNamespace(predicted_peak_bytes=90, predicted_allocated_bytes=100)
-    assert Replanner._could_hold(replanner, plan) is could
+    assert counted_gradients.could_hold(hardware, plan) is could

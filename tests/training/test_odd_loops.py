@@ -38,9 +38,10 @@ def test_it_trains_the_same(loop: str, technique: str, tmp_path: pathlib.Path) -
     assert simgpu.take_reports() == []
 
 
+@pytest.mark.parametrize("loop", ["parameters that share memory", "memory shared after some steps"])
 @pytest.mark.parametrize("technique", ["optimizer", "buckets", "everything, step on the device"])
-def test_parameters_that_share_memory_are_stepped_in_turns(technique: str, tmp_path: pathlib.Path) -> None:
-    run = LOOPS["parameters that share memory"]
+def test_parameters_that_share_memory_are_stepped_in_turns(technique: str, loop: str, tmp_path: pathlib.Path) -> None:
+    run = LOOPS[loop]
     ways = {"asynchronous": True, "early": False, "directory": tmp_path}
     for found in treated(run, TECHNIQUES[technique], **ways):
         assert same(found, plain(run))

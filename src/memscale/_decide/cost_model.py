@@ -91,7 +91,7 @@ class CostModel:
 
     def streamed_bytes(self, choice: Choice) -> int:
         """Trainable bytes of the blocks that a choice streams."""
-        return self._extras(choice).streamed_bytes
+        return sum(self.blocks[fqn].trainable_bytes for fqn, treatment in choice.blocks if treatment.streams)
 
     def _grouped(self, trace: StepTrace) -> list[tuple[str, list[Segment]]]:
         return [(owner, list(group)) for owner, group in itertools.groupby(trace.segments, self._owner)]

@@ -187,7 +187,7 @@ def _row(model: CostModel, config: Config, layer: Layer, choice: Choice) -> Laye
         techniques = tuple(word for _, words in around for word in words)
         reason = _run_reason(around[0][0], Chosen(model, config, choice))
     else:
-        why = "not needed for the budget" if layer.is_block else "no block: embeddings, stem or head"
+        why = "not needed for the budget" if layer.is_block else "not a block, and kept as it is"
         techniques, reason = (), Reason(why)
     for technique, words in shown:
         if technique.scope == "inside" and technique.option is not None:

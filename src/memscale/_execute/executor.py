@@ -26,7 +26,7 @@ from memscale._progress import stage
 from memscale._torch.device_memory import total_peak_bytes
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
 from memscale.techniques import TECHNIQUES, technique_of
-from memscale.techniques.offload.parameters import state_placement
+from memscale.techniques.offload.parameters import state_following
 from memscale.techniques.precision.autocast import Precision
 from memscale.techniques.precision.loss_scale import LossScale
 from memscale.techniques.recompute import RecomputedForward, key_value_caches
@@ -409,11 +409,11 @@ def place(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) ->
         return
     if len(homes) > 1:
         raise PlanError(f"the model lies on several devices ({', '.join(sorted(map(str, homes)))}); move it to one")
-    following = state_placement.attach(model, undo)  # undone after the move: state follows its parameters both ways
+    following = state_following.attach(model, undo)  # undone after the move: state follows its parameters both ways
     undo.callback(_move_back, weakref.ref(model), homes.pop())
     with stage(f"moving {type(model).__name__} to {device}"):
         model.to(device)
-        following.follow_all()
+        state_following.follow_all(following)
 
 
 def _move_back(model_ref: weakref.ref[nn.Module], device: torch.device) -> None:

@@ -204,6 +204,7 @@ class Offloading:
             async_config=self.settings.async_config,
             host_budget_bytes=budget,
             offload_dir=self.settings.offload_dir,
+            verify=self.settings.verify,
         )
 
     def taken_bytes(self, *, in_memory: bool) -> int:

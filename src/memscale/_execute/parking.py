@@ -261,7 +261,7 @@ def _is_tensor(value: object) -> bool:
 def _attributes_of(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules keep beside their buffers. Those of a graph are not ours to move."""
     kept = [value for module in model.modules() for name, value in vars(module).items() if name not in _NOT_STATE]
-    return [leaf for leaf in tree_leaves(kept) if _is_tensor(leaf) and leaf.grad_fn is None]
+    return [leaf for leaf in tree_leaves(kept) if _is_tensor(leaf) and private.node_of(leaf) is None]
 
 
 def _options_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
 from memscale._execute.telemetry import StepRecorder
 from memscale._hardware import Hardware
+from memscale._hardware.detect import detect_hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.full_stack import StackReport
@@ -81,7 +82,7 @@ def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
     config = withheld_from(config, ranks)
     device = device_of(model, config)
     with console.progress(config.enable_logging):
-        hardware = Hardware.detect(device, config.offload_dir)
+        hardware = detect_hardware(device, config.offload_dir)
     executor = Executor(model, _settings(config, device, hardware), given.optimizer)
     try:
         executor.adopt()
@@ -112,7 +113,7 @@ def attach_saved(model: nn.Module, plan: Plan, config: Config, optimizer: Optimi
     warn_of_versions()
     _refuse_parked(model)
     device = device_for(plan, model, config)
-    hardware = Hardware.detect(device, config.offload_dir)
+    hardware = detect_hardware(device, config.offload_dir)
     refuse_plan(plan, hardware, config)
     _refuse_unusable(model, config)
     _detach_earlier(model)
@@ -134,9 +135,9 @@ def _recover(model: nn.Module, executor: Executor, replanner: Replanner, device:
 
 
 def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> None:
-    """Plan before the first forward, if it is known what will come. Inputs that nobody gave may be too large, and what
-    does not fit the host may fit the device that the model moves to: then its first training forward decides. For a
-    batch that was given the answer is wanted now, and says for which device it is."""
+    """Plan before the first forward, if it is known what will come. Inputs that nobody gave may be larger than what
+    comes, and what does not fit the host may fit the device that the model moves to: then its first training forward
+    decides. For a batch that was given the answer is wanted now, and says for which device it is."""
     is_guess = not given.samples and given.derives_inputs
     samples = given.samples
     if is_guess and (derived := derive_inputs(model)) is not None:
@@ -146,18 +147,19 @@ def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> N
     try:
         replanner.plan_shapes(model, samples, is_guess=is_guess)
     except DoesNotFitError as error:
+        if is_guess:
+            logger.info("for derived inputs: %s It is planned for the batch of its first training forward.", str(error))
+            return
         may_move = replanner.job.config.device is None and replanner.job.hardware.device_type == "cpu"
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if not may_move or accelerator is None:
             raise
-        if not is_guess:
-            misfit = DoesNotFitError(
-                f"{error} This is for the CPU, where the model is now: if it will compute on {accelerator.type}, move "
-                f'it there before it is wrapped, or set Config(device="{accelerator.type}").'
-            )
-            misfit.batch_size = error.batch_size
-            raise misfit from error
-        logger.info("on the CPU, where the model is now: %s It is planned at its first training forward.", str(error))
+        misfit = DoesNotFitError(
+            f"{error} This is for the CPU, where the model is now: if it will compute on {accelerator.type}, move "
+            f'it there before it is wrapped, or set Config(device="{accelerator.type}").'
+        )
+        misfit.batch_size = error.batch_size
+        raise misfit from error
 
 
 def _settings(config: Config, device: torch.device, hardware: Hardware) -> ExecutionSettings:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from memscale._config import Config
 from memscale._hardware import Hardware
+from memscale._hardware.detect import detect_hardware
 from memscale._profile import NOTHING_HELD, LoopHolds
 from memscale._profile.ranks import ALONE, Ranks
 
@@ -46,7 +47,7 @@ def open_job(
     """
     if hardware is None:
         device = device_of(model, config)
-        hardware = Hardware.detect(None if device.type == "meta" else device, config.offload_dir)
+        hardware = detect_hardware(None if device.type == "meta" else device, config.offload_dir)
     return Job(model, config, hardware, optimizer)
 
 

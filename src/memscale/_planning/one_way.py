@@ -20,10 +20,11 @@ from collections.abc import Callable, Hashable, Sequence
 
 from memscale._config import Config
 from memscale._decide import Traits, confirmed, decide_on, full_front, suspects_of
+from memscale._decide.admission import Admission
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
-from memscale._decide.budget import Held, budget_bytes, full_budget
-from memscale._decide.choice import Choice, Outcome, choice_of
+from memscale._decide.budget import Budget, Held, budget_bytes, full_budget
+from memscale._decide.choice import Choice, choice_of
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel
@@ -42,7 +43,7 @@ from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
 from memscale._planning.reserved.allocations import allocator_settings, reserved_of
 from memscale._planning.reserved.least_reserved import growing, least_reserved
-from memscale._planning.reserved.recording import GoesOn, highest_of, record_steps, rehearse_lengthened
+from memscale._planning.reserved.recording import Limit, highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
 from memscale._profile import StepTrace, TraceKey
@@ -60,7 +61,6 @@ from memscale._units import MIB, round_up, show_bytes
 from memscale.report.explain import words_of_actions
 from memscale.techniques import planned_step, settling_steps, technique_of
 from memscale.techniques.offload.parameters import streaming
-from memscale.techniques.technique import PlannedStep
 
 logger = logging.getLogger("memscale")
 
@@ -179,13 +179,9 @@ class OneWay(Trials):
         choice = choice_of(plan.actions, self.profile)
         if choice.run.quantizes_optimizer:
             self.cost_in_8_bits()
-        peak_of, budget = self._peaks(choice, planned_step(plan.actions)), full_budget(self.hardware, config)
-
-        def is_admitted(trace: StepTrace) -> bool:
-            return budget.admits(Outcome(peak_of(trace), 0.0, plan.host_bytes, plan.movable_bytes))
-
-        trace = self._rehearsed(plan.actions, config, is_admitted)
-        peak_bytes, fits = peak_of(trace), is_admitted(trace)
+        admission = self._admission(choice, plan, full_budget(self.hardware, config))
+        trace = self._rehearsed(plan.actions, config, admission)
+        peak_bytes, fits = admission.peak_bytes(trace), admission.admits(trace)
         held = self.held(plan.actions, config) if fits else None
         if held is not None:
             held = self._asking(held, plan.actions, config)
@@ -260,12 +256,12 @@ class OneWay(Trials):
         return Held.on(self.hardware, allocated_bytes, reserved_bytes, use)
 
     def _record_held(
-        self, key: Hashable, actions: tuple[Action, ...], config: Config, goes_on: GoesOn | None = None
+        self, key: Hashable, actions: tuple[Action, ...], config: Config, limit: Limit | None = None
     ) -> None:
-        """Find what is held, unless `goes_on` sees from live bytes that nobody needs to know."""
+        """Find what is held, unless live bytes are beyond the `limit` already."""
         try:
             with stage(f"recording what is allocated in steps with {words_of_actions(actions)}"):
-                log = self.steps(actions, config, goes_on=goes_on)
+                log = self.steps(actions, config, limit=limit)
         except Exception as error:  # a third party's optimizer on fake tensors, or one of bitsandbytes
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             self.stage.held[key] = None
@@ -283,15 +279,15 @@ class OneWay(Trials):
         config: Config,
         *,
         names_modules: bool = False,
-        goes_on: GoesOn | None = None,
+        limit: Limit | None = None,
     ) -> AllocationLog:
         """The allocations of whole steps under these actions, in order, with the moments at which memory could be given
-        back. `goes_on` may end the recording when live bytes are known."""
-        log = None if names_modules else self._steps_short(actions, config, goes_on)
-        return log or self._record(actions, config, names_modules=names_modules, goes_on=goes_on)
+        back. The recording ends where live bytes are beyond the `limit`."""
+        log = None if names_modules else self._steps_short(actions, config, limit)
+        return log or self._record(actions, config, names_modules=names_modules, limit=limit)
 
     def _steps_short(
-        self, actions: tuple[Action, ...], config: Config, goes_on: GoesOn | None = None
+        self, actions: tuple[Action, ...], config: Config, limit: Limit | None = None
     ) -> AllocationLog | None:
         """Recorded on a shorter model, and lengthened; None where that is not the same."""
         cuts = self._cuts(actions)
@@ -299,7 +295,7 @@ class OneWay(Trials):
             return None
         here = short_actions(actions, self.rehearsal.blocks, cuts)
         try:
-            return self._record(actions, config, here, cuts=cuts, goes_on=goes_on)
+            return self._record(actions, config, here, cuts=cuts, limit=limit)
         except Exception as error:
             logger.debug("steps are not recorded at a fraction of the depth: %s", quoted(error))
             return None
@@ -312,7 +308,7 @@ class OneWay(Trials):
         *,
         names_modules: bool = False,
         cuts: Sequence[Cut] = (),
-        goes_on: GoesOn | None = None,
+        limit: Limit | None = None,
     ) -> AllocationLog:
         attached = actions if attached is None else attached
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
@@ -328,7 +324,7 @@ class OneWay(Trials):
             names_modules=names_modules,
             cuts=cuts,
             known=self.stage.known_steps,
-            goes_on=goes_on,
+            limit=limit,
         )
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
@@ -388,10 +384,10 @@ class OneWay(Trials):
         num_steps = settling_steps(actions) if self.travel.overlaps else 1
         return self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
 
-    def _rehearsed(self, actions: tuple[Action, ...], config: Config, is_admitted: GoesOn) -> StepTrace:
+    def _rehearsed(self, actions: tuple[Action, ...], config: Config, limit: Limit) -> StepTrace:
         key, known = self.key_of(actions), self.stage.rehearsed
         if key not in known and self._has_log and key not in self.stage.held:
-            self._record_held(key, actions, config, is_admitted)  # recorded steps show what is live, too
+            self._record_held(key, actions, config, limit)  # recorded steps show what is live, too
         if key not in known:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
@@ -411,8 +407,9 @@ class OneWay(Trials):
             logger.debug("the plan is not rehearsed at a fraction of the depth: %s", quoted(error))
             return None
 
-    def _peaks(self, choice: Choice, step: PlannedStep) -> Callable[[StepTrace], int]:
-        """What says the peak of a rehearsed step, with the optimizer over what is not streamed, to the byte."""
+    def _admission(self, choice: Choice, plan: Plan, budget: Budget) -> Admission:
+        """What a rehearsed step of this plan is held against, with the optimizer over what is not streamed."""
+        step = planned_step(plan.actions)
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
         streamed = self.streamable((*blocks, *(self.profile.rest if choice.run.streams_rest else ())))
         in_8_bits = choice.run.quantizes_optimizer and self.profile.eight_bit_optimizer is not None
@@ -425,8 +422,7 @@ class OneWay(Trials):
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
         num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
-        model = self.cost_model()
-        return lambda trace: model.peak_of(trace, choice, optimizer, num_bytes)
+        return Admission(self.cost_model(), choice, optimizer, num_bytes, budget, plan.host_bytes, plan.movable_bytes)
 
 
 @dataclasses.dataclass(slots=True)

@@ -30,8 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,28 +39,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._torch import private
-from memscale._torch.interception import replaced_in_this_thread
 from memscale._units import round_up
 
 _DROPOUT, _ATTENTION, _RMS_NORM, _LINEAR = F.dropout, F.scaled_dot_product_attention, F.rms_norm, F.linear
-
-
-@contextlib.contextmanager
-def gpu_kernels() -> Iterator[None]:
-    """Dropout, attention and RMS norm save what a CUDA card saves, also where a checkpoint recomputes.
-
-    NOTE [modes end at backward]: the autograd engine runs without the function modes of its caller, so a recompute
-    would take the CPU's kernels. There the names in `torch.nn.functional` are what is found; elsewhere the mode also
-    reaches those who imported the functions before. Other threads, which may train meanwhile, find what they always
-    found: a rehearsal and its backward stay in one thread.
-    """
-    with (
-        GpuKernels(),
-        replaced_in_this_thread(
-            F, dropout=_fused_dropout, scaled_dot_product_attention=_efficient_attention, rms_norm=_fused_rms_norm
-        ),
-    ):
-        yield
 
 
 class GpuKernels(TorchFunctionMode):
@@ -73,35 +52,44 @@ class GpuKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _DROPOUT:
-            return _fused_dropout(*args, **kwargs)
+            return fused_dropout(*args, **kwargs)
         if func is _ATTENTION:
-            return _efficient_attention(*args, **kwargs)
+            return efficient_attention(*args, **kwargs)
         if func is _RMS_NORM:
-            return _fused_rms_norm(*args, **kwargs)
+            return fused_rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or p == 0:
         return input
     result: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return result
 
 
-def linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_seen: bool
-) -> torch.Tensor:
-    """A linear layer as it is in a real step. `is_seen`: a mode sees operators there, too.
+class LinearAsTrained:
+    """A linear layer as it is in a real step, though a stage's modes see it.
 
     NOTE [biases in place]: PyTorch multiplies rows that do not lie one after the other first, and adds the bias to the
     product in place. Where tensors are subclasses, or a mode sees operators, as on a stage, the sum is a new tensor.
     Attention of `torch.nn` that gets its batch first is such a layer.
     """
-    is_by_parts = bias is not None and input.dim() > 2 and not (input.dim() == 3 and input.is_contiguous())
-    if is_seen or not is_by_parts or torch.is_autocast_enabled(input.device.type):
-        return _LINEAR(input, weight, bias)
-    product = input @ weight.t()
-    return product.add_(bias) if bias is not None else product
+
+    def __init__(self, stage_modes: tuple[Any, ...], stage_kinds: tuple[type, ...], *, is_seen: bool) -> None:
+        """`stage_modes` and modes of the `stage_kinds` are there on the stage alone. Others, of techniques, are there
+        in a real step, too. `is_seen`: operators of a real step are seen in any case."""
+        self._modes, self._kinds, self._is_seen = stage_modes, stage_kinds, is_seen
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        is_by_parts = bias is not None and input.dim() > 2 and not (input.dim() == 3 and input.is_contiguous())
+        if not is_by_parts or torch.is_autocast_enabled(input.device.type) or self._is_seen or self._sees_another():
+            return _LINEAR(input, weight, bias)
+        product = input @ weight.t()
+        return product.add_(bias) if bias is not None else product
+
+    def _sees_another(self) -> bool:
+        others = [mode for mode in private.active_modes() if all(mode is not own for own in self._modes)]
+        return not all(isinstance(mode, self._kinds) for mode in others)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -122,7 +110,7 @@ class _RmsNorm(torch.autograd.Function):
         return of_input, of_weight, None
 
 
-def _fused_rms_norm(
+def fused_rms_norm(
     input: torch.Tensor,
     normalized_shape: list[int],
     weight: torch.Tensor | None = None,
@@ -134,7 +122,7 @@ def _fused_rms_norm(
     return result
 
 
-def _efficient_attention(
+def efficient_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -190,7 +178,7 @@ def _attention_by_scores(
         scores.add_(attn_mask)
     shares: torch.Tensor = _aten._safe_softmax(scores, -1)
     if dropout_p > 0:
-        shares = _fused_dropout(shares, dropout_p)
+        shares = fused_dropout(shares, dropout_p)
     return shares @ value
 
 
@@ -219,7 +207,7 @@ def _efficient_attention_3d(
 ) -> torch.Tensor:
     mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
     tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
-    return _efficient_attention(*tensors, mask, dropout_p, is_causal, scale).squeeze(1)
+    return efficient_attention(*tensors, mask, dropout_p, is_causal, scale).squeeze(1)
 
 
 def cpu_kernels(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -256,19 +244,8 @@ def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
 
 
-@contextlib.contextmanager
-def sequences_unpacked() -> Iterator[None]:
-    """`transformers` takes batches without position ids for unpacked, as it would with real tensors."""
-    masking = sys.modules.get("transformers.masking_utils")
-    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
-        yield
-        return
-    with replaced_in_this_thread(masking, find_packed_sequence_indices=_nothing_packed):
-        yield
-
-
-def _nothing_packed(*_: Any, **__: Any) -> None:
-    return None
+def nothing_packed(*_: Any, **__: Any) -> None:
+    """What `transformers` would find of packed sequences in real tensors."""
 
 
 _aten = torch.ops.aten

@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memscale._profile import NOTHING_HELD, StepTrace
-from memscale._profile.device_kernels import cpu_kernels, gpu_kernels, linear, sequences_unpacked
+from memscale._profile.device_kernels import LinearAsTrained, cpu_kernels
 from memscale._profile.host_draws import drawn_by_host
 from memscale._profile.inputs import Inputs
+from memscale._profile.kernels_in_place import gpu_kernels, linear_as_trained, sequences_unpacked
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.read_elsewhere import Readings, ReadingWatch
@@ -32,7 +33,6 @@ from memscale._profile.values.carried import assume_value, keep_value, private_v
 from memscale._profile.values.draws import LOWEST_DRAW, MIDDLE_DRAW
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
-from memscale._torch.interception import replaced_in_this_thread
 from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of
 from memscale._torch.outputs import tensors_in
 from memscale._torch.overrides import plain_attributes
@@ -332,6 +332,9 @@ class FakeRehearsal(Rehearsal):
     def stage(self) -> Iterator[None]:
         kernels: Any = gpu_kernels() if self.emulates_gpu else cpu_kernels(self.model)
         packing = contextlib.nullcontext() if "position_ids" in self.inputs.kwargs else sequences_unpacked()
+        # A step on the CPU can be measured only by a mode, which sees its operators.
+        is_seen = self.target_type == "cpu"
+        linear = LinearAsTrained((self.mode, self.values), (FakeRecorder, ReadingWatch), is_seen=is_seen)
         # Fake tensors do not bear two threads at once: backward of host and device runs in this one.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with (
@@ -349,16 +352,9 @@ class FakeRehearsal(Rehearsal):
             self.mode,
             self.values,
             kernels,
-            replaced_in_this_thread(F, linear=self._linear),
+            linear_as_trained(linear),
         ):
             yield
-
-    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See NOTE [biases in place]. Modes of techniques are there in a real step, too; and a step on the CPU can be
-        measured only by one."""
-        others = [mode for mode in private.active_modes() if mode is not self.mode and mode is not self.values]
-        is_seen = not all(isinstance(mode, FakeRecorder | ReadingWatch) for mode in others)
-        return linear(input, weight, bias, is_seen=is_seen or self.target_type == "cpu")
 
 
 @contextlib.contextmanager

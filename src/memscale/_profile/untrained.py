@@ -67,7 +67,7 @@ class TrainedWatch(OwnHook):
 
 def _leaves_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """What these are computed from, as far as autograd shows it."""
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    waiting: list[Any] = [node for tensor in tensors if (node := private.node_of(tensor)) is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -14,13 +14,12 @@ not, nor is code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 
 from memscale._torch.snapshots import KeptTensor, version_of
-from memscale._torch.state_beside import Beside, Entry
+from memscale._torch.state_beside import Beside, Entry, is_item, tensors_in
 
 Hidden: TypeAlias = list[tuple[Entry, Any]]
 """What entries held while they show something else."""
@@ -33,7 +32,7 @@ class HeldState:
         self._before = [(entry, entry.take()) for entry in Beside.inside([value]).entries]
         self._tensors: dict[int, KeptTensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
-        for tensor in _tensors_in(taken for _, taken in self._before):
+        for tensor in tensors_in(taken for _, taken in self._before):
             if copies_tensors:
                 self._tensors.setdefault(id(tensor), KeptTensor(tensor, may_be_large=may_be_large))
             else:
@@ -67,26 +66,12 @@ def hide(hidden: Hidden) -> None:
         entry.put(taken)
 
 
-def _tensors_in(states: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for state in states:
-        values = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
-        for value in values:
-            value = value[1] if _is_item(value) else value
-            if isinstance(value, torch.Tensor):
-                yield value
-
-
-def _is_item(value: Any) -> bool:
-    """A key and its value: what a dictionary's contents are taken as."""
-    return type(value) is tuple and len(value) == 2
-
-
 def _replaced(state: Any, shown: dict[int, torch.Tensor]) -> Any:
     if isinstance(state, dict):
         return {name: shown.get(id(value), value) for name, value in state.items()}
     if not isinstance(state, list):
         return state
     return [
-        (value[0], shown.get(id(value[1]), value[1])) if _is_item(value) else shown.get(id(value), value)
+        (value[0], shown.get(id(value[1]), value[1])) if is_item(value) else shown.get(id(value), value)
         for value in state
     ]

@@ -56,6 +56,20 @@ class StepWatcher:
         """The step has run."""
 
 
+class CountedSteps(StepWatcher):
+    """Counts the steps of optimizers that own some of these parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.count = 0
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        return owns_any(optimizer, (reference() for reference in self._parameters))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.count += 1
+
+
 def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
     """Tell this watcher of the steps that concern it. Returns what undoes that. The watcher is not kept alive."""
     return _WATCHERS.enter(watcher)

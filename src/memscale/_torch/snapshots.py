@@ -139,11 +139,13 @@ def clones_of(values: dict[KeyT, Any], shared: frozenset[KeyT]) -> dict[KeyT, An
     return cloned
 
 
-def sharing_keys(values: dict[KeyT, Any]) -> frozenset[KeyT]:
-    """The keys whose tensors share memory with another one."""
-    storages = {key: _storage_of(value) for key, value in values.items() if isinstance(value, torch.Tensor)}
-    counts = collections.Counter(storages.values())
-    return frozenset(key for key, storage in storages.items() if counts[storage] > 1)
+def groups_sharing_memory(values: dict[KeyT, torch.Tensor]) -> list[list[KeyT]]:
+    """The keys, those together whose tensors share memory."""
+    groups: dict[int, list[KeyT]] = {}
+    for key, value in values.items():
+        place = _storage_of(value) if value.layout is torch.strided else id(value)
+        groups.setdefault(place, []).append(key)
+    return list(groups.values())
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
@@ -156,6 +158,11 @@ def _clone_view(value: torch.Tensor, flats: _Flats) -> torch.Tensor:
         num_elements = value.untyped_storage().nbytes() // value.element_size()
         flats[key] = value.detach().as_strided((num_elements,), (1,), 0).clone()
     return flats[key].as_strided(value.size(), value.stride(), value.storage_offset())
+
+
+def is_small_vector(buffer: torch.Tensor) -> bool:
+    """Whether it is a number or a vector such as batch norms write to, and small enough to be copied at any time."""
+    return buffer.dim() <= 1 and buffer.layout is torch.strided and buffer.nbytes <= _SMALL_BYTES
 
 
 def may_change_silently(buffer: torch.Tensor) -> bool:

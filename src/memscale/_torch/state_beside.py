@@ -446,6 +446,21 @@ class Beside:
         self._wait([namespace[name] for name in fresh if name in namespace], depth + 1)
 
 
+def tensors_in(states: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in what entries took."""
+    for state in states:
+        values = state.values() if isinstance(state, dict) else state if isinstance(state, list) else (state,)
+        for value in values:
+            value = value[1] if is_item(value) else value
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def is_item(value: Any) -> bool:
+    """Whether it is a key and its value: what a dictionary's contents are taken as."""
+    return type(value) is tuple and len(value) == 2
+
+
 def holds_scalars(values: Iterable[Any]) -> bool:
     """Whether all of these cannot change. Takes some nanoseconds a value."""
     return set(map(type, values)) <= SCALARS

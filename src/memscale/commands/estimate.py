@@ -39,7 +39,7 @@ class Together:
         if (self.world_size is not None) != (self.ddp or self.fsdp):
             raise ConfigError("--world-size says how many ranks train it, and --ddp or --fsdp how: give both")
         if self.fsdp and snapshot is not None:
-            raise ConfigError("--snapshot shows a model that is not shared out: leave --fsdp away")
+            raise ConfigError("--snapshot shows a model that is not shared out: leave out --fsdp")
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
     together.check(snapshot)
     if lengths is not None:
         if snapshot is not None or together.world_size is not None or asked.seq is not None:
-            raise ConfigError("--lengths is a table of its own: leave --seq, --snapshot and --world-size away")
+            raise ConfigError("--lengths is a table of its own: leave out --seq, --snapshot and --world-size")
         _run_lengths(asked, config, _read_lengths(lengths), as_json=as_json)
         return
     subject = open_subject(asked)

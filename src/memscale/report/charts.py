@@ -20,7 +20,7 @@ from memscale.report.step_times import LANES, Span, StepTimes
 if TYPE_CHECKING:
     from types import ModuleType
 
-_KIND_COLORS = dict(zip(KINDS, ("#4c78a8", "#b279a2", "#f58518", "#54a24b", "#e45756", "#9d9da1"), strict=True))
+_KIND_COLORS = dict(zip(KINDS, ("#4c78a8", "#b279a2", "#f58518", "#54a24b", "#eeca3b", "#9d9da1"), strict=True))
 _TREATMENT_COLORS = ("#54a24b", "#eeca3b", "#f58518", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#ff9da6")
 _KEPT_COLOR, _BUDGET_COLOR, _CHOSEN_COLOR = "#4c78a8", "#e45756", "#e45756"
 _PHASE_COLORS = {"forward": "#4c78a8", "backward": "#f58518", "optimizer": "#b279a2"}
@@ -45,25 +45,41 @@ def memory_chart(step: StepMemory, budget_bytes: int, top_bytes: int) -> Any:
     """Live bytes by kind, stacked, from the beginning of a step to its end; what is reserved, and the budget."""
     graph = plotly()
     moments = step.thinned(MOST_MOMENTS).moments
-    places = [_place(moment) for moment in moments]
-    figure = graph.Figure(layout=_layout("bytes", top_bytes))
+    told = {"hovertemplate": "%{y:.4s}B"}
+    figure = graph.Figure(layout=_layout("", top_bytes))
     for index, kind in enumerate(KINDS):
         heights = [moment.live_bytes[index] for moment in moments]
         if any(heights):
             area = {"stackgroup": "live", "mode": "lines", "line": {"width": 0.5, "shape": "hv"}}
             figure.add_scatter(
-                y=heights, name=kind, fillcolor=_KIND_COLORS[kind], line_color=_KIND_COLORS[kind], text=places, **area
+                y=heights, name=kind, fillcolor=_KIND_COLORS[kind], line_color=_KIND_COLORS[kind], **area, **told
             )
     for name, field, dash in (("allocated", "allocated_bytes", "dot"), ("reserved", "reserved_bytes", "solid")):
         heights = [getattr(moment, field) for moment in moments]
         if heights and heights[0] is not None:
             line = {"dash": dash, "width": 1.5, "shape": "hv", "color": "#888888"}
-            figure.add_scatter(y=heights, name=name, mode="lines", line=line)
+            figure.add_scatter(y=heights, name=name, mode="lines", line=line, **told)
+    _tell_places(figure, moments)
     if budget_bytes <= top_bytes * 1.02:
         _draw_budget(figure, budget_bytes)
     _draw_phases(figure, moments)
-    figure.update_layout(hovermode="x unified", xaxis={"title": "allocations, in order", "showticklabels": False})
+    bare = {"showticklabels": False, "showgrid": False, "tickprefix": "moment "}
+    bare["range"] = [0, max(1, len(moments) - 1)]
+    figure.update_layout(hovermode="x unified", xaxis={"title": "allocations, in order", **bare})
     return figure
+
+
+def _tell_places(figure: Any, moments: Sequence[Moment]) -> None:
+    """A line that nobody sees: hovering says on top of its box where in the step and in the model one is."""
+    figure.add_scatter(
+        y=[0] * len(moments),
+        mode="lines",
+        line={"width": 0},
+        name="place",
+        showlegend=False,
+        customdata=[_place(moment) for moment in moments],
+        hovertemplate="<b>%{customdata}</b><extra></extra>",
+    )
 
 
 def _place(moment: Moment) -> str:
@@ -94,15 +110,15 @@ def layers_chart(rows: Sequence[LayerRow]) -> Any:
         figure.add_bar(
             x=[number for number, _ in mine],
             y=[row.activation_bytes for _, row in mine],
+            width=0.92,  # said, because Plotly takes it from the gaps between bars of one colour
             name=name,
             marker_color=colors.get(name, _KEPT_COLOR),
             text=[_layer_words(row) for _, row in mine],
             textposition="none",
             hovertemplate="%{text}<extra></extra>",
         )
-    figure.update_layout(
-        barmode="overlay", bargap=0.08, showlegend=True, xaxis={"title": "layers, in order", "showticklabels": False}
-    )
+    bare = {"showticklabels": False, "showgrid": False}
+    figure.update_layout(barmode="overlay", showlegend=True, xaxis={"title": "layers, in order", **bare})
     return figure
 
 
@@ -129,7 +145,12 @@ def front_chart(plan: Plan) -> Any:
         _draw_budget(figure, plan.budget_bytes)
     if plan.least_slowdown is not None:
         bound = {"dash": "dot", "width": 1.5, "color": "#888888"}
-        figure.add_vline(x=plan.least_slowdown, line=bound, annotation_text="no exact plan is faster")
+        figure.add_vline(
+            x=plan.least_slowdown,
+            line=bound,
+            annotation_text="no exact plan is faster",
+            annotation_position="bottom right",
+        )
     figure.update_layout(xaxis={"title": "step time over the plain step (predicted)", "ticksuffix": "x"})
     return figure
 
@@ -163,7 +184,7 @@ def lanes_chart(times: StepTimes) -> Any:
                 x=[span.ms for span in spans],
                 y=[span.lane for span in spans],
                 name=phase,
-                marker={"color": color, "line": {"width": 0.5, "color": "rgba(255,255,255,0.6)"}},
+                marker={"color": color, "line": {"width": _edges(spans, times), "color": "rgba(255,255,255,0.6)"}},
                 text=[_span_words(span) for span in spans],
                 textposition="none",
                 hovertemplate="%{text}<extra></extra>",
@@ -179,6 +200,11 @@ def lanes_chart(times: StepTimes) -> Any:
     return figure
 
 
+def _edges(spans: Sequence[Span], times: StepTimes) -> list[float]:
+    """An edge tells two neighbours apart; of a bar that is no wider than its edge nothing would be left."""
+    return [0.5 if span.ms > times.total_ms / 250 else 0 for span in spans]
+
+
 def _span_words(span: Span) -> str:
     where = f", {html.escape(span.module_fqn)}" if span.module_fqn else ""
     travels = f"<br>{show_bytes(span.num_bytes)}" if span.num_bytes is not None else ""
@@ -188,7 +214,7 @@ def _span_words(span: Span) -> str:
 def measured_chart(numbers: Sequence[tuple[str, int | None, int | None]]) -> Any:
     """What was predicted and what was measured, number by number."""
     top_bytes = max((value for _, *values in numbers for value in values if value is not None), default=0)
-    figure = plotly().Figure(layout=_layout("bytes", top_bytes))
+    figure = plotly().Figure(layout=_layout("", top_bytes))
     names = [name for name, _, _ in numbers]
     predicted, measured = [row[1] for row in numbers], [row[2] for row in numbers]
     for label, color, heights in (
@@ -208,5 +234,10 @@ def _layout(title: str, top_bytes: int) -> dict[str, Any]:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-        "yaxis": {"title": title, "range": [0, top_bytes * 1.08 or 1], "tickformat": ".3s", "ticksuffix": "B"},
+        "yaxis": {
+            "title": {"text": title, "standoff": 12},
+            "range": [0, top_bytes * 1.08 or 1],
+            "tickformat": "~s",
+            "ticksuffix": "B",
+        },
     }

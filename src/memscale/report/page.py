@@ -114,18 +114,17 @@ class Report:
         steps = {"without MemScale": self.plain, "with this plan": self.planned}
         known = {name: step for name, step in steps.items() if step is not None and step.moments}
         top_bytes = max((_top_of(step) for step in known.values()), default=0)
+        sections = []
         for number, (name, step) in enumerate(known.items()):
             figures[f"memory{number}"] = charts.memory_chart(step, self.plan.budget_bytes, top_bytes)
             highest = max(step.moments, key=lambda moment: moment.total_bytes)
             cells = [(kind, show_bytes(count)) for kind, count in zip(KINDS, highest.live_bytes, strict=True) if count]
-            where = f" in {highest.module_fqn}" if highest.module_fqn else ""
-            yield _section(
-                f"Memory over one step, {name}",
-                f"memory{number}",
-                f"Live bytes by kind, {step.source}. The peak is {show_bytes(step.peak_bytes)}, in the "
-                f"{highest.phase}{where}.",
-                _table(("at the peak", "bytes"), cells),
-            )
+            where = f" of {highest.module_fqn}" if highest.module_fqn else ""
+            note = f"Live bytes by kind, {step.source}: {show_bytes(step.peak_bytes)} at the peak, in "
+            table = _table(("at the peak", "bytes"), cells)
+            sections.append(_section(f"One step {name}", f"memory{number}", f"{note}{highest.phase}{where}.", table))
+        if sections:
+            yield f'<div class="pair">{"".join(sections)}</div>'
 
     def _layers(self, figures: dict[str, Any]) -> Iterable[str]:
         rows = self.plan.rows
@@ -162,6 +161,8 @@ class Report:
             for point in self.plan.front
         ]
         note = "Plans that no other beats in both peak and time, by the peak model and the time model."
+        if self.plan.predicted_reserved_bytes is not None:
+            note += " Peaks are live bytes; the budget bounds what is reserved, which is more."
         if self.plan.front_note:
             note += f" {self.plan.front_note[0].upper()}{self.plan.front_note[1:]}."
         yield _section("Peak against time", "front", note, _table(("", "peak", "time", "what is done"), cells))
@@ -179,6 +180,9 @@ class Report:
         note = (
             f"One step of {times.total_ms:.1f} ms by the time model: the device, both ways of the link, and the host."
         )
+        promised_ms = self.plan.predicted_step_ms
+        if promised_ms is not None and abs(times.total_ms - promised_ms) > 0.01 * promised_ms:
+            note += f" The plan, which adds up its layers one by one, says {promised_ms:.1f} ms."
         if not any(times.moved_bytes(lane) for lane in LANES):
             note += " This plan moves nothing."
         yield _section("What travels when", "lanes", note, _table(("lane", "at work", "of the step", "moved"), cells))
@@ -189,6 +193,7 @@ class Report:
             predicted_ms = self.plan.predicted_step_ms
             cells.append(("step", _ms_before(predicted_ms).rstrip(", ") or "–", f"{self.measured_step_ms:.1f} ms"))
         if not cells:
+            yield _section("Predicted and measured", "", _OF_A_RUN if self.elsewhere else _OF_A_PLAN, "")
             return
         if self.measured:
             figures["measured"] = charts.measured_chart(self.measured)
@@ -212,6 +217,17 @@ class Report:
         yield _section("Host and disk", "", note, _table(("what", "predicted", "measured"), cells))
 
 
+_OF_A_PLAN = (
+    "Nothing was measured: this page was made of a plan. Of a run, executor.report(...) and a Trainer's "
+    "memscale_report write one with what the device's allocator counted."
+)
+_OF_A_RUN = (
+    "Nothing was measured in this run: its device has no allocator that counts, as a CPU has none, and nobody told. "
+    "memscale.measure() counts live bytes: executor.report(path, live_peak_bytes=measured.peak_bytes, step_ms=...) "
+    "shows them here."
+)
+
+
 def _ms_before(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.1f} ms, "
 
@@ -226,10 +242,8 @@ def _bytes_or_dash(num_bytes: int | None) -> str:
 
 def _section(title: str, chart: str, note: str, table: str) -> str:
     drawn = f'<div class="chart" id="{chart}" role="img" aria-label="{html.escape(title)}"></div>' if chart else ""
-    return (
-        f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{drawn}"
-        f"<details{'' if chart else ' open'}><summary>as a table</summary>{table}</details></section>"
-    )
+    told = f"<details{'' if chart else ' open'}><summary>as a table</summary>{table}</details>" if table else ""
+    return f"<section><h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>{drawn}{told}</section>"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -271,9 +285,12 @@ _STYLE = """
 body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 16px; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 8px; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(max(150px, 22%), 1fr)); gap: 8px; }
 dl div { background: var(--card); border-radius: 8px; padding: 10px 12px; }
 dt { color: var(--faint); font-size: .85rem; } dd { margin: 0; font-weight: 600; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 0 24px; }
+.pair section { min-width: 0; display: grid; grid-template-rows: subgrid; grid-row: span 4; }
+.pair p { margin-top: 0; } footer { margin-top: 2rem; }
 .chart { height: 380px; } .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: 3px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
@@ -289,9 +306,10 @@ function draw() {
   for (const [name, figure] of Object.entries(FIGURES)) {
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
     const layout = { ...figure.layout, font: { color: text }, hoverlabel: { bgcolor: card, font: { color: text } } };
+    if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false;  // a finger scrolls the page
     layout.xaxis = { ...layout.xaxis, ...axis };
     layout.yaxis = { ...layout.yaxis, ...axis };
-    Plotly.react(name, figure.data, layout, { responsive: true, displaylogo: false });
+    Plotly.react(name, figure.data, layout, { responsive: true, displayModeBar: false });
   }
 }
 scheme.addEventListener("change", draw);

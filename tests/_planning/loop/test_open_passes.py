@@ -16,9 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import memscale
 import simgpu
 from memscale import AsyncOffloadConfig, Config
+from memscale._plan import TileHead
 from memscale._planning.loop.open_passes import OpenPasses
+from memscale.techniques.tiling.head import attach_head
+from memscale.techniques.tiling.head.lazy import LazyLogits
 from tests.parity import attached_plan
 from tests.techniques.offload.runs import DEVICE, Gpt, gradients, same, tokens, weights
+from tests.techniques.tiling.models import builds
 
 SHORT, LONG, WIDE = (2, 8), (2, 24), (4, 8)
 
@@ -64,6 +68,19 @@ def test_a_forward_whose_graph_is_gone_is_not_open() -> None:
         gc.collect()
         assert not watched.passes.are_open
         assert number.shape == (1, 2)
+
+
+def test_a_loss_that_goes_round_the_logits_closes_their_forward() -> None:
+    with watching() as watched, builds() as built:
+        undo = contextlib.ExitStack()
+        attach_head(TileHead("", 2), watched.model, undo)
+        logits = watched.model(torch.ones(5, 3))
+        assert isinstance(logits, LazyLogits)
+        assert watched.passes.are_open
+        nn.functional.cross_entropy(logits, torch.zeros(5, dtype=torch.long)).backward()
+        assert not watched.passes.are_open
+        assert not built
+        undo.close()
 
 
 def test_a_step_closes_what_was_open_and_others_do_not() -> None:

@@ -18,6 +18,8 @@ import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config, DoesNotFitError
 from memscale._execute.executor import executor_of
+from memscale._planning import attaching, job
+from memscale._planning.loop import standing_job
 from tests.models import case, small, square_loss
 from tests.parity import assert_same, attached_plan, seed, train
 
@@ -385,6 +387,20 @@ def test_what_does_not_fit_the_host_may_fit_where_the_model_goes() -> None:
     assert attached_plan(model).fits
 
 
+def test_derived_inputs_that_do_not_fit_are_no_error_of_the_user() -> None:
+    """They have 64 tokens, where the batch that comes has 8: it fits, and is planned for."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=16, n_layer=2, n_head=2)).to("simgpu")
+    ids = torch.zeros(1, 8, dtype=torch.long, device="simgpu")
+    config = QUIET.replace(enable_offloading=False)
+    memscale.wrap(model, config, {"input_ids": ids, "labels": ids})
+    lowest = attached_plan(model).predicted_peak_bytes
+    memscale.wrap(model, config.replace(force_optimize=False, memory_budget_gb=1.05 * lowest / 1e9))
+    assert attached_plan(model) is None
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert attached_plan(model).fits
+    memscale.detach(model)
+
+
 def test_a_batch_that_does_not_fit_the_host_is_told_of_the_device() -> None:
     """Whoever gives a batch wants the answer now; it is for where the model is."""
     model = small()
@@ -409,13 +425,14 @@ def test_a_sample_does_not_outlive_its_planning() -> None:
 
 def test_wrapping_looks_at_the_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    detect = memscale.Hardware.detect
+    detect = attaching.detect_hardware
 
     def counted(*args: Any) -> memscale.Hardware:
         looks.append(args)
         return detect(*args)
 
-    monkeypatch.setattr(memscale.Hardware, "detect", counted)
+    for module in (attaching, job, standing_job):
+        monkeypatch.setattr(module, "detect_hardware", counted)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     memscale.wrap(model, memscale.Config(enable_logging=False), sample_input=torch.ones(2, 4))
     memscale.detach(model)

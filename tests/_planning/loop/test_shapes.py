@@ -17,7 +17,7 @@ from memscale._planning.loop.demand import read_demand
 from memscale._planning.loop.replanning import Replanner
 from memscale._planning.loop.shapes import bucket_below, bucket_top, largest_that_fits, placement_of, samples_of
 from memscale._profile.inputs import Inputs
-from memscale.techniques.offload.parameters import state_placement
+from memscale.techniques.offload.parameters import state_following
 
 VOCABULARY, WIDTH, LONG, MIDDLE, SHORT = 32, 16, 96, 40, 12
 
@@ -103,7 +103,7 @@ def test_a_short_batch_is_fast_again_after_a_long_one(tight: memscale.Config) ->
     seen = train(wrapped, lengths)
     assert [loss for loss, _, _ in seen] == [loss for loss, _, _ in losses]
     assert all(torch.equal(*both) for both in zip(plain.parameters(), wrapped.parameters(), strict=True))
-    known = list(replanner_of(wrapped)._known)
+    known = list(replanner_of(wrapped).plans.known)
     assert max(peak for _, peak, _ in seen) <= known[0].plan.budget_bytes
     assert len({placement_of(one.plan.actions) for one in known}) == 1
     num_actions = [number for _, _, number in seen]
@@ -220,7 +220,7 @@ def test_a_change_of_plans_moves_nothing_and_looks_for_nobody(monkeypatch: pytes
     step(LONG)
     homes = [parameter.data_ptr() for parameter in model.parameters()]
     plans = {len(executor.plan.actions)}
-    monkeypatch.setattr(state_placement, "living_optimizers", _nobody_asks)
+    monkeypatch.setattr(state_following, "living_optimizers", _nobody_asks)
     for length in (SHORT, LONG, SHORT):
         step(length)
         plans.add(len(executor.plan.actions))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,7 +132,8 @@ def test_a_recording_ends_when_live_bytes_suffice() -> None:
     planner = in_order()
     actions, seen = actions_of("all streamed", planner), []
     whole = planner.steps(actions, planner.job.config)
-    ended = planner.steps(actions, planner.job.config, goes_on=lambda trace: bool(seen.append(trace)))
+    limit = SimpleNamespace(admits=lambda trace: bool(seen.append(trace)))
+    ended = planner.steps(actions, planner.job.config, limit=limit)
     assert ended.steps == []
     assert ended.levels == whole.levels
     ((peak_bytes, end_bytes),) = whole.levels

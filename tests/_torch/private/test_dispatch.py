@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from memscale._torch import private
 from tests.modes import Counting
@@ -80,6 +81,22 @@ def test_subclasses_are_called_as_plain_tensors_are() -> None:
     assert not seen
     torch.exp(told)
     assert seen == ["exp"]
+
+
+def test_function_modes_can_be_left_out() -> None:
+    seen = []
+
+    class Told(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Told():
+        with private.without_function_modes():
+            torch.exp(torch.zeros(2))
+        assert not seen
+        torch.exp(torch.zeros(2))
+    assert "exp" in seen
 
 
 def test_tracing_transforms_and_forward_mode_are_seen() -> None:

@@ -14,7 +14,9 @@ from memscale._torch import private
 
 def test_fake_tensors_have_no_memory_and_run_a_training_step() -> None:
     mode = private.fake_tensor_mode()
+    assert private.active_fake_mode() is None
     with mode:
+        assert private.active_fake_mode() is not None
         weight = nn.Parameter(torch.empty(1 << 20, 1 << 20))
         (weight[0, :8] * 2).sum().backward()
     assert private.is_fake(weight)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,15 +18,37 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
     assert private.sequence_number(before.grad_fn) < first <= private.sequence_number(after.grad_fn)
 
 
+class Asked(torch.Tensor):
+    """A tensor that is told of every function."""
+
+    asked: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_node_is_found_without_asking_the_class_of_its_tensor() -> None:
+    tensor = torch.ones(2, requires_grad=True).as_subclass(Asked)
+    Asked.asked.clear()
+    node = private.node_of(tensor)
+    assert Asked.asked == []
+    assert tensor.grad_fn is node
+    assert Asked.asked != []
+    assert private.node_of(torch.ones(2)) is None
+
+
 def test_backward_passes_can_be_watched():
     seen = []
 
-    def run(backward: Callable[[], Any]) -> Any:
-        seen.append(private.graph_task_id())
-        return backward()
+    class Watching(private.AutogradEngine):
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(private.graph_task_id())
+            return super().run_backward(*args, **kwargs)
 
     engine = torch.autograd.Variable._execution_engine
-    restore = private.replace_engine(run)
+    restore = private.replace_engine(Watching())
     try:
         x = torch.ones(2, requires_grad=True)
         (gradient,) = torch.autograd.grad((x * 2).sum(), x)

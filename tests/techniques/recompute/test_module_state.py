@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import memscale
 from memscale._execute.executor import Executor
@@ -424,3 +425,122 @@ def test_an_executor_that_outlives_its_model_holds_none_of_its_parameters() -> N
     gc.collect()
     assert executor.plan is not None
     assert [part for part in parts if part() is not None] == []
+
+
+class _Normed(_Block):
+    """Its statistics cannot be told to change by what the first step leaves: a mean of zero, or no run at all."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.first, self.num_calls = first, 0
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("stats", torch.zeros(2, 8))
+        self.register_buffer("mean_of_stats", self.stats[0], persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 1 and self.first == "dropped":
+            return self.net(x)
+        if self.num_calls == 1:
+            x = x - x
+        self.stats.data[0].lerp_(x.detach().mean(0), 0.5)
+        return self.net(self.norm(x) + self.mean_of_stats)
+
+
+@pytest.mark.parametrize("first", ["zero", "dropped"])
+@pytest.mark.parametrize("stay_in_evaluation", [False, True])
+def test_statistics_that_a_first_forward_left_alone_are_counted_once(first: str, stay_in_evaluation: bool) -> None:
+    model = _Chain(lambda: _Normed(first))
+    if stay_in_evaluation:  # the flags of the other parts decide what was learned, too
+        model.blocks[0].net.eval()
+    twin = copy.deepcopy(model)
+    checkpoint_all(model)
+    ours, theirs = _train(model), _train(twin)
+    memscale.detach(model)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    assert twin.blocks[0].norm.num_batches_tracked == 4 - (first == "dropped")
+
+
+_GLOBAL_STATISTICS: list[torch.Tensor] = []
+
+
+class _Statistics(_Block):
+    """Normalises by statistics that are no buffers, from the second call on, and looks at them before and after."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.num_calls = place, 0
+        mean, var = torch.zeros(8), torch.ones(8)
+        if place == "attribute":
+            self.mean, self.var = mean, var
+        elif place == "list":
+            self.held = [mean, var]
+        elif place == "rows":
+            self.rows = {"all": torch.stack([mean, var])}
+        elif place == "module":
+            self.hidden = [nn.BatchNorm1d(8)]
+        elif place == "closure":
+            self.find = lambda: (mean, var)
+        elif place == "global":
+            _GLOBAL_STATISTICS[:] = [mean, var]
+        elif place == "buffers":  # known by another name as well
+            self.register_buffer("mean", mean)
+            self.register_buffer("var", var)
+            self.held = [mean, var]
+
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.place == "attribute":
+            return self.mean, self.var
+        if self.place == "rows":
+            return self.rows["all"][0], self.rows["all"][1]
+        if self.place == "module":
+            norm = self.hidden[0]
+            return norm.running_mean, norm.running_var
+        if self.place == "closure":
+            return self.find()
+        mean, var = _GLOBAL_STATISTICS if self.place == "global" else self.held
+        return mean, var
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            return self.net(x)
+        mean, var = self.statistics()
+        x = x * (1 + mean.clone())
+        x = functional.batch_norm(x, mean, var, training=True, momentum=0.3)
+        return self.net(x + mean.clone() * var.clone())
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "rows", "module", "closure", "global", "buffers"])
+def test_statistics_that_are_no_buffers_are_counted_once(place: str) -> None:
+    seen = []
+    for wrapped in (True, False):
+        seed(3)
+        model = _Chain(lambda: _Statistics(place))
+        executor = checkpoint_all(model) if wrapped else None
+        seen.append([*_train(model), *(t.clone() for block in model.blocks for t in block.statistics())])
+        if executor is not None:
+            executor.detach()
+    _GLOBAL_STATISTICS.clear()
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+class _Scratch(_Block):
+    """Counts in a tensor that is too large to be copied at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        counts = torch.zeros(1 << 16)
+        self.count = lambda: counts.add_(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x * self.count()[0])
+
+
+def test_a_large_tensor_of_a_closure_that_is_changed_in_place_is_refused() -> None:
+    model = _Chain(_Scratch)
+    checkpoint_all(model)
+    with pytest.raises(RuntimeError, match="a global, a closure or an object, was changed in place by this forward"):
+        model(torch.randn(4, 8))
+    memscale.detach(model)

@@ -14,6 +14,7 @@ import simgpu  # noqa: F401  the device must be there before the first backward 
 from memscale import Config
 from memscale._execute.executor import executor_of
 from memscale._plan import TileAttention, TileHead, TileMlp
+from memscale.techniques.tiling.head.lazy import LazyLogits
 from tests.techniques.tiling.models import (
     LOSS_BOUND,
     Attached,
@@ -107,6 +108,31 @@ def test_same_training_on_the_device(name):
         assert not built
     assert_near(losses[0].cpu(), losses[1].cpu(), LOSS_BOUND)
     assert_same_gradients(ours.cpu(), plain.cpu())
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_logits_that_a_wrapped_model_returns_stay_lazy(recovers):
+    """Whoever follows the forwards of a wrapped model looks at the nodes of its outputs, and must not be taken for
+    someone who hooks them: backward would build the logits, which the plan's number does not hold."""
+    model = hugging_face("gpt2", vocab_size=VOCABULARY, n_positions=256).train().to("simgpu")
+    ids = torch.randint(0, VOCABULARY, (2, 256)).to("simgpu")
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    config = Config(
+        enable_logging=False, enable_tiling=True, enable_checkpointing=False, enable_offloading=False,
+        use_8bit_optimizer=False, use_mixed_precision=False, memory_budget_gb=0.12, recover_from_oom=recovers,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with memscale.optimize(model, optimizer, config, batch) as executor, builds() as built:
+        assert any(isinstance(action, TileHead) for action in executor.plan.actions)
+        for _ in range(2):
+            A.reset_peak_memory_stats()
+            output = model(**batch)
+            output.loss.backward()
+            assert type(output.logits) is LazyLogits
+            assert A.max_memory_allocated() <= 1.01 * executor.plan.predicted_peak_bytes
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not built
 
 
 @pytest.mark.full

@@ -58,7 +58,7 @@ class OpenPasses(StepWatcher):
 
     def add(self, output: Any) -> None:
         """A training forward has returned this."""
-        nodes = {id(node): node for tensor in tensors_in(output) if (node := tensor.grad_fn) is not None}
+        nodes = {id(node): node for tensor in tensors_in(output) if (node := private.node_of(tensor)) is not None}
         if nodes:
             new = _Pass()
             for node in nodes.values():

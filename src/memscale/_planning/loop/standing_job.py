@@ -20,7 +20,7 @@ from memscale._decide.travel import travel_of
 from memscale._errors import StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
-from memscale._hardware import Hardware
+from memscale._hardware.detect import detect_hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan
 from memscale._planning.garbage import few_collections
@@ -105,7 +105,7 @@ class StandingJob:
 
     def turn_to(self, device: torch.device) -> bool:
         """Plan for this device from here on. True: it is another than before."""
-        self.hardware = Hardware.detect(device, self.config.offload_dir)
+        self.hardware = detect_hardware(device, self.config.offload_dir)
         if self._executor.settings.device == device:
             return False
         host_bytes = full_budget(self.hardware, self.config).host_bytes

@@ -26,6 +26,7 @@ from memscale._decide.policy import choose_strategy
 from memscale._decide.travel import travels
 from memscale._errors import ProfileError
 from memscale._hardware import Hardware
+from memscale._hardware.detect import detect_hardware
 from memscale._plan import Plan
 from memscale._planning.job import Job
 from memscale._planning.one_way import OneWay
@@ -84,7 +85,7 @@ def fit(
 ) -> Fit:
     """The largest size in each mode. `inputs_at` makes the batch of a size, `limit` is what the model can take."""
     config = (config or Config()).replace(force_optimize=False)
-    hardware = hardware or Hardware.detect(config.device, config.offload_dir)
+    hardware = hardware or detect_hardware(config.device, config.offload_dir)
     search = _Search(model, inputs_at, config, optimizer, hardware, _anchors(vary, limit), limit, on_progress)
     plain = search.largest(config.replace(**_PLAIN), "plain")
     if vary == "batch" and plain.size > search.anchors[0]:

@@ -99,7 +99,9 @@ class Step:
     def await_gradients(self, leaves: list[Any]) -> None:
         """The forward is over, and these are what it returned: gradients that come to them are noted."""
         shown = [
-            (id(leaf.grad_fn), leaf.output_nr) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn
+            (id(node), leaf.output_nr)
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and (node := private.node_of(leaf)) is not None
         ]
         if len(set(shown)) < len(shown):
             self.problem = "the model returns one tensor twice"

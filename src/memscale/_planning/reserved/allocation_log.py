@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 from memscale._plan import ReleasePoint
@@ -186,14 +186,10 @@ class AllocationLog:
         """What came after so many events of the step."""
         return self._now[num_events:]
 
-    def again(self, events: Iterable[Event], make: Mapping[int, Callable[[], object]]) -> None:
-        """These events once more, with serials of their own; in the place of an allocation that is to stay somebody is
-        called who makes it, and whose tensor the log is told of."""
-        serials: dict[int, int] = {}
+    def again(self, events: Iterable[Event], serials: dict[int, int]) -> None:
+        """Take down these events once more, with serials of their own, which are added to `serials` by the old ones."""
         for event in events:
-            if isinstance(event, Allocated) and event.serial in make:
-                make[event.serial]()
-            elif isinstance(event, Allocated):
+            if isinstance(event, Allocated):
                 serial = serials[event.serial] = self.new_serial()
                 self._now.append(Allocated(serial, event.num_bytes, event.place))
             elif isinstance(event, Freed):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -144,7 +143,7 @@ class SteppedOptimizer:
     def _forget_counters(self, optimizer: Optimizer) -> None:
         if self._forgets:
             counters = host_counters(optimizer)
-            self._log.forget(private.storage_key(counter.untyped_storage()) for counter in counters)
+            self._log.forget([private.storage_key(counter.untyped_storage()) for counter in counters])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,8 +195,15 @@ class _KnownStep:
         parameters = parameters_of(optimizer)
         for index, name, value in self.beside:
             optimizer.state[parameters[index]].setdefault(name, value)
-        makers = {serial: functools.partial(one.make, optimizer, parameters) for serial, one in self.left.items()}
-        log.again(self.events, makers)
+        serials, passing = dict[int, int](), list[Event]()
+        for event in self.events:
+            if isinstance(event, Allocated) and event.serial in self.left:
+                log.again(passing, serials)
+                passing.clear()
+                self.left[event.serial].make(optimizer, parameters)  # of which the log is told as of any other tensor
+            else:
+                passing.append(event)
+        log.again(passing, serials)
 
 
 KnownSteps = dict[Hashable, _KnownStep | None]

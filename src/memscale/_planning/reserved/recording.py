@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -193,7 +193,7 @@ def record_steps(
     names_modules: bool = False,
     cuts: Sequence[Cut] = (),
     known: KnownSteps | None = None,
-    goes_on: GoesOn | None = None,
+    limit: Limit | None = None,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
@@ -204,29 +204,20 @@ def record_steps(
     `names_modules`: the log says in which block or other piece of the model something is allocated. `cuts`: blocks that
     forward and backward are recorded without, to which the log is then lengthened; `attach` is for the model without
     them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
-    `goes_on` is asked when the live bytes of forward and backward are known: without its consent the optimizer does not
-    step, and the log has levels and no steps.
+    `limit` is asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer
+    does not step, and the log has levels and no steps.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
-        log.place = Place("parameters")
-        recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
-        log.place = Place("inputs")
-        recorder.see_all(rehearsal.inputs.tensors(), "other")
+        _see_what_is_there(rehearsal, recorder)
         if names_modules:
-            undo.callback(recorder.remove_tensor_hooks)
-            for module_fqn, module in rehearsal.pieces.items():
-                recorder.watch(module_fqn, module, undo)
+            _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
         missing = _Missing(rehearsal, recorder, cuts, undo)
-        attached = None if attach is None else attach(rehearsal.model)
-        if attached is not None:
-            undo.callback(attached.detach)
-            log.place = Place("optimizer")
-            recorder.see_all(getattr(attached, "held", []), "optimizer state")
+        attached = None if attach is None else _attached(attach, rehearsal, recorder, undo)
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
@@ -234,11 +225,37 @@ def record_steps(
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if learns and attached is not None else None
         parts = _Parts(rehearsal, recorder, stepping, missing, leaving)
-        recorded += parts.record(num_steps, lesson, goes_on)
+        recorded += parts.record(num_steps, lesson, limit)
         if recorded and len(recorded) < num_steps:
             recorded += parts.record(num_steps - len(recorded))
         log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
     return log
+
+
+def _see_what_is_there(rehearsal: FakeRehearsal, recorder: EventRecorder) -> None:
+    """Take down what lives all the time: parameters, buffers and the batch."""
+    recorder.events.place = Place("parameters")
+    recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
+    recorder.events.place = Place("inputs")
+    recorder.see_all(rehearsal.inputs.tensors(), "other")
+
+
+def _watch_modules(rehearsal: FakeRehearsal, recorder: EventRecorder, undo: contextlib.ExitStack) -> None:
+    """Let the log say in which block or other piece of the model something is allocated."""
+    undo.callback(recorder.remove_tensor_hooks)
+    for module_fqn, module in rehearsal.pieces.items():
+        recorder.watch(module_fqn, module, undo)
+
+
+def _attached(
+    attach: Attach, rehearsal: FakeRehearsal, recorder: EventRecorder, undo: contextlib.ExitStack
+) -> Detachable:
+    """Put a plan's techniques on, until undone."""
+    attached = attach(rehearsal.model)
+    undo.callback(attached.detach)
+    recorder.events.place = Place("optimizer")
+    recorder.see_all(getattr(attached, "held", []), "optimizer state")
+    return attached
 
 
 class _Lesson:
@@ -338,8 +355,11 @@ def _optimizer_on(
     return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
 
 
-GoesOn = Callable[[StepTrace], bool]
-"""Whether it is worth going on, given the highest forward and backward as one segment."""
+class Limit(Protocol):
+    """What live bytes are held against."""
+
+    def admits(self, trace: StepTrace) -> bool:
+        """Whether it is worth going on, given the highest forward and backward as one segment."""
 
 
 class _Parts:
@@ -356,7 +376,7 @@ class _Parts:
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
         self._missing, self._leaving = missing, leaving
 
-    def record(self, num_steps: int, lesson: _Lesson | None = None, goes_on: GoesOn | None = None) -> list[list[Event]]:
+    def record(self, num_steps: int, lesson: _Lesson | None = None, limit: Limit | None = None) -> list[list[Event]]:
         """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps.
 
         One step alone where what is attached has learnt something from it, or its gradients are left to the next.
@@ -371,7 +391,7 @@ class _Parts:
             is_learnt = lesson is not None and lesson.is_learnt
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                if goes_on is None or is_learnt or goes_on(self._least(held, [*kept, loss])):
+                if limit is None or is_learnt or limit.admits(self._least(held, [*kept, loss])):
                     stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
         ended, let_go = log.begin_step(), recorder.storages.begin_step()
         del loss
@@ -396,11 +416,13 @@ class _Parts:
         return _pass_through(self._rehearsal, self._recorder)
 
     def _step(self, num_steps: int) -> list[list[Event]]:
+        """Steps of the optimizer. The stage's function modes have nothing to say there, and take time at every call."""
         stepped = []
         for _ in range(num_steps):
             stepped.append(self._recorder.events.begin_step())
             if self._optimizer is not None:
-                with self._recorder.optimizing(), self._rehearsal.values.unasked():
+                alone = private.without_function_modes()
+                with self._recorder.optimizing(), self._rehearsal.values.unasked(), alone:
                     self._optimizer.step()
         return stepped
 

@@ -36,9 +36,11 @@ from memscale._torch.private.dispatch import (
     real_tensors,
     remove_mode,
     run_opened,
+    without_function_modes,
     without_torch_function,
 )
 from memscale._torch.private.fake_tensors import (
+    active_fake_mode,
     asks_for_values,
     data_dependent_errors,
     device_answer,
@@ -49,6 +51,7 @@ from memscale._torch.private.fake_tensors import (
     is_fake,
 )
 from memscale._torch.private.graphs import (
+    AutogradEngine,
     at_end_of_backward,
     graph_task_id,
     is_own_node,
@@ -56,6 +59,7 @@ from memscale._torch.private.graphs import (
     mark_node,
     mark_of,
     next_sequence_number,
+    node_of,
     replace_engine,
     run_first,
     sequence_number,
@@ -93,9 +97,11 @@ from memscale._torch.private.versions import detach_with_version, share_version_
 __all__ = [
     "COMPILED_CALL",
     "NUM_HOLDERS_IN_DISPATCH",
+    "AutogradEngine",
     "Remembered",
     "SeenThrough",
     "active_ddp",
+    "active_fake_mode",
     "active_modes",
     "allocator_bytes",
     "asks_for_values",
@@ -141,6 +147,7 @@ __all__ = [
     "never_compiled",
     "never_while_compiled",
     "next_sequence_number",
+    "node_of",
     "num_holders",
     "outside_checkpoints",
     "plain_shells",
@@ -164,6 +171,7 @@ __all__ = [
     "version_witness",
     "why_not_rehearsed",
     "without_compiler",
+    "without_function_modes",
     "without_torch_function",
     "wrapper_tensor",
 ]

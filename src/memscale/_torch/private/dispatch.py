@@ -99,6 +99,11 @@ def without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def without_function_modes() -> Any:
+    """Nobody's `__torch_function__` is called: neither that of modes nor that of tensor subclasses."""
+    return torch._C.DisableTorchFunction()
+
+
 def is_tracing() -> bool:
     """Whether TorchScript is recording."""
     return bool(torch._C._get_tracing_state())

@@ -6,11 +6,20 @@ that `Variable` calls.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from memscale._torch.private.dispatch import without_torch_function
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """What computed a tensor; None: nothing that autograd knows. Its class is not asked: lazy logits give up tiling for
+    one who takes their node and may hook it (`techniques/tiling/head/functions.py`). So whoever asks here must not
+    change a gradient."""
+    with without_torch_function():
+        return tensor.grad_fn
 
 
 def is_own_node(node: Any) -> bool:
@@ -62,25 +71,17 @@ def mark_of(node: Any, key: str) -> Any:
     return node.metadata.get(key)
 
 
-class _Engine(torch._C._ImperativeEngine):
-    """Autograd's engine, with somebody around every backward pass that Python starts."""
-
-    def __init__(self, run: Callable[[Callable[[], Any]], Any]) -> None:
-        super().__init__()
-        self._run = run
-
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(functools.partial(super().run_backward, *args, **kwargs))
+AutogradEngine = torch._C._ImperativeEngine
+"""The class of autograd's engine. Every backward pass that Python starts calls `run_backward` of the engine in use."""
 
 
-def replace_engine(run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let `run(backward)` call every backward pass from now on. Returns what undoes that."""
+def replace_engine(engine: AutogradEngine) -> Callable[[], None]:
+    """Use this engine from now on. Returns what undoes that."""
     variable: Any = torch.autograd.Variable
-    before = variable._execution_engine
-    ours = variable._execution_engine = _Engine(run)
+    before, variable._execution_engine = variable._execution_engine, engine
 
     def restore() -> None:
-        if variable._execution_engine is ours:
+        if variable._execution_engine is engine:
             variable._execution_engine = before
 
     return restore

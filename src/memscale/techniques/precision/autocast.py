@@ -26,7 +26,7 @@ from memscale._plan import MixedPrecision
 from memscale._torch import private
 from memscale._torch.overrides import ForwardOverride, OwnHook, keep_copies_clean
 from memscale.techniques.precision.loss_scale import LossScale
-from memscale.techniques.precision.output_tensors import find_foreign_hook, map_outputs
+from memscale.techniques.precision.output_tensors import find_foreign_hook, widened
 from memscale.techniques.precision.scaled_graph import ScaledGraph
 
 __all__ = ["LossScale", "Precision", "attach"]
@@ -91,10 +91,10 @@ class Precision:
         call.autocast.__exit__(None, None, None)
         if output is None:
             return None
-        widened = map_outputs(output, self._widen, leave=_STAYS_NARROW)
+        wide = widened(output, self.dtype, leave=_STAYS_NARROW)
         if call.graph is None:
-            return widened
-        return call.graph.close(model, output if widened is None else widened)
+            return wide
+        return call.graph.close(model, output if wide is None else wide)
 
     def close(self) -> None:
         """Off, even in the middle of a forward (planning again happens there)."""
@@ -103,9 +103,6 @@ class Precision:
             call = self._calls.pop()
             if call is not None:
                 call.autocast.__exit__(None, None, None)
-
-    def _widen(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype == self.dtype else tensor
 
     def _scales(self, model: nn.Module) -> bool:
         assert self.scale is not None

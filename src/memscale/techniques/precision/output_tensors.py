@@ -41,6 +41,11 @@ def map_outputs(output: Any, change: MapTensor, leave: tuple[str, ...] = ()) -> 
     return _map_outputs(output, InPlace(change, leave))
 
 
+def widened(output: Any, narrow: torch.dtype, leave: tuple[str, ...] = ()) -> Any:
+    """The output with its tensors of this type in 32 bits, or None if there are none. `leave`: as for `map_outputs`."""
+    return map_outputs(output, lambda tensor: tensor.float() if tensor.dtype == narrow else tensor, leave)
+
+
 def _map_outputs(output: Any, inside: InPlace) -> Any:
     leaves, spec = tree_flatten(output)
     changed = [_map_leaf(leaf, inside) for leaf in leaves]
@@ -112,13 +117,7 @@ def change_attributes(model: nn.Module, change: MapTensor) -> None:
 
 
 def _change_computed(change: MapTensor, tensor: torch.Tensor) -> torch.Tensor:
-    return change(tensor) if node_of(tensor) is not None else tensor
-
-
-def node_of(tensor: torch.Tensor) -> Any:
-    """What computed it. Lazy logits are not asked: they give up tiling for one who may hook them, and we do not."""
-    with private.without_torch_function():
-        return tensor.grad_fn
+    return change(tensor) if private.node_of(tensor) is not None else tensor
 
 
 # ---- hooks

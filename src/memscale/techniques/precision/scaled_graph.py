@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import MemScaleError
 from memscale._torch import private
-from memscale.techniques.precision.output_tensors import change_attributes, map_outputs, node_of
+from memscale.techniques.precision.output_tensors import change_attributes, map_outputs
 
 if TYPE_CHECKING:
     from memscale.techniques.precision.loss_scale import LossScale
@@ -68,7 +68,7 @@ class ScaledGraph:
         self._came_in = {  # another thread, with numbers of its own, may have computed it
             (node, leaf.output_nr)
             for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and (node := node_of(leaf)) is not None
+            if isinstance(leaf, torch.Tensor) and (node := private.node_of(leaf)) is not None
         }
         self._roots: list[Any] = []
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -90,11 +90,11 @@ class ScaledGraph:
         if id(tensor) not in self._known:  # the same tensor under two names stays one
             scaled: torch.Tensor = ScaleGradient.apply(tensor, self.factor)  # type: ignore[no-untyped-call]
             self._known[id(tensor)] = (tensor, scaled)
-            self._roots.append(node_of(scaled))
+            self._roots.append(private.node_of(scaled))
         return self._known[id(tensor)][1]
 
     def _hand_out_if_new(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._hand_out(tensor) if self._is_new(node_of(tensor)) else tensor
+        return self._hand_out(tensor) if self._is_new(private.node_of(tensor)) else tensor
 
     def _is_new(self, node: Any) -> bool:
         return private.sequence_number(node) >= self._first
@@ -188,5 +188,5 @@ def _refuse_reentrant(node: Any) -> None:
 
 
 def _is_scaled(tensor: torch.Tensor) -> bool:
-    node = node_of(tensor)
+    node = private.node_of(tensor)
     return node is not None and _is_border(node)

@@ -6,12 +6,13 @@ autocast), the recompute sees the module as the forward saw it:
 - Python's and NumPy's random state, and that of generators which the module holds;
 - buffers that the forward changes (BatchNorm statistics, spectral-norm vectors) and attributes (a counter, a list
   that grows, an object or an array that is written to) as they were before it, so that they are not changed twice;
+- small tensors that are not registered and that its code can reach (in a list, a closure, a global), likewise;
 - attributes that somebody sets between forward and backward (a dropout rate, the training mode) as they were;
 - the very parameters, also when `torch.func.functional_call` had put others in their place;
 - arguments: containers that a module changes in place are changed once.
 
-Known limits: state that a forward changes elsewhere (a global, a class, an iterator that it draws from), or inside an
-attribute and not at its first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on
+Known limits: Python state that a forward changes elsewhere (a global, a class, an iterator that it draws from), or in
+an attribute and not at its first run, is not reproduced; `Config(verify_correctness=True)` finds that. Forward hooks on
 parts of the module run again in the recompute. A module that changes its input tensors in place, or attributes of an
 object among its arguments, is refused. A module that is given a key-value cache of the caller's is not recomputed for
 that call (see `key_value_caches.py`), nor is any inside `torch.func` transforms.

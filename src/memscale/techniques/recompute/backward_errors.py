@@ -125,7 +125,7 @@ class _Guard:
             self._owners.add(owner)
             self._num_users += 1
             if self._num_users == 1:
-                self._undo.callback(private.replace_engine(self.run))
+                self._undo.callback(private.replace_engine(_WaitingEngine(self)))
 
     def leave(self, owner_ref: weakref.ref[Any]) -> None:
         with self._lock:
@@ -204,6 +204,17 @@ class _Guard:
             num_before = self._inner.num_started
             for device in devices:
                 _pass_through(device)
+
+
+class _WaitingEngine(private.AutogradEngine):
+    """Autograd's engine, with the guard around every backward pass that Python starts."""
+
+    def __init__(self, guard: _Guard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._guard.run(functools.partial(super().run_backward, *args, **kwargs))
 
 
 def _pass_through(device: torch.device) -> None:

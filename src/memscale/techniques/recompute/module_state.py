@@ -8,11 +8,13 @@
 
 It runs once a layer a step, so it is written for speed: `python -m benchmarks.overhead`.
 
-NOTE [changing state]: which buffers and attributes a forward changes is learned at the first forward in each state of
-the training flags; from then on only those are copied, and of the others it is seen whether they were replaced or, for
-tensors, changed. Buffers are compared by value at first: some kernels write to them without telling autograd. Objects,
-arrays and other containers that an attribute holds are looked into at that first forward, too (held_state.py); those
-that it changed show the recompute what they held, and are the same objects all the time.
+NOTE [changing state]: small vectors and numbers among the buffers are copied before every forward: kernels of batch
+norms write to them without telling autograd, and that a forward left them alone says nothing of the next one (a layer
+that was dropped, a mean that was zero). Which other buffers and attributes a forward changes is learned at the first
+forward in each state of the training flags; from then on only those are copied, and of the others it is seen whether
+they were replaced or, for tensors, changed. Buffers are compared by value at that first forward. Objects, arrays and
+other containers that an attribute holds are looked into then, too (held_state.py); those that it changed show the
+recompute what they held, and are the same objects all the time.
 
 NOTE [tables]: everything lies in dictionaries: four for each part of the module, its attributes, parameters, buffers
 and children. They are numbered and read in one go. Those of the parts are held; the module's own is not, since it
@@ -36,18 +38,21 @@ from memscale._torch.snapshots import (
     ABSENT,
     KeptTensor,
     clones_of,
+    groups_sharing_memory,
     has_same_values,
     is_generator,
+    is_small_vector,
     is_unchanged,
     may_change_silently,
     set_state,
-    sharing_keys,
     snapshot,
     stand_in_for,
     state_of,
     version_of,
     versions_of,
 )
+from memscale.techniques.recompute import tensors_beside
+from memscale.techniques.recompute.tensors_beside import KeptTensors, TensorsBeside
 
 Table: TypeAlias = dict[str, Any]
 Slot: TypeAlias = tuple[int, str]
@@ -154,8 +159,8 @@ class Memory:
     """What one forward found."""
 
     __slots__ = (
-        "attributes", "buffers", "copies", "flags", "generators", "held", "layout", "shared", "tensors", "values",
-        "versions",
+        "attributes", "beside", "buffers", "copies", "flags", "generators", "held", "layout", "shared", "tensors",
+        "values", "versions",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
@@ -177,14 +182,17 @@ class Memory:
         """Random generators that the module holds, and their state."""
         self.held: dict[Slot, HeldState] = {}
         """What the attributes held that it changed inside."""
+        self.beside: KeptTensors | None = None
+        """Tensors that are not registered."""
 
 
 class Shown:
     """What the module really has while it shows a memory."""
 
-    __slots__ = ("entries", "generators", "hidden")
+    __slots__ = ("contents", "entries", "generators", "hidden")
 
     def __init__(self) -> None:
+        self.contents: tensors_beside.Contents = []
         self.hidden: list[Hidden] = []
         self.entries: list[tuple[Table, str, Any]] = []
         self.generators: list[tuple[Any, Any]] = []
@@ -224,6 +232,7 @@ class ModuleState:
 
     def _forget(self) -> None:
         self._buffers, self._attributes, self._held = _Buffers(self._on_host), _Attributes(), _Held()
+        self._beside = TensorsBeside()
 
     def forget_parts(self) -> None:
         """The module is gone: whoever still holds its executor does not hold the parameters of its parts."""
@@ -240,13 +249,18 @@ class ModuleState:
             self._buffers.before(memory)
         self._attributes.before(memory)
         self._held.before(memory)
+        if not self._on_host:  # who restores a whole step looks beside the model himself
+            memory.beside = self._beside.before(self._there(), [values[k] for k in self._layout.tensors])
         return memory
+
+    def _there(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a module's forward runs while the module lives"
+        return module
 
     def _look_again(self) -> list[Any]:
         """There is more or less than there was. All that was learned about other parts is forgotten."""
-        module = self._module()
-        assert module is not None, "a module's forward runs while the module lives"
-        layout = Layout(module)
+        layout = Layout(self._there())
         if not layout.has_the_parts_of(self._layout):
             self._forget()
         self._layout = layout
@@ -261,6 +275,8 @@ class ModuleState:
         if memory.flags not in self._attributes.changing:
             self._attributes.learn(memory)
             self._held.learn(memory)
+        if memory.beside is not None:
+            self._beside.after(memory.beside)
 
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it. Refuses before it changes anything."""
@@ -285,6 +301,8 @@ class ModuleState:
             set_state(generator, state)
         for held in memory.held.values():
             shown.hidden.append(held.show())
+        if memory.beside is not None:
+            shown.contents = tensors_beside.show(memory.beside)
         return shown
 
     def restore(self, memory: Memory) -> None:
@@ -301,7 +319,7 @@ class ModuleState:
         before = dict(zip(layout.slots, memory.values, strict=True))
         with torch.no_grad():
             for slot, copied in memory.copies.items():
-                if isinstance(copied, torch.Tensor):
+                if isinstance(copied, torch.Tensor) and not _is_as_copied(copied, before[slot]):
                     before[slot].copy_(copied)
         _put((layout.table(slot[0]), slot[1], before[slot]) for slot in memory.copies if slot in before)
         for slot, kept in memory.attributes.items():  # what objects and containers held is put back below
@@ -314,6 +332,7 @@ class ModuleState:
 
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
+        tensors_beside.hide(shown.contents)
         for hidden in reversed(shown.hidden):
             hide(hidden)
         _put(reversed(shown.entries))
@@ -343,41 +362,48 @@ def _refuse_changed(memory: Memory) -> None:
 
 
 class _Buffers:
-    """Knows which buffers a forward changes."""
+    """Knows which buffers a forward changes. See NOTE [changing state]."""
 
     def __init__(self, on_host: bool) -> None:
         self._on_host = on_host
         self._changing: dict[Flags, set[Slot]] = {}
         self._looked_at: list[weakref.ref[Any]] = []
+        self._small: frozenset[Slot] = frozenset()
+        """Those that are copied before every forward, and all that share memory with one of them."""
         self._shared: frozenset[Slot] = frozenset()
 
     def before(self, memory: Memory) -> None:
         found = dict(zip(memory.layout.buffer_slots, memory.values[memory.layout.buffers], strict=True))
+        self._look_at(found)
         known = self._changing.get(memory.flags)
         if known is None:
             copied = {slot: value for slot, value in found.items() if value is not None and self._may_change(value)}
         else:
-            copied = {slot: found.pop(slot) for slot in known if slot in found}
+            copied = {slot: found.pop(slot) for slot in [*self._small, *known.difference(self._small)] if slot in found}
         if found:
             memory.buffers = [(slot, value, version_of(value)) for slot, value in found.items()]
         if copied and self._on_host:
             memory.copies = {slot: _copied_to_host(value) for slot, value in copied.items()}
         elif copied:
-            memory.shared = self._find_shared(copied)
+            memory.shared = self._shared.intersection(copied)
             memory.copies = clones_of(copied, memory.shared)
 
     def _may_change(self, value: torch.Tensor) -> bool:
         """Whether a value may change unseen; the versions of large ones that are written to as usual tell of it."""
         return may_change_silently(value) and not (self._on_host and value.nbytes > LARGEST_HOST_COPY_BYTES)
 
-    def _find_shared(self, values: dict[Slot, Any]) -> frozenset[Slot]:
-        """The slots that share memory, looked for anew only when there are other tensors than last time: that takes
-        time."""
-        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+    def _look_at(self, found: dict[Slot, Any]) -> None:
+        """What is small and what shares memory is looked for only when there are other tensors than last time: that
+        takes time."""
+        values = {slot: value for slot, value in found.items() if isinstance(value, torch.Tensor)}
         known = [ref() for ref in self._looked_at]
-        if len(tensors) != len(known) or not all(map(_is, tensors, known)):
-            self._looked_at, self._shared = [weakref.ref(tensor) for tensor in tensors], sharing_keys(values)
-        return self._shared
+        if len(values) == len(known) and all(map(_is, values.values(), known)):
+            return
+        self._looked_at = [weakref.ref(value) for value in values.values()]
+        groups = groups_sharing_memory(values)
+        small = [group for group in groups if any(is_small_vector(values[slot]) for slot in group)]
+        self._small = frozenset(slot for group in small for slot in group)
+        self._shared = frozenset(slot for group in groups if len(group) > 1 for slot in group)
 
     def after(self, memory: Memory) -> None:
         layout = memory.layout
@@ -398,13 +424,18 @@ class _Buffers:
             _refuse_buffer(layout, next(iter(touched)))
 
     def _learn(self, memory: Memory, touched: dict[Slot, Any]) -> None:
-        changed = {slot for slot, value in memory.copies.items() if not _is_as_copied(value, memory.layout.get(slot))}
+        changed = {
+            slot
+            for slot, value in memory.copies.items()
+            if slot not in self._small and not _is_as_copied(value, memory.layout.get(slot))
+        }
         known = self._changing[memory.flags] = changed.union(touched)
         for slot, value in touched.items():
             if slot not in memory.copies:  # made by this forward, or without values: then any copy will do
                 memory.copies[slot] = value.clone() if isinstance(value, torch.Tensor) else value
-        memory.copies = {slot: kept for slot, kept in memory.copies.items() if slot in known}
-        memory.buffers = [entry for entry in memory.buffers if entry[0] not in known]
+        kept = known | self._small
+        memory.copies = {slot: copied for slot, copied in memory.copies.items() if slot in kept}
+        memory.buffers = [entry for entry in memory.buffers if entry[0] not in kept]
 
 
 def _copied_to_host(value: Any) -> Any:

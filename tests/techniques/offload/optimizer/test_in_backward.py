@@ -650,14 +650,17 @@ def test_run_options_default_to_not_doing_it() -> None:
     assert RunOptions().steps_in_backward is False
 
 
-def test_parameters_that_share_memory_are_refused() -> None:
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_parameters_that_share_memory_are_refused(num_steps: int) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    net[1].weight = nn.Parameter(net[0].weight.detach())
     optimizer = O.SGD(net.parameters(), lr=0.1)
-    before = weights_of(net)
-    with (
-        in_backward(net, optimizer=optimizer),
-        pytest.raises(StepInBackwardError, match=r"2 parameters of shape \(4, 4\) share their memory"),
-    ):
-        net(torch.ones(1, 4)).sum().backward()
+    with in_backward(net, optimizer=optimizer):
+        for _ in range(num_steps):
+            net(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        net[1].weight.data = net[0].weight.data
+        before = weights_of(net)
+        with pytest.raises(StepInBackwardError, match=r"2 parameters of shape \(4, 4\) share their memory"):
+            net(torch.ones(1, 4)).sum().backward()
     assert same(weights_of(net), before)

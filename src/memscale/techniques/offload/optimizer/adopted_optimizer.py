@@ -55,6 +55,7 @@ from memscale.techniques.offload.optimizer.separable import (
     steps_each_element,
     take_over,
 )
+from memscale.techniques.offload.optimizer.shared_memory import SharedMemory
 from memscale.techniques.offload.parameters.parameter_homes import overlapping
 from memscale.techniques.offload.parameters.state_placement import contents_beside, stays_on_host
 from memscale.techniques.offload.store.stores import Layout, Stretch
@@ -73,6 +74,7 @@ class AdoptedOptimizer:
         self.choose = choose
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self._shared = SharedMemory()
         self._broken: str | None = None
         self._loading: dict[str, Any] | None = None
         self._hooks = contextlib.ExitStack()
@@ -141,16 +143,28 @@ class AdoptedOptimizer:
 
     def follow_devices(self, optimizer: Optimizer) -> None:
         """Make new buckets for parameters that are no longer on one device together, or on another kind of device."""
-        stale = [bucket for bucket in self.buckets if not self._is_sound(bucket)]
+        self._dissolve(optimizer, [bucket for bucket in self.buckets if not self._is_sound(bucket)])
+        try:
+            self._send_away(optimizer, is_astray=True)
+        finally:
+            self._move_what_stayed(optimizer)
+
+    def _dissolve(self, optimizer: Optimizer, stale: Sequence[Bucket]) -> None:
         for bucket in stale:
             self.visits.dissolve(optimizer.state, bucket)
             self.buckets.remove(bucket)
             for parameter in bucket.parameters:
                 del self._bucket_of[id(parameter)]
-        try:
-            self._send_away(optimizer, is_astray=True)
-        finally:
-            self._move_what_stayed(optimizer)
+
+    def _follow_memory(self, optimizer: Optimizer) -> None:
+        """Make new buckets for parameters that share memory since the last step, and are not stepped together."""
+        stale: dict[int, Bucket] = {}
+        for group in self._shared.new_groups(parameters_of(optimizer)):
+            buckets = {id(one): one for p in group if (one := self._bucket_of.get(id(p))) is not None}
+            if len(buckets) > 1 or any(one.stretches or not self._is_sound(one) for one in buckets.values()):
+                stale |= buckets
+        self._dissolve(optimizer, [*stale.values()])
+        self._move_beside(optimizer, [p for bucket in stale.values() for p in bucket.parameters])
 
     def _move_what_stayed(self, optimizer: Optimizer) -> None:
         """Move state that is too small to travel to the device of its parameter."""
@@ -236,6 +250,7 @@ class AdoptedOptimizer:
         self._raise_failures("the step before was complete")
         call = StepCall(args[1:], kwargs)
         call.evaluate_closure()
+        self._follow_memory(optimizer)
         self._update_buckets(optimizer)
         split = SplitStep(optimizer)
         run_resumed(optimizer, lambda: self._step_buckets(optimizer, split, call))

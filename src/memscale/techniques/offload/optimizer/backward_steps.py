@@ -60,7 +60,7 @@ from memscale.techniques.offload.optimizer.separable import (
     owners_of,
     skips_parameters_without_gradient,
 )
-from memscale.techniques.offload.parameters.parameter_homes import overlapping
+from memscale.techniques.offload.optimizer.shared_memory import SharedMemory
 
 _BROKEN: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 """Optimizers whose last backward failed half-way, with the failure. This outlives a plan."""
@@ -134,6 +134,7 @@ class BackwardSteps(StepWatcher):
         self._scaled_pass = -1
         """The last backward that began at a loss that a scaler had multiplied."""
         self._has_checked = False
+        self._shared = SharedMemory()
 
     def attach(self, undo: contextlib.ExitStack) -> None:
         model = self._model()
@@ -174,6 +175,8 @@ class BackwardSteps(StepWatcher):
         optimizer = self._found()
         self._note_failed_pass(optimizer)
         _refuse_broken(optimizer)
+        for group in self._shared.new_groups(parameters_of(optimizer)):
+            _refuse_shared(group)
         if self._done is not None:
             raise StepInBackwardError(
                 "Backward runs a second time before optimizer.step(): gradients are accumulated over several batches, "
@@ -370,15 +373,16 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
             f"The parameters of {type(optimizer).__name__} are on {' and '.join(devices)}, and with "
             f"step_in_backward=True they must be on one device. Nothing was stepped. {_WITHOUT}"
         )
-    for group in overlapping(parameters_of(optimizer)):
-        if len(group) > 1:
-            raise StepInBackwardError(
-                f"{len(group)} parameters of shape {tuple(group[0].shape)} share their memory: with "
-                f"step_in_backward=True one would be stepped while the other is in use. Nothing was stepped. {_WITHOUT}"
-            )
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise StepInBackwardError(
             f"{distributed.get_world_size()} processes train together, and their gradients are put together after "
             f"they are final in each; with step_in_backward=True that is too late. Nothing was stepped. {_WITHOUT}"
         )
+
+
+def _refuse_shared(group: list[torch.Tensor]) -> None:
+    raise StepInBackwardError(
+        f"{len(group)} parameters of shape {tuple(group[0].shape)} share their memory: with step_in_backward=True one "
+        f"would be stepped while the other is in use. Nothing was stepped. {_WITHOUT}"
+    )

@@ -1,17 +1,9 @@
-"""An optimizer's state, and the scale of gradients, follow parameters to another device.
-
-NOTE [scale on the host]: `torch.amp.GradScaler` copies its scale to the devices of the gradients without blocking and
-uses the copy at once. A copy to the host is a race then, which goes wrong rarely and silently on real devices. While
-gradients live on the host, such copies block in the scaler's replicator. Fused optimizers copy the scale themselves, so
-they are given a copy on the host. They skip a step if `found_inf` is 1, but the scaler passes the sum over devices,
-which is 2 if two of them overflowed: they are given 1.
-"""
+"""Where an optimizer's state lies: beside its parameters, wherever these are moved to."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,10 +11,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memscale._torch import private
-from memscale._torch.interception import intercept
-from memscale._torch.optimizer_steps import StepOrder, StepWatcher, living_optimizers, owns_any, watch_steps
-from memscale._torch.overrides import undo_with
+from memscale._torch.optimizer_steps import StepOrder, StepWatcher
 from memscale.techniques.offload.optimizer.separable import is_taken_over
 
 _HOST_SCALARS = ("step", "mu_product")
@@ -42,9 +31,9 @@ class Followers(StepWatcher):
         self._moved_scalars: set[tuple[int, str]] = set()
         """Counters that some optimizers keep beside the parameter, by the parameter's id and their name."""
 
-    def follow_all(self) -> None:
-        """Move the state of the model's optimizers to where the parameters are now."""
-        for optimizer in living_optimizers():
+    def follow_all(self, optimizers: Iterable[Optimizer]) -> None:
+        """Move the state of those that are the model's to where the parameters are now."""
+        for optimizer in optimizers:
             if self.concerns(optimizer):
                 self._optimizers.add(optimizer)
                 self._follow(optimizer)
@@ -60,7 +49,7 @@ class Followers(StepWatcher):
         self._moved_scalars |= other._moved_scalars
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        return owns_any(optimizer, (reference() for reference in self._parameters.values()))
+        return any(self._is_ours(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Move the state of an optimizer that was out of reach until now (unpickled, or made by a library)."""
@@ -115,25 +104,9 @@ def stays_on_host(name: str, value: torch.Tensor, group: dict[str, Any]) -> bool
 
 
 def _scale_on_host(optimizer: Any) -> None:
-    """Let scales be copied to the host safely. See NOTE [scale on the host]."""
+    """Let scales be copied to the host safely. See NOTE [scale on the host] in `state_following.py`."""
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if isinstance(scale, torch.Tensor):
         optimizer.grad_scale = scale.cpu()
     if isinstance(found_inf, torch.Tensor):
         optimizer.found_inf = (found_inf.cpu() != 0).to(found_inf.dtype)
-
-
-def _blocking_get(get: Callable[..., torch.Tensor], replicator: Any, device: torch.device) -> torch.Tensor:
-    copy = get(replicator, device)
-    if device.type == "cpu" and replicator.master.device.type != "cpu":
-        torch.accelerator.current_stream(replicator.master.device).synchronize()
-    return copy
-
-
-def attach(model: nn.Module, undo: contextlib.ExitStack) -> Followers:
-    """Let state follow parameters and copy scales safely, until undone or until the model is gone."""
-    followers = Followers(model)
-    undo.callback(followers.release)
-    undo_with(model, watch_steps(followers), undo)
-    undo_with(model, intercept(private.scale_replicator(), "get", _blocking_get), undo)
-    return followers

@@ -31,7 +31,7 @@ from memscale._plan import StreamParameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
-from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, placed_copies, state_placement
+from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, placed_copies, state_following
 from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
 from memscale.techniques.offload.parameters.parameter_homes import (
     LARGEST_SEGMENT_BYTES,
@@ -43,6 +43,7 @@ from memscale.techniques.offload.parameters.parameter_homes import (
     parameters_in,
     slots_of,
 )
+from memscale.techniques.offload.parameters.state_placement import Followers
 from memscale.techniques.offload.parameters.step_visits import StepVisits
 from memscale.techniques.offload.parameters.streamer import Expectation, Passage, Stamp, Streamer, Visit
 from memscale.techniques.offload.parameters.sum_order import Uses, follow
@@ -322,7 +323,7 @@ def _move_in(
 ) -> None:
     """Move streamed parameters home, with their state. Some of them may be there already, from the plan before."""
     homes = streamer.homes
-    following = state_placement.attach(model, undo)  # undone after the homes: state follows its parameters both ways
+    following = state_following.attach(model, undo)  # undone after the homes: state follows its parameters both ways
     following.leaves_adopted = previous is not None
     streamer.following = following
     undo.callback(_leave_adopted, following, homes)
@@ -337,7 +338,7 @@ def _move_in(
             return  # nothing has moved, so no state has to: see NOTE [a change of plans]
     if not is_fake:  # on a stage there is no state yet, and looking for optimizers goes through all of Python's objects
         in_parts.refuse_joined_gradients(model)
-        following.follow_all()
+        state_following.follow_all(following)
         torch.accelerator.empty_cache()  # otherwise the segments that parameters have left stay reserved
 
 
@@ -473,7 +474,7 @@ def _open(
     return homes, transfers
 
 
-def _leave_adopted(following: state_placement.Followers, homes: Homes) -> None:
+def _leave_adopted(following: Followers, homes: Homes) -> None:
     """Keep state that waits, or will wait, from coming to the device as a whole between two plans."""
     following.leaves_adopted = homes.are_handed_over
 
@@ -489,7 +490,7 @@ def let_go(streamer: Streamer, model: nn.Module) -> None:
     with contextlib.ExitStack() as undo:
         undo.callback(streamer.store.close)
         undo.callback(streamer.transfers.close)
-        state_placement.attach(model, undo).follow_all()
+        state_following.follow_all(state_following.attach(model, undo))
         streamer.homes.keep()
         undo.callback(streamer.homes.restore)
 

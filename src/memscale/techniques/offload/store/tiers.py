@@ -26,12 +26,16 @@ def open_tier(
     async_config: AsyncOffloadConfig,
     host_budget_bytes: int | None,
     offload_dir: str | None,
+    verify: bool = False,
 ) -> Transfers:
-    """Return the next tier of this device and the transfers that move tensors there, until undone."""
+    """Return the next tier of this device and the transfers that move tensors there, until undone.
+
+    `verify`: what comes back from the disk is compared with what was written, by a checksum.
+    """
     if asynchronous and not has_streams(device):
         logger.info("%s has no streams: transfers block", device)
         asynchronous = False
-    store = _choose_store(device, is_fake, asynchronous, host_budget_bytes, offload_dir)
+    store = _choose_store(device, is_fake, asynchronous, host_budget_bytes, offload_dir, verify=verify)
     undo.callback(store.close)
     transfers = Transfers(
         device,
@@ -78,12 +82,14 @@ def _choose_store(
     asynchronous: bool,
     host_budget_bytes: int | None,
     offload_dir: str | None,
+    *,
+    verify: bool,
 ) -> Store:
     if is_fake:
         return ShapeStore()
     if device.type == "cpu":
         if offload_dir is None:
             raise PlanError("the next tier of a CPU is the disk: set offload_dir")
-        return DiskStore(offload_dir)
+        return DiskStore(offload_dir, verify=verify)
     host = HostStore(host_budget_bytes, pinned=asynchronous)
-    return host if offload_dir is None else TieredStore(host, DiskStore(offload_dir))
+    return host if offload_dir is None else TieredStore(host, DiskStore(offload_dir, verify=verify))

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from memscale._errors import PlanError
 from memscale._plan import TileHead
 from memscale._torch import private
 from memscale._torch.interception import intercept
-from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
+from memscale._torch.optimizer_steps import CountedSteps, watch_steps
 from memscale._torch.overrides import ForwardOverride, find_module, undo_with
 from memscale._torch.plain_path import is_plain_path
 from memscale.techniques.tiling.common import at_least_one
@@ -54,12 +53,12 @@ def attach_head(action: TileHead, model: nn.Module, undo: contextlib.ExitStack) 
             f"{action.module_fqn!r} ({type(module).__name__}) is no linear head and has none inside: "
             "it cannot be tiled; take the action out of the plan"
         )
-    steps = _Steps([p for linear in linears for p in linear.parameters()])
-    steps.attach(module, undo)
+    steps = _count_steps([p for linear in linears for p in linear.parameters()], module, undo)
     for linear in linears:
         if "forward" in vars(linear):
             raise PlanError(
-                f"the forward of the head {action.module_fqn!r} was replaced by someone else; tiling would go round it"
+                f"the forward of the head {action.module_fqn!r} was replaced by someone else, and tiling would "
+                "bypass it; take the action out of the plan"
             )
         LazyHead(linear, action.rows, steps).attach(undo)
 
@@ -70,8 +69,7 @@ def _attach_product(action: TileHead, model: nn.Module, module: nn.Module, undo:
         weight = model.get_parameter(action.weight_fqn)
     except AttributeError as error:
         raise PlanError(f"the plan names the weight {action.weight_fqn!r}, which this model does not have") from error
-    steps = _Steps([weight])
-    steps.attach(module, undo)
+    steps = _count_steps([weight], module, undo)
     _ProductHead(module, weight, action.rows, steps).attach(undo)
 
 
@@ -82,33 +80,20 @@ def head_linears(module: nn.Module) -> list[nn.Linear]:
     return [linear for linear in inside if linear.out_features == width]
 
 
-class _Steps(StepWatcher):
-    """Counts the steps of optimizers that own the head's weights: some write behind autograd's back.
+def _count_steps(parameters: Iterable[nn.Parameter], head: nn.Module, undo: contextlib.ExitStack) -> CountedSteps:
+    """Count the steps of optimizers that own the head's weights: some write behind autograd's back.
 
     See NOTE [stale logits] in `lazy.py`.
     """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self.count = 0
-
-    def attach(self, head: nn.Module, undo: contextlib.ExitStack) -> None:
-        undo_with(head, watch_steps(self), undo)
-
-    def concerns(self, optimizer: Optimizer) -> bool:
-        return owns_any(optimizer, (reference() for reference in self._parameters))
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        self.count += 1
-
-    def now(self) -> _StepsSince:
-        return _StepsSince(self)
+    steps = CountedSteps(parameters)
+    undo_with(head, watch_steps(steps), undo)
+    return steps
 
 
-class _StepsSince:
+class _NoStepSince:
     """Whether no step has been taken since."""
 
-    def __init__(self, steps: _Steps) -> None:
+    def __init__(self, steps: CountedSteps) -> None:
         self._steps, self._count = steps, steps.count
 
     def __call__(self) -> bool:
@@ -118,7 +103,7 @@ class _StepsSince:
 class LazyHead(ForwardOverride):
     """The forward of a tiled linear head."""
 
-    def __init__(self, module: nn.Linear, tile_rows: int, steps: _Steps) -> None:
+    def __init__(self, module: nn.Linear, tile_rows: int, steps: CountedSteps) -> None:
         super().__init__(module)
         self.tile_rows = tile_rows
         self.steps = steps
@@ -129,7 +114,7 @@ class LazyHead(ForwardOverride):
         if not can_be_lazy(hidden, module.weight, self.tile_rows):
             return self.inner()(*args, **kwargs)
         bias: Any = module.bias
-        return lazy_linear(hidden, module.weight, bias, tile_rows=self.tile_rows, is_current=self.steps.now())  # type: ignore[arg-type]
+        return lazy_linear(hidden, module.weight, bias, tile_rows=self.tile_rows, is_current=_NoStepSince(self.steps))  # type: ignore[arg-type]
 
 
 def can_be_lazy(hidden: Any, weight: Any, tile_rows: int) -> bool:
@@ -148,7 +133,7 @@ def can_be_lazy(hidden: Any, weight: Any, tile_rows: int) -> bool:
 class _ProductHead(ForwardOverride):
     """The forward of a module that multiplies with the head's weight itself."""
 
-    def __init__(self, module: nn.Module, weight: nn.Parameter, tile_rows: int, steps: _Steps) -> None:
+    def __init__(self, module: nn.Module, weight: nn.Parameter, tile_rows: int, steps: CountedSteps) -> None:
         super().__init__(module)
         self.products = _LazyProducts(weight, tile_rows, steps)
 
@@ -160,7 +145,7 @@ class _ProductHead(ForwardOverride):
 class _LazyProducts(TorchFunctionMode):
     """Products with one weight come out lazy while this mode is active."""
 
-    def __init__(self, weight: nn.Parameter, tile_rows: int, steps: _Steps) -> None:
+    def __init__(self, weight: nn.Parameter, tile_rows: int, steps: CountedSteps) -> None:
         super().__init__()
         self._weight = weakref.ref(weight)
         self.tile_rows = tile_rows
@@ -172,7 +157,7 @@ class _LazyProducts(TorchFunctionMode):
         hidden, bias = (None, None) if weight is None else product_with(weight, func, args, kwargs)
         if weight is None or hidden is None or not can_be_lazy(hidden, weight, self.tile_rows):
             return func(*args, **kwargs)
-        return lazy_linear(hidden, weight, bias, tile_rows=self.tile_rows, is_current=self.steps.now())
+        return lazy_linear(hidden, weight, bias, tile_rows=self.tile_rows, is_current=_NoStepSince(self.steps))
 
 
 def product_with(weight: torch.Tensor, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -108,7 +108,7 @@ class LazyLogits(torch.Tensor):
         """Whether the graph from here to the heads consists of operators that the recipe repeats."""
         if self.block.family.touched:
             return False
-        return not self.requires_grad or _leads_to(_grad_fn(self), self.block.family.nodes)
+        return not self.requires_grad or _leads_to(private.node_of(self), self.block.family.nodes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -316,12 +316,6 @@ def same(lazy: LazyLogits) -> LazyLogits:
     return _Same.apply(lazy)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _grad_fn(lazy: LazyLogits) -> Any:
-    """The node, without being taken for someone who wants to hook it. See `functions.py`."""
-    with private.without_torch_function():
-        return lazy.grad_fn
-
-
 def plain(tensor: Any) -> Any:
     """The same logits as an ordinary tensor, connected to autograd."""
     return _Plain.apply(tensor) if isinstance(tensor, LazyLogits) else tensor  # type: ignore[no-untyped-call]
@@ -344,7 +338,7 @@ def lazy_linear(
     lender = lender.use() if lender is not None else None
     projection = Projection(hidden, weight, bias, linear_dtype(hidden), tile_rows, is_current, versions, lender)
     logits: LazyLogits = LazyProjection.apply(hidden, weight, bias, projection, family)  # type: ignore[no-untyped-call]
-    node = _grad_fn(logits)
+    node = private.node_of(logits)
     if node is not None:
         family.nodes.add(node)
     return logits

@@ -1,0 +1,96 @@
+"""`PlanMaker`: a plan for a model in training, from the cache, from a rehearsal, or from observed steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from memscale._errors import DoesNotFitError, StaticProfileError
+from memscale._plan import Plan
+from memscale._planning.loop.observing import Observing
+from memscale._planning.loop.plans_in_force import PlansInForce
+from memscale._planning.saved import plan_cache
+from memscale._profile import Profile
+from memscale._profile.inputs import Inputs
+from memscale._profile.ranks import refuse_flat_parameters
+
+logger = logging.getLogger("memscale")
+
+
+class PlanMaker:
+    """Makes plans and puts them in force."""
+
+    def __init__(self, plans: PlansInForce, observing: Observing) -> None:
+        self.plans = plans
+        self._observing = observing
+
+    def plan(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        *,
+        inside: bool = False,
+        is_guess: bool = False,
+        begun: Inputs | None = None,
+    ) -> None:
+        """Plan for this batch. `inside`: in the first moment of a forward, which is to follow the plan already;
+        `begun`: with which it was called, where the plan is for more. `is_guess`: the inputs were derived, not given,
+        so an error about them is no error of the user's."""
+        plans, job = self.plans, self.plans.job
+        refuse_flat_parameters(model)
+        if inside:  # else it is being wrapped, and its hardware was looked at a moment ago
+            plans.turn_to(job.device(model))
+        profiles: list[Profile] = []
+        is_untouched = plans.now is None and not self._observing.is_needed
+        slot = plan_cache.slot_for(job.of(model), inputs) if is_untouched else None
+        kept = None if slot is None else slot.read()
+        if kept is not None:
+            logger.info("the plan that was made for this before is used; MEMSCALE_CACHE=0 would plan anew")
+        try:
+            plan = kept or self._rehearsed(model, inputs, profiles.append)
+        except StaticProfileError as error:
+            is_sample, is_evaluation = not inside and not is_guess, inside and not model.training
+            may_observe = job.config.use_empirical_fallback and not is_evaluation  # which may have no backward
+            if not may_observe or (is_sample and not error.needs_values):
+                raise
+            self._observing.begin(model, begun or inputs, error, inside=inside)
+            return
+        plain = None  # of a plan that was kept: it is for steps where no value of an input decides anything
+        if profiles:
+            plain = profiles[-1].plain
+            plans.deciding.add(profiles[-1].deciding_inputs)
+            if slot is not None and not profiles[-1].deciding_inputs:
+                slot.write(plan)
+        plans.remember(plans.known.widened(plans.of(plans.demand(model, inputs), plan, plain)))
+        plans.put_in_force(plan, (begun or inputs) if inside else None)
+        plans.begin_afresh()
+        plans.announce(plan)
+
+    def fits(self, model: nn.Module, sample: Inputs) -> bool:
+        """Whether a plan for this batch fits; it is not put in force."""
+        try:
+            self._rehearsed(model, sample, lambda profile: None)
+        except DoesNotFitError:
+            return False
+        return True
+
+    def _rehearsed(self, model: nn.Module, inputs: Inputs, on_profile: Callable[[Profile], None]) -> Plan:
+        if self._observing.is_needed:
+            refusal = StaticProfileError(f"{type(model).__name__} could not be rehearsed before")
+            refusal.needs_values = True
+            raise refusal
+        return self.plans.job.rehearsed_plan(model, inputs, on_profile)
+
+    def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
+        """Plan for this batch, and for all that come, within a smaller budget. If nothing fits, all stays as it is."""
+        plans, job = self.plans, self.plans.job
+        earlier = job.config, plans.known
+        job.config = job.config.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False)
+        plans.forget()
+        try:
+            self.plan(model, inputs, inside=inside)
+        except BaseException:
+            job.config, plans.known = earlier
+            raise
