@@ -474,6 +474,20 @@ def test_a_standard_output_that_takes_no_more_is_a_sentence(buffering: str) -> N
     assert (done.returncode, done.stderr) == (2, said)
 
 
+def test_a_standard_output_that_is_open_for_reading_only_is_a_sentence() -> None:
+    command = f"{sys.executable} -m memscale --version 1</dev/null"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    said = "memscale: the output could not be written: Bad file descriptor\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_an_option_that_is_wrong_is_told_as_one_types_it(shell: Shell) -> None:
+    said = shell.complaint("estimate", "gpt2", "--budget", "-1")
+    assert (
+        said.strip() == "memscale: --budget=-1.0 is not allowed; it must be a number of GB above 0 and of at most 1e+09"
+    )
+
+
 def test_every_extra_of_the_package_is_known_to_doctor() -> None:
     import importlib.metadata
 

@@ -13,14 +13,13 @@ pytestmark = pytest.mark.unit
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "memscale"
 
-WORDS = {"_errors", "_units", "_json", "_progress", "_versions"}
+WORDS = {"_errors", "_units", "_json", "_progress"}
 DATA = WORDS | {"_plan", "_config"}
 ALLOWED = {
     "_errors": set(),
     "_units": set(),
     "_progress": set(),
     "_json": {"_errors"},
-    "_versions": {"_errors"},
     "_plan": WORDS | {"report", "techniques"},  # asked when they are called: `Plan.explain()`, `Plan.from_json()`
     "_config": WORDS,
     "_hardware": WORDS,
@@ -46,7 +45,6 @@ NO_TORCH_ON_IMPORT = {
     "_plan",
     "_progress",
     "_units",
-    "_versions",
     "cli",
     "zoo",
 }

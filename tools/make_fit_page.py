@@ -46,6 +46,7 @@ SHAPES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "vit-large": ((16, None), (32, None)),
     "gpt2-large": ((2, 512), (1, 1024)),
     "gpt2-xl": ((1, 512),),
+    "sd-1.5-unet": ((1, None), (4, None)),
 }
 """Batch and length; None: images."""
 

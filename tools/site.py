@@ -106,4 +106,4 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     sources = {page: name for name, page in ROOT_PAGES.items()}
     source = sources.get(page.file.src_uri) or f"docs/{page.file.src_uri}"
-    return rewrite(markdown, source).replace('src="docs/', 'src="')
+    return re.sub(r'\b(src|srcset)="docs/', r'\1="', rewrite(markdown, source))

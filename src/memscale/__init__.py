@@ -16,7 +16,7 @@ their records, over which every stage iterates (docs/design/add_a_technique.md);
 `report/` turns data into words; `integrations/` knows other libraries; `_config.py` and `_plan.py` are data. Beside the
 rooms lie `cli.py` (the options of the command line) and `commands/` (what each command does), `zoo.py` (models by
 name), `_measurement.py` (`measure()`), and what every room may use: `_errors.py`, `_units.py`, `_json.py`,
-`_progress.py`, `_versions.py`.
+`_progress.py`.
 
 Only frozen data crosses between the stages. Importing this package does no work: names are loaded when first used.
 """

@@ -97,7 +97,7 @@ class StoreIOError(OffloadError):
 
 
 class ChecksumError(StoreIOError):
-    """What came back from the disk is not what was written."""
+    """`verify_correctness` found that what came back from the disk is not what was written."""
 
 
 class PartialStepError(OffloadError):

@@ -24,8 +24,9 @@ from memscale.commands import MAX_SIZE
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What writing to a standard output ends with that takes no more; commands say by themselves what a file met."""
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What writing to a standard output ends with that takes no more, or is open for reading
+only; commands say by themselves what a file met."""
 
 # typer carries a click of its own since 0.2x; this is the base of usage errors in whichever it uses.
 _UsageError: type[Exception] = next(
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _end_quietly()
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _NOT_WRITTEN:
             raise
         _end_quietly()  # what is left of the output has nowhere to go
         return _complain(f"the output could not be written: {error.strerror}", EXIT_BAD_INPUT)

@@ -91,3 +91,26 @@ def test_the_state_of_what_is_streamed_waits_whatever_share_of_the_rest_stays() 
     block_bytes = sum(layer.trainable_bytes for layer in profile.layers if layer.is_block)
     assert optimizer.bytes_away(run, 0) == (0, 25 * MB)
     assert optimizer.bytes_away(run, block_bytes) == (0, 45 * MB)
+
+
+@pytest.mark.parametrize("streamed_bytes", [0, 3 * MB, 5 * MB])
+@pytest.mark.parametrize("run", [RunOptions(), RunOptions(steps_in_buckets=True)])
+def test_what_choices_are_judged_by_is_what_each_question_says(run: RunOptions, streamed_bytes: int) -> None:
+    optimizer = split_model().optimizer
+    at_home_bytes, anywhere_bytes = optimizer.bytes_away(run, streamed_bytes)
+    expected = (
+        round(optimizer.resident_bytes(run, streamed_bytes)),
+        round(optimizer.step_bytes(run, streamed_bytes)),
+        round(at_home_bytes),
+        round(anywhere_bytes),
+        optimizer.step_ms(run, streamed_bytes),
+    )
+    assert optimizer.costs_of(run, streamed_bytes) == expected
+    assert optimizer.costs_of(run, streamed_bytes) is optimizer.costs_of(run, streamed_bytes), "it is worked out once"
+
+
+def test_what_blocks_change_is_added_up_in_any_run() -> None:
+    model = split_model()
+    choice = Choice((("b", STREAM),))
+    assert model.resident_bytes(choice) == model.resident_bytes(Choice()) - model.blocks["b"].param_bytes - 10 * MB
+    assert model.extras(choice.run, "b", STREAM) is model.extras(RunOptions(num_tiles=2), "b", STREAM)

@@ -14,7 +14,7 @@ from memscale._decide import decide, find_candidates, full_front
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
-from memscale._decide.pareto import describe, pareto_front
+from memscale._decide.pareto import TimeKey, describe, pareto_front, unbeaten
 from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileHead, TileMlp
 from memscale._profile import CHECKPOINT, STREAM, Profile, TraceKey
 from memscale.report.charts import front_chart
@@ -207,3 +207,14 @@ def test_thinning_keeps_the_chosen_one_and_both_ends() -> None:
         assert len(front) <= 24
         assert any(point.is_chosen and point.peak_bytes == chosen.outcome.peak_bytes for point in front)
         assert front[-1].peak_bytes == min(c.outcome.peak_bytes for c in found)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6).map(float), st.integers(0, 6), st.integers(0, 2)), max_size=12))
+def test_what_no_other_beats(keys: list[TimeKey]) -> None:
+    """Nothing is both as fast and as low; of equals the first is left."""
+    front = unbeaten(keys)
+    assert [keys[index] for index in front] == sorted(keys[index] for index in front)
+    for index, key in enumerate(keys):
+        others = [other for number, other in enumerate(keys) if (other, number) < (key, index)]
+        assert (index in front) == (not any(other[1] <= key[1] for other in others))

@@ -99,3 +99,28 @@ def test_caches_without_fake_tensors_are_left_alone() -> None:
     assert 7 in TABLES
     table.cache_clear()
     TABLES.clear()
+
+
+class Unbound:
+    """As a web framework's `request` is outside of a request: it stands for something else, and nothing is there."""
+
+    @property
+    def __class__(self) -> type:
+        raise RuntimeError("outside of a request")
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise RuntimeError("outside of a request")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("outside of a request")
+
+
+def test_a_proxy_beside_the_model_is_not_asked_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "REQUEST", Unbound())
+    monkeypatch.setitem(TABLES, 9, Unbound())
+    model, x = Caching("module_dictionary"), torch.randn(2, 4)
+    FakeRehearsal(model, Inputs((x,)), "cpu").run()
+    assert not any(each is not None and private.is_fake(each) for each in TABLES.values() if type(each) is not Unbound)
+    assert 9 in TABLES
+    TABLES.clear()

@@ -59,6 +59,7 @@ def test_the_largest_ratio_is_that_of_the_measured_rows() -> None:
     wrapped = [row for row in rows if row["mode"] != "plain" and row["model"].startswith(families)]
     ratios = [row["reserved_bytes"] / row["live_bytes"] for row in wrapped]
     assert max(ratios) <= make_fit_page.LARGEST_RATIO + 0.001
+    assert f"emulated card ({make_fit_page.LARGEST_RATIO:.2f})" in PAGE.read_text()
 
 
 @pytest.mark.unit
@@ -163,7 +164,7 @@ def test_links_of_the_site_lead_somewhere(browser: Any, address: str) -> None:
         if answer.status != 200:
             broken.append(link)
         elif link.endswith(".html"):
-            named = re.findall(r'(?:href|src)="([^"#]+)', answer.text())
+            named = re.findall(r'(?:href|src|srcset)="([^"#]+)', answer.text())
             found = {urllib.parse.urljoin(link, html.unescape(name)).split("#")[0] for name in named}
             to_see |= {each for each in found if each.startswith(address)} - seen
     assert broken == []

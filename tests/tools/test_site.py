@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
+import types
 
 import pytest
 import yaml
@@ -41,6 +43,15 @@ def test_every_page_is_in_the_navigation() -> None:
         for page in entries
     ]
     assert sorted(full) == site.pages_of(DOCS)
+
+
+@pytest.mark.unit
+def test_pictures_of_readme_are_found_from_its_page() -> None:
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="project.md"))
+    text = site.on_page_markdown((ROOT / "README.md").read_text(), page, None, None)
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(pictures) == 2
+    assert all((DOCS / name).exists() for name in pictures)
 
 
 @pytest.mark.unit

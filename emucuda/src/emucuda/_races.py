@@ -47,9 +47,9 @@ class _Accesses(TorchDispatchMode):
 
 
 def _touches(func: Any) -> bool:
-    """Whether an operator of the host reads or writes elements: neither a view nor an allocation does."""
+    """Whether an operator of the host reads or writes elements: no view, allocation or change of storage does."""
     is_view = any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
-    return not is_view and not func.name().startswith(("aten::empty", "aten::new_empty"))
+    return not is_view and not func.name().startswith(("aten::empty", "aten::new_empty", "aten::set_"))
 
 
 def _work(card: Any) -> int:

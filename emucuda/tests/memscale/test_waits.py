@@ -10,12 +10,17 @@ import torch
 import emucuda
 from emucuda._control import native
 from memscale import techniques
+from memscale._execute.executor import execute
+from memscale._execute.settings import ExecutionSettings
 from memscale._plan import StreamParameters
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.offload.store.disk import DiskStore
+from tests.parity import plan_of
 from tests.techniques.offload.transfer.wait_scenarios import SCENARIOS, left_out, run_scenario
 
 STREAMING = ("host after weights", "host after gradient")
+STEPPED = ("host after stepped weights",)
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +92,40 @@ def test_a_wait_of_streamed_parameters(why, monkeypatch):
     assert emucuda.take_reports() != []
 
 
+def step_on_the_card() -> None:
+    """Weights that were stepped on the card are written to as soon as the step is over."""
+    model = EarlyExit()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    actions = [StreamParameters(f"blocks.{index}") for index in range(4)]
+    plan = plan_of([*actions, StepOnDevice(1 << 19)], device_type="cuda")
+    executor = execute(model, plan, ExecutionSettings(asynchronous=True, device=torch.device("cuda")))
+    x = torch.randn(64, 256, device="cuda")
+    with emucuda.watch_races():
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5)
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    executor.detach()
+
+
+@pytest.mark.parametrize("why", STEPPED)
+def test_a_wait_of_a_step_on_the_card(why, monkeypatch):
+    step_on_the_card()
+    assert emucuda.take_reports() == []
+    with left_out(why, monkeypatch):
+        step_on_the_card()
+    assert emucuda.take_reports() != []
+
+
 def test_no_wait_is_forgotten_here():
     """But that after a failed copy, which the injected faults of the other stand-in cover."""
     source = pathlib.Path(techniques.__file__).parent
     found = (re.findall(r'order\([^"]*"([a-z ]+)"\)', path.read_text()) for path in source.rglob("*.py"))
-    assert {name for names in found for name in names} - {"reuse after failed copy"} == {*SCENARIOS, *STREAMING}
+    assert {name for names in found for name in names} - {"reuse after failed copy"} == {
+        *SCENARIOS,
+        *STREAMING,
+        *STEPPED,
+    }

@@ -18,7 +18,7 @@ from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
-from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, undominated
+from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, time_key, unbeaten, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
 from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
@@ -34,7 +34,7 @@ NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimiz
 
 
 def needs_optimizing(model: CostModel, config: Config, reserve_bytes: int = 0) -> bool:
-    """The smart skip: a model that fits as it is is left alone, unless the user insists.
+    """The smart skip: a model that already fits is left alone, unless the user insists.
 
     `reserve_bytes` is what the allocator holds above what is live.
     """
@@ -348,16 +348,23 @@ def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bo
     of plans that send all of it away are those of plans that send some.
     """
     away = [c for c in found if c.choice.run.offloads_optimizer and model.optimizer.cost(c.choice.run).shares]
-    shared = []
+    shared: list[tuple[Choice, RunOptions, Outcome]] = []
+    runs_by: dict[RunOptions, list[RunOptions]] = {}
     for candidate in away if counts_waiting else undominated(away):
-        choice, shares = candidate.choice, model.optimizer.cost(candidate.choice.run).shares
-        runs = [dataclasses.replace(choice.run, offloads_optimizer=1.0 - share.resident_share) for share in shares]
+        choice = candidate.choice
+        if choice.run not in runs_by:
+            shares = [share.resident_share for share in model.optimizer.cost(choice.run).shares]
+            runs_by[choice.run] = [dataclasses.replace(choice.run, offloads_optimizer=1.0 - share) for share in shares]
+        runs = runs_by[choice.run]
         outcomes = model.evaluate_runs(choice, runs)
-        shared += [Candidate(Choice(choice.blocks, run), one) for run, one in zip(runs, outcomes, strict=True)]
-    if counts_waiting:
-        return shared
-    kept = {id(candidate) for candidate in undominated([*found, *shared])}
-    return [candidate for candidate in shared if id(candidate) in kept]
+        shared += [(choice, run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+    if not counts_waiting:
+        # Most of them are beaten, and are not worth a candidate of their own.
+        found_keys = [by_time(candidate) for candidate in found]
+        keys = [time_key(one, len(choice.blocks) + run.num_actions) for choice, run, one in shared]
+        kept = sorted(unbeaten([*found_keys, *keys]))
+        shared = [shared[index - len(found)] for index in kept if index >= len(found)]
+    return [Candidate(Choice(choice.blocks, run), outcome) for choice, run, outcome in shared]
 
 
 def _spaced(model: CostModel, eligible: Eligible, found: list[Candidate]) -> list[Candidate]:

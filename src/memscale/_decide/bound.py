@@ -152,7 +152,7 @@ class _Prices:
 def _forward_ms(model: CostModel, budget_bytes: int, computes_ms: float) -> float:
     if model.whole_treatments:
         return 0.0  # their steps go another way, and their forward ends elsewhere
-    ways, end_of_forward = model.exact_ways, model.first_backward()
+    ways, end_of_forward = model.exact_ways, model.first_backward
     kept_bytes = sum(
         ways[0][index].net_bytes if owner else min(way[index].net_bytes for way in ways)
         for index, owner in enumerate(model.owners[:end_of_forward])
@@ -189,7 +189,7 @@ def _cheapest(holders: collections.Counter[tuple[_Way, ...]], prices: _Prices, e
 
 def _blocks(model: CostModel, ways: Sequence[Sequence[Spent]]) -> Iterator[tuple[_Way, ...]]:
     """What each block can let go of that its forward leaves behind. Blocks of the same offers are equal."""
-    before, link_ms = model.first_backward(), _byte_ms(model)
+    before, link_ms = model.first_backward, _byte_ms(model)
     least = [min(way[index].busy_ms for way in ways) for index in range(len(model.owners))]
     for fqn in model.blocks:
         places, found = model.places(fqn), []

@@ -69,6 +69,7 @@ class CostModel:
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
         self._first_ms: dict[Precision, tuple[float, float]] = {}
         self._sent: dict[TraceKey, dict[str, Sent]] = {}
+        self._extra: dict[tuple[str, Treatment], Extras] = {}
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
 
@@ -159,6 +160,7 @@ class CostModel:
         """Which stretches of the step are this block's: none, where the step does not come to it."""
         return self._places.get(module_fqn, [])
 
+    @functools.cached_property
     def first_backward(self) -> int:
         """The first stretch with a piece of backward in it."""
         runs = self._grouped(self.profile.plain)
@@ -237,33 +239,42 @@ class CostModel:
         run, extras, live, peak, total_ms = self._walked(choice)
         total_ms += float(self.first_fetch_ms(run, self.rest_extras(run).static_bytes - extras.static_bytes))
         outcomes = []
+        resident_bytes = self.optimizer.costs_of(run, extras.streamed_bytes).resident_bytes
         for other in runs:
-            more = self._static_bytes(other, extras) - self._static_bytes(run, extras)
-            in_step = live + round(self.optimizer.step_bytes(other, extras.streamed_bytes))
+            costs = self.optimizer.costs_of(other, extras.streamed_bytes)
+            in_step, more = live + costs.step_bytes, costs.resident_bytes - resident_bytes
             outcomes.append(self._outcome(other, extras, max(peak, in_step) + more, total_ms))
         return outcomes
 
     def _walked(self, choice: Choice) -> tuple[RunOptions, Extras, int, int, float]:
         """What is live after backward, the peak up to there, and how long that takes."""
-        treated, run = dict(choice.blocks), choice.run
-        owners = [treated.get(owner, KEEP) if owner else None for owner in self.owners]
-        stretches = {how: self.rest(run) if how is None else self.treated(run, how) for how in {None, *owners}}
-        extras = self._extras(choice)
+        run, extras = choice.run, self._extras(choice)
+        stretches = self._stretches_under(choice)
         live = peak = self._static_bytes(run, extras)
-        times_ms = [stretches[how][index].ms for index, how in enumerate(owners)]
+        times_ms = [stretch.ms for stretch in stretches]
         total_ms = extras.ms + sum(times_ms)
         known = self.sent_by_blocks(run) if self.window_bytes else {}
         sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
         held = held_bytes(self.owners, known, list(sent), self.window_bytes)
         if sent:
             streamed = {fqn: self.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams}
-            course = Course(self.owners, self.first_backward(), times_ms)
+            course = Course(self.owners, self.first_backward, times_ms)
             total_ms = min(total_ms, extras.ms + spaced_ms(course, sent, streamed, self.pace, self.window_bytes))
-        for index, how in enumerate(owners):
-            stretch = stretches[how][index]
-            peak = max(peak, live + stretch.peak_bytes + held[index])
+        for stretch, held_here in zip(stretches, held, strict=True):
+            highest = live + stretch.peak_bytes + held_here
+            peak = highest if highest > peak else peak  # choices are many, and so are stretches
             live += stretch.net_bytes
         return run, extras, live, peak, total_ms
+
+    def _stretches_under(self, choice: Choice) -> list[Stretch]:
+        """The step under this choice. Blocks are many, and share their treatments: each is looked up once."""
+        run, rows = choice.run, dict[Treatment, list[Stretch]]()
+        by_owner: dict[str, list[Stretch]] = {"": self.rest(run)}
+        for fqn, treatment in choice.blocks:
+            row = rows.get(treatment)
+            by_owner[fqn] = row = rows[treatment] = self.treated(run, treatment) if row is None else row
+        kept = [] if all(owner in by_owner for owner in self.owners) else self.treated(run, KEEP)
+        return [by_owner.get(owner, kept)[index] for index, owner in enumerate(self.owners)]
 
     def sent_by_blocks(self, run: RunOptions) -> dict[str, Sent]:
         """What each block sends, in order, if its activations wait elsewhere; {} where that was not traced, and where
@@ -323,18 +334,29 @@ class CostModel:
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
     def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
-        step_ms = float(self.step_ms(run, compute_ms, extras.streamed_bytes))
-        at_home, anywhere = (round(away) for away in self.optimizer.bytes_away(run, extras.streamed_bytes))
-        return Outcome(peak_bytes, step_ms, extras.host_bytes + at_home, extras.movable_bytes + anywhere)
+        costs = self.optimizer.costs_of(run, extras.streamed_bytes)
+        step_ms = float(self._slowed_ms(run, compute_ms) + costs.ms)
+        return Outcome(
+            peak_bytes, step_ms, extras.host_bytes + costs.at_home_bytes, extras.movable_bytes + costs.anywhere_bytes
+        )
 
     def _extras(self, choice: Choice) -> Extras:
-        total = self.rest_extras(choice.run)
+        rest = self.rest_extras(choice.run)
+        static, streamed, host, movable, ms = (getattr(rest, field.name) for field in dataclasses.fields(Extras))
         for fqn, treatment in choice.blocks:
-            total = total.plus(self.extras(choice.run, fqn, treatment))
-        return total
+            extra = self.extras(choice.run, fqn, treatment)
+            static, streamed = static + extra.static_bytes, streamed + extra.streamed_bytes
+            host, movable, ms = host + extra.host_bytes, movable + extra.movable_bytes, ms + extra.ms
+        return Extras(static, streamed, host, movable, ms)
 
     def extras(self, run: RunOptions, module_fqn: str, treatment: Treatment) -> Extras:
-        """What this treatment of a block changes besides its own stretches."""
+        """What this treatment of a block changes besides its own stretches, in any run."""
+        known = self._extra.get((module_fqn, treatment))
+        if known is None:
+            known = self._extra[module_fqn, treatment] = self._find_extras(module_fqn, treatment)
+        return known
+
+    def _find_extras(self, module_fqn: str, treatment: Treatment) -> Extras:
         ms = self.hooks_ms(module_fqn, treatment)
         movable = self._movable_bytes(module_fqn, treatment)
         if not treatment.streams:
@@ -386,11 +408,14 @@ class CostModel:
 
     def step_ms(self, run: RunOptions, compute_ms: Any, streamed_bytes: Any) -> Any:
         """Forward and backward, with what tiles and the optimizer's step add. Numbers or arrays of them."""
+        return self._slowed_ms(run, compute_ms) + self.optimizer.step_ms(run, streamed_bytes)
+
+    def _slowed_ms(self, run: RunOptions, compute_ms: Any) -> Any:
         for technique in run.techniques:
             option = technique.option
             if option is not None and option.slowed_ms is not None:
                 compute_ms = option.slowed_ms(self.traced, self.pace, getattr(run, option.field), compute_ms)
-        return compute_ms + self.optimizer.step_ms(run, streamed_bytes)
+        return compute_ms
 
     def first_fetch_ms(self, run: RunOptions, param_bytes: Any) -> Any:
         """What waits for the first weights, where weights of so many bytes are streamed. A number, or an array of them.

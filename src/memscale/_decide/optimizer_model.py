@@ -7,17 +7,45 @@ the host. They are stepped there, or visit the device for it (`RunOptions.steps_
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from memscale._decide.choice import RunOptions
 from memscale._decide.optimizer_shares import OptimizerShares
-from memscale._decide.step_time import Moved, StepWork, Turn, larger, smaller
-from memscale._profile import GuestCost, OptimizerCost
+from memscale._decide.step_time import Moved, Pace, StepWork, Turn, larger, smaller
+from memscale._profile import GuestCost, OptimizerCost, Profile
 from memscale.techniques.technique import StepManner
+
+
+class RunCosts(NamedTuple):
+    """The optimizer in one run, with so much streamed; see the methods of `OptimizerModel` with these names."""
+
+    resident_bytes: int
+    step_bytes: int
+    at_home_bytes: int
+    anywhere_bytes: int
+    ms: float
 
 
 class OptimizerModel(OptimizerShares):
     """The optimizer of one profile, at one pace. What a technique does to it is said by the technique: `StateRule`."""
+
+    def __init__(self, profile: Profile, pace: Pace) -> None:
+        super().__init__(profile, pace)
+        self._known: dict[tuple[RunOptions, int], RunCosts] = {}
+
+    def costs_of(self, run: RunOptions, streamed_bytes: int) -> RunCosts:
+        """All that a choice is judged by. Choices are many, and few of them differ in this."""
+        found = self._known.get((run, streamed_bytes))
+        if found is None:
+            at_home_bytes, anywhere_bytes = self.bytes_away(run, streamed_bytes)
+            found = self._known[run, streamed_bytes] = RunCosts(
+                round(self.resident_bytes(run, streamed_bytes)),
+                round(self.step_bytes(run, streamed_bytes)),
+                round(at_home_bytes),
+                round(anywhere_bytes),
+                self.step_ms(run, streamed_bytes),
+            )
+        return found
 
     def manner(self, run: RunOptions) -> StepManner:
         """How the optimizer steps in this run."""

@@ -10,6 +10,8 @@ from memscale._plan import FrontPoint
 from memscale._profile import Profile
 from memscale.report.explain import words_of_actions
 
+TimeKey = tuple[float, int, int]
+"""Milliseconds, bytes, and the number of actions."""
 _LEAST_STEP = 0.01
 """Points whose peaks differ by less than this share of the baseline's are shown as one."""
 _MAX_POINTS = 24
@@ -29,15 +31,27 @@ def pareto_front(
 
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that no other beats, the fastest first, that is from the highest peak to the lowest."""
-    found: list[Candidate] = []
-    for candidate in sorted(candidates, key=by_time):
-        if not found or candidate.outcome.peak_bytes < found[-1].outcome.peak_bytes:
-            found.append(candidate)
+    every = list(candidates)
+    return [every[index] for index in unbeaten([by_time(candidate) for candidate in every])]
+
+
+def unbeaten(keys: Sequence[TimeKey]) -> list[int]:
+    """Which of these no other beats in time and peak, the fastest first; of equals the first."""
+    found, lowest_bytes = [], None
+    for index in sorted(range(len(keys)), key=keys.__getitem__):
+        if lowest_bytes is None or keys[index][1] < lowest_bytes:
+            found.append(index)
+            lowest_bytes = keys[index][1]
     return found
 
 
-def by_time(candidate: Candidate) -> tuple[float, ...]:
-    return round(candidate.outcome.step_ms, 9), candidate.outcome.peak_bytes, candidate.choice.num_actions
+def time_key(outcome: Outcome, num_actions: int) -> TimeKey:
+    """The faster comes first; among equals the lower, and then what does less."""
+    return round(outcome.step_ms, 9), outcome.peak_bytes, num_actions
+
+
+def by_time(candidate: Candidate) -> TimeKey:
+    return time_key(candidate.outcome, candidate.choice.num_actions)
 
 
 def by_peak(candidate: Candidate) -> tuple[float, ...]:

@@ -75,7 +75,7 @@ class Visits:
             position = {fqn: index for index, fqn in enumerate(self.order)}
             self.places = [place for place, owner in enumerate(model.owners) if owner]
             self.owners = [position[owner] for owner in model.owners if owner]
-            self._middle = model.first_backward()
+            self._middle = model.first_backward
             self.turn = sum(bool(owner) for owner in model.owners[: self._middle])
         self._of_block: list[list[int]] = [[] for _ in self.order]
         for visit, owner in enumerate(self.owners):

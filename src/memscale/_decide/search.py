@@ -267,7 +267,7 @@ class _Searcher:
         if length == 1:
             return front
         front = front.take(_lowest_order(front))
-        counts = np.array(sorted(_counts(length, len(front))))
+        counts = _counts(length, len(front))
         powers = _Powers(front, length)
         whole = powers.take(0, counts[:, 0])
         for position in range(1, len(front)):
@@ -342,7 +342,8 @@ class _Powers:
         return Front(self.columns[counts, position], self.ms[counts, position], np.zeros((len(counts), 0), np.int8))
 
 
-def _counts(length: int, num_kinds: int) -> set[tuple[int, ...]]:
+@functools.lru_cache(maxsize=16)
+def _counts(length: int, num_kinds: int) -> Array:
     """How many of `length` equal blocks get which treatment: all ways, or where those are too many, a selection.
 
     The selection has every mixture of two, those with one more block of a third, and all others in strides.
@@ -362,4 +363,4 @@ def _counts(length: int, num_kinds: int) -> set[tuple[int, ...]]:
                 row[second] += length - count - 1
                 row[odd] += 1
                 found.add(tuple(row))
-    return found
+    return np.array(sorted(found))

@@ -45,8 +45,8 @@ from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable
 from memscale._profile.ranks import ALONE, find_group, refuse_flat_parameters
 from memscale._torch.overrides import undo_with
-from memscale._versions import warn_of_versions
 from memscale.report import console
+from memscale.report.versions import warn_of_versions
 
 logger = logging.getLogger("memscale")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from memscale._config import Config
 from memscale._decide import Traits, confirmed, decide_on, full_front, suspects_of
@@ -46,7 +46,7 @@ from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import Limit, highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
-from memscale._profile import StepTrace, TraceKey
+from memscale._profile import KEEP, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
 from memscale._profile.shallow import (
     KEPT,
@@ -339,27 +339,29 @@ class OneWay(Trials):
         keeps_outputs = bool(self.rehearsal.loop.outputs)
         if self.shallow is None or keeps_outputs or any(technique_of(action).changes_loop for action in actions):
             return []
-        return find_runs_under(self.rehearsal, actions, self._num_kept(actions))
+        choice = choice_of(actions, self.profile)
+        num_kept_of = functools.partial(self._num_kept, dict(choice.blocks), is_exact=choice.run.is_exact)
+        return find_runs_under(self.rehearsal, actions, num_kept_of)
 
-    def _num_kept(self, actions: tuple[Action, ...]) -> int:
-        """How many blocks come to pass before one is as the next. What overlaps is bounded by bytes: so many as fill
-        these, and those that come ahead."""
-        if not self.travel.overlaps:
+    def _num_kept(self, treatments: Mapping[str, Treatment], module_fqn: str, *, is_exact: bool) -> int:
+        """How many blocks like this one, treated alike, come to pass before one is as the next.
+
+        What overlaps is bounded by bytes: so many as fill these, and those that come ahead. What else is on its way
+        when the first of them comes only fills the room sooner, and blocks that send nothing leave it as it is.
+        """
+        treatment, transfers = treatments.get(module_fqn, KEEP), self.travel.transfers
+        if not self.travel.overlaps or not (treatment.streams or treatment.offloads):
             return KEPT
-        transfers, profile = self.travel.transfers, self.profile
-        sizes = {layer.module_fqn: layer.param_bytes for layer in profile.layers}
         least_bytes = most_bytes = max(transfers.window_bytes, transfers.prefetch_bytes)
-        choice = choice_of(actions, profile)
-        for module_fqn, treatment in choice.blocks:
-            trace = profile.variants.get(TraceKey(treatment), profile.plain)
-            sent = sum(s.sent_bytes for s in trace.segments if (s.phase, s.module_fqn) == ("forward", module_fqn))
-            if treatment.streams:
-                least_bytes = min(least_bytes, sizes[module_fqn])
-            if treatment.offloads:
-                least_bytes = min(least_bytes, sent)
-        least_bytes //= 1 if choice.run.is_exact else 2  # in 16 bits half as much travels
-        travels = any(treatment.streams or treatment.offloads for _, treatment in choice.blocks)
-        return KEPT - 1 + transfers.prefetch_depth + -(-most_bytes // max(1, least_bytes)) if travels else KEPT
+        if treatment.streams:
+            sizes = (layer.param_bytes for layer in self.profile.layers if layer.module_fqn == module_fqn)
+            least_bytes = min(least_bytes, *sizes)
+        if treatment.offloads:
+            trace = self.profile.variants.get(TraceKey(treatment), self.profile.plain)
+            forward = (s for s in trace.segments if (s.phase, s.module_fqn) == ("forward", module_fqn))
+            least_bytes = min(least_bytes, sum(segment.sent_bytes for segment in forward))
+        least_bytes //= 1 if is_exact else 2  # in 16 bits half as much travels
+        return KEPT - 1 + transfers.prefetch_depth + -(-most_bytes // max(1, least_bytes))
 
     @functools.cached_property
     def allocator(self) -> AllocatorSettings:

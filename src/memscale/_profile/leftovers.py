@@ -74,14 +74,19 @@ def _is_torch(module_name: str) -> bool:
     return module_name.partition(".")[0] in ("torch", "builtins", "typing", "abc")
 
 
+def _is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """By the type alone: a proxy that stands for nothing yet raises where `isinstance` asks it for its class."""
+    return issubclass(type(value), kinds)
+
+
 def _clean_namespace(namespace: Any, before: dict[str, Any]) -> None:
     for name, value in list(vars(namespace).items()):
-        if isinstance(value, torch.Tensor) and private.is_fake(value):
+        if _is_a(value, torch.Tensor) and private.is_fake(value):
             if name in before:
                 setattr(namespace, name, before[name])
             else:
                 delattr(namespace, name)
-        elif isinstance(value, dict | list | set) and not name.startswith("__"):
+        elif _is_a(value, (dict, list, set)) and not name.startswith("__"):
             _clean_container(value)
 
 
@@ -105,11 +110,11 @@ def _holds_fakes(objects: Iterable[Any]) -> bool:
         if id(found) in seen:
             continue
         seen.add(id(found))
-        if isinstance(found, torch.Tensor):
+        if _is_a(found, torch.Tensor):
             if private.is_fake(found):
                 return True
-        elif isinstance(found, nn.Module):
+        elif _is_a(found, nn.Module):
             waiting.extend(itertools.islice(itertools.chain(found.parameters(), found.buffers()), 1))
-        elif isinstance(found, _CONTAINERS) or type(found).__module__ == "functools":
+        elif _is_a(found, _CONTAINERS) or type(found).__module__ == "functools":
             waiting.extend(gc.get_referents(found))
     return False

@@ -72,9 +72,12 @@ def find_runs(
     model: nn.Module,
     blocks: Iterable[str],
     treatment_of: Callable[[str], Hashable] = lambda module_fqn: None,
-    num_kept: int = KEPT,
+    num_kept_of: Callable[[str], int] = lambda module_fqn: KEPT,
 ) -> list[Cut]:
-    """Runs of equal blocks, treated alike, that are long enough to be worth it; so many are kept at either end."""
+    """Runs of equal blocks, treated alike, that are long enough to be worth it.
+
+    `num_kept_of` says of a run's first block how many are kept at either end.
+    """
     by_container: dict[str, list[tuple[int, Hashable]]] = {}
     for module_fqn in blocks:
         container_fqn, _, name = module_fqn.rpartition(".")
@@ -88,8 +91,10 @@ def find_runs(
             continue
         for _, group in itertools.groupby(found, lambda entry: entry[1]):
             positions = [position for position, _ in group]
+            run = Cut(container_fqn, num_children, positions[0], positions[-1] + 1)
+            num_kept = num_kept_of(run.name(run.start))
             if len(positions) >= 2 * num_kept + _MIN_LEFT_OUT:
-                cuts.append(Cut(container_fqn, num_children, positions[0], positions[-1] + 1, num_kept))
+                cuts.append(dataclasses.replace(run, num_kept=num_kept))
     return cuts
 
 
@@ -98,8 +103,10 @@ def find_cuts(model: nn.Module, blocks: Iterable[str]) -> list[Cut]:
     return list({cut.container_fqn: cut for cut in reversed(find_runs(model, blocks))}.values())[::-1]
 
 
-def find_runs_under(rehearsal: Rehearsal, actions: Iterable[Action], num_kept: int = KEPT) -> list[Cut]:
-    """Runs of equal blocks that these actions treat alike; so many are kept at either end."""
+def find_runs_under(
+    rehearsal: Rehearsal, actions: Iterable[Action], num_kept_of: Callable[[str], int] = lambda module_fqn: KEPT
+) -> list[Cut]:
+    """Runs of equal blocks that these actions treat alike; see `find_runs`."""
     blocks = rehearsal.blocks
     treatments: dict[str, list[str]] = {}
     for action in actions:
@@ -107,7 +114,7 @@ def find_runs_under(rehearsal: Rehearsal, actions: Iterable[Action], num_kept: i
         if block is not None:
             nameless = dataclasses.replace(_renamed_action(action, {block: ""}), reason=Reason(""))
             treatments.setdefault(block, []).append(str(nameless))
-    return find_runs(rehearsal.model, blocks, lambda module_fqn: tuple(treatments.get(module_fqn, ())), num_kept)
+    return find_runs(rehearsal.model, blocks, lambda module_fqn: tuple(treatments.get(module_fqn, ())), num_kept_of)
 
 
 def short_actions(actions: Iterable[Action], blocks: Collection[str], cuts: list[Cut]) -> tuple[Action, ...]:

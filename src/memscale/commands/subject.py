@@ -65,6 +65,7 @@ def config_of(
         )
     except ConfigError as error:
         field, equals, rest = str(error).partition("=")
+        rest = rest.removesuffix(", or None")  # an option is left out instead
         raise ConfigError(f"{_OPTION_OF.get(field, field)}{equals}{rest}") from error
 
 

@@ -12,7 +12,7 @@ from memscale._hardware import Hardware
 from memscale._hardware.allocator_environment import growing_segments, own_settings
 from memscale._hardware.footprints import footprint_of
 from memscale._units import show_bytes, show_speed
-from memscale._versions import TESTED, version_of
+from memscale.report.versions import TESTED, version_of
 
 EXTRA_OF = {name: tested.extra for name, tested in TESTED.items() if tested.extra is not None} | {"plotly": "report"}
 """Optional distributions, and the extra of this package that installs each."""

@@ -192,6 +192,26 @@ def test_a_training_in_evaluation_mode_keeps_the_budget(first: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("num_forwards", [1, 4])
+def test_several_graphs_in_evaluation_mode_that_exceed_the_budget_are_told_once(
+    num_forwards: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their plan counts one. In training mode such a step is observed; here nobody can tell that it is a step."""
+    model = small().to("simgpu").eval()
+    batch = torch.ones(512, 16, device="simgpu")
+    plain_bytes = memscale.estimate(model, batch, config=Config(enable_logging=False)).baseline_peak_bytes
+    memscale.wrap(model, Config(memory_budget_gb=0.8 * plain_bytes / 1e9, enable_logging=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.get_device_module("simgpu").reset_peak_memory_stats()
+    with caplog.at_level(logging.WARNING, logger="memscale"):
+        for _ in range(3):
+            sum(square_loss(model(batch)) for _ in range(num_forwards)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert caplog.text.count("Several forwards before one backward hold several graphs") == (num_forwards > 1)
+    memscale.detach(model)
+
+
 def test_an_evaluation_with_gradients_that_does_not_fit_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     model = small().eval()
     memscale.wrap(model, Config(memory_budget_gb=1e-6, enable_logging=False))

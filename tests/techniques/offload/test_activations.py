@@ -717,3 +717,36 @@ def test_many_steps_use_no_more_than_ten(way: str, num_steps: int, tmp_path: pat
                 pinned_bytes = simgpu.pinned_stats().requested_bytes
                 used.append((live_bytes, pinned_bytes, counters.held_bytes, counters.allocated_bytes))
         assert len(set(used)) == 1, used
+
+
+class _Noisy(nn.Module):
+    """Saves noise for backward before it is drawn, as a part and by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(16, 16), nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rrelu(self.linear(self.act(x)), training=self.training)
+
+
+class _NoisyModule(_Noisy):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.act(x))
+
+
+@pytest.mark.parametrize("block", [_Noisy, _NoisyModule])
+@pytest.mark.parametrize("way", ["simgpu host sync", "simgpu host async", "cpu disk sync"])
+def test_noise_that_is_drawn_after_it_was_saved_is_right(way: str, block: type[nn.Module], tmp_path: pathlib.Path):
+    seed(1)
+    twin = nn.Sequential(*(block() for _ in range(3))).to(device_of(way))
+    model = copy.deepcopy(twin)
+    found = []
+    with opened(way, tmp_path, 0) as moving, contextlib.ExitStack() as undo:
+        actions = [OffloadActivations(str(number)) for number in range(3)]
+        activations.attach(actions, model, device_of(way), undo, transfers=moving, min_tensor_bytes=0)
+        for each in (model, twin):
+            torch.manual_seed(3)
+            each(torch.ones(4, 16, device=device_of(way)) - 2).square().mean().backward()
+            found.append(gradients(each))
+    assert same(*found)

@@ -20,7 +20,7 @@ import memscale
 from memscale._execute.executor import Executor
 from memscale._plan import Checkpoint
 from tests.models import Mlp, small, square_loss
-from tests.parity import checkpoint_all, seed
+from tests.parity import SELECTIVE, checkpoint_all, seed
 
 
 class _Block(nn.Module):
@@ -448,13 +448,16 @@ class _Normed(_Block):
 
 
 @pytest.mark.parametrize("first", ["zero", "dropped"])
+@pytest.mark.parametrize("keep", [(), SELECTIVE])
 @pytest.mark.parametrize("stay_in_evaluation", [False, True])
-def test_statistics_that_a_first_forward_left_alone_are_counted_once(first: str, stay_in_evaluation: bool) -> None:
+def test_statistics_that_a_first_forward_left_alone_are_counted_once(
+    first: str, stay_in_evaluation: bool, keep: tuple[Any, ...]
+) -> None:
     model = _Chain(lambda: _Normed(first))
     if stay_in_evaluation:  # the flags of the other parts decide what was learned, too
         model.blocks[0].net.eval()
     twin = copy.deepcopy(model)
-    checkpoint_all(model)
+    checkpoint_all(model, keep)
     ours, theirs = _train(model), _train(twin)
     memscale.detach(model)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -512,13 +515,14 @@ class _Statistics(_Block):
         return self.net(x + mean.clone() * var.clone())
 
 
+@pytest.mark.parametrize("keep", [(), SELECTIVE])
 @pytest.mark.parametrize("place", ["attribute", "list", "rows", "module", "closure", "global", "buffers"])
-def test_statistics_that_are_no_buffers_are_counted_once(place: str) -> None:
+def test_statistics_that_are_no_buffers_are_counted_once(place: str, keep: tuple[Any, ...]) -> None:
     seen = []
     for wrapped in (True, False):
         seed(3)
         model = _Chain(lambda: _Statistics(place))
-        executor = checkpoint_all(model) if wrapped else None
+        executor = checkpoint_all(model, keep) if wrapped else None
         seen.append([*_train(model), *(t.clone() for block in model.blocks for t in block.statistics())])
         if executor is not None:
             executor.detach()

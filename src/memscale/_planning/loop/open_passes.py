@@ -31,8 +31,10 @@ from memscale._torch.overrides import OwnHook, undo_with
 class OpenPasses(StepWatcher):
     """The forwards of one model that await their backward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, in_training: bool = True) -> None:
+        """`in_training`: the forwards of a model in training; else those in evaluation mode that record a graph."""
         self._model = weakref.ref(model)
+        self.in_training = in_training
         self._open: list[weakref.ref[_Pass]] = []
         self._undo = contextlib.ExitStack()
         self._is_hooked = False
@@ -57,7 +59,7 @@ class OpenPasses(StepWatcher):
         return bool(self._open)
 
     def add(self, output: Any) -> None:
-        """A training forward has returned this."""
+        """A forward has returned this."""
         nodes = {id(node): node for tensor in tensors_in(output) if (node := private.node_of(tensor)) is not None}
         if nodes:
             new = _Pass()
@@ -91,6 +93,6 @@ class _Returned(OwnHook):
 
     @private.never_compiled
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        is_training = model.training and torch.is_grad_enabled()
-        if is_training and private.graph_task_id() < 0 and not private.inside_functional_transform():
+        is_followed = model.training == self._passes.in_training and torch.is_grad_enabled()
+        if is_followed and private.graph_task_id() < 0 and not private.inside_functional_transform():
             self._passes.add(output)

@@ -56,7 +56,7 @@ class Replanner(OwnHook):
         self._by_shape = PlansByShape(self._maker, self._observing)
         self._agreed = AgreedPlans(self._maker, replica)
         self._joint = JointForwards(self.plans)
-        self._evaluation = Evaluation(self._maker)
+        self._evaluation = Evaluation(self._maker, executor.model)
         self._gradients = CountedGradients(self._maker, self._observing)
         self._loop_watch = LoopWatch(executor.model)
         self._loop = CountedLoop(self._maker, self._observing, self._loop_watch)
@@ -67,8 +67,8 @@ class Replanner(OwnHook):
         self._passes = OpenPasses(executor.model)
         self.is_repeating = False
         """A forward is run again inside its backward: its plan is in force, and gradients that are there are its."""
-        for stop in (self._observing.stop, self._passes.stop, self._step_watch.stop, self._loop_watch.stop):
-            executor.on_detach(stop)
+        for watch in (self._observing, self._passes, self._step_watch, self._loop_watch, self._evaluation):
+            executor.on_detach(watch.stop)
 
     @property
     def job(self) -> StandingJob:
@@ -107,6 +107,7 @@ class Replanner(OwnHook):
                 self._joint.note(model, Inputs(args, kwargs))
             return
         self._excess = self._step_watch.end() or self._excess
+        self._evaluation.end_step()
         if not torch.is_grad_enabled() or private.inside_functional_transform():
             return  # tensors of a transform (`torch.func.grad`) have no bytes of their own, and cannot be rehearsed
         if model.training:

@@ -68,7 +68,7 @@ class TensorsBeside:
         large = [(tensor, version_of(tensor)) for tensor in found if not is_small(tensor)]
         if not small and not large:
             return None
-        return KeptTensors([(tensor, tensor.detach().clone()) for tensor in small], large)
+        return KeptTensors(_contents_of(small), large)
 
     def after(self, kept: KeptTensors) -> None:
         """Refuse what was changed and of which there is no copy."""
@@ -83,15 +83,25 @@ class TensorsBeside:
 
 def show(kept: KeptTensors) -> Contents:
     """Let the tensors hold what they held. Returns what `hide` takes."""
-    now = [(tensor, tensor.detach().clone()) for tensor, _ in kept.contents]
+    now = _contents_of([tensor for tensor, _ in kept.contents])
     hide(kept.contents)
     return now
 
 
 def hide(contents: Contents) -> None:
     """Let the tensors hold this, without telling autograd: see NOTE [contents, not stand-ins]."""
-    for tensor, held in contents:
-        tensor.data.copy_(held)
+    if contents:
+        with private.real_tensors():
+            for tensor, held in contents:
+                tensor.data.copy_(held)
+
+
+def _contents_of(tensors: list[torch.Tensor]) -> Contents:
+    """What they hold. A selective checkpoint, which counts operators, must not see that it is copied."""
+    if not tensors:
+        return []
+    with private.real_tensors():
+        return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
 def _find(module: nn.Module) -> list[torch.Tensor]:

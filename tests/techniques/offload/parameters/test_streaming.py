@@ -111,6 +111,13 @@ def tied_across_blocks() -> nn.Module:
     return model
 
 
+def one_dropout_for_all() -> nn.Module:
+    model = Gpt()
+    for block in model.blocks:
+        block.dropout = model.blocks[0].dropout
+    return model
+
+
 def tied_with_resident() -> nn.Module:
     model = Gpt()
     model.blocks[1].norm1.weight = model.norm.weight
@@ -205,6 +212,7 @@ class WithTransposed(Gpt):
     [
         tied_in_block,
         tied_across_blocks,
+        one_dropout_for_all,
         tied_with_resident,
         partly_frozen,
         lower_frozen,

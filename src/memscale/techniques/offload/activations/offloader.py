@@ -24,7 +24,7 @@ NOTE [backward passes]: a tensor that is fetched ahead belongs to the backward p
 that pass, however it ends. A saved tensor belongs to the graph. Nothing else holds either of them.
 
 These tensors stay where they are: parameters and buffers (recognised by storage), small tensors, expanded tensors,
-subclasses, and tensors of other devices.
+subclasses, tensors of other devices, and what an operator may fill only after autograd has saved it (filled_later.py).
 
 Known limit: a write that goes past the version counter (`.data`, foreign kernels) between two savings of one tensor is
 not seen; the second saving then gets the value of the first.
@@ -46,6 +46,7 @@ from torch import nn
 from memscale._plan import OffloadActivations
 from memscale._torch import private
 from memscale._torch.overrides import ForwardOverride, find_module
+from memscale.techniques.offload.activations.filled_later import is_unfilled, may_fill_later
 from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
 from memscale.techniques.offload.transfer.stream_order import TransferStats
 from memscale.techniques.offload.transfer.transfers import WINDOW_BYTES, Arrival, Transfers
@@ -340,7 +341,7 @@ class OffloadedForward(ForwardOverride):
         if not torch.is_grad_enabled() or private.inside_functional_transform():
             return self.inner()(*args, **kwargs)
         resident = self._elsewhere.keys() | _Residents(self.module).keys()
-        packing = _Packing(self.offloader, frozenset(resident))
+        packing = _Packing(self.offloader, frozenset(resident), keeps_unfilled=may_fill_later(self.module))
         try:
             with torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack):
                 return self.inner()(*args, **kwargs)
@@ -352,11 +353,15 @@ class OffloadedForward(ForwardOverride):
 class _Packing:
     """The pack hook of one call."""
 
-    def __init__(self, offloader: Offloader, resident: frozenset[int]) -> None:
+    def __init__(self, offloader: Offloader, resident: frozenset[int], *, keeps_unfilled: bool) -> None:
         self._offloader = offloader
         self._resident = resident
+        self._keeps_unfilled = keeps_unfilled
+        """Whether tensors stay that may be filled only now. See filled_later.py."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if self._keeps_unfilled and not tensor.is_inference() and is_unfilled(tensor):
+            return Kept(tensor)
         return self._offloader.pack(tensor, self._resident)
 
 

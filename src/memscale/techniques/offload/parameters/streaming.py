@@ -401,14 +401,19 @@ class _ForwardEnd(OwnHook):
 
 
 def _find(actions: Iterable[StreamParameters], model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by name. A part that holds parameters belongs to one of them; an activation or a table of rotations
+    may be in all of them, as it holds nothing that visits the device."""
     modules: dict[str, nn.Module] = {}
     inside: dict[nn.Module, str] = {}
     for action in actions:
         module = find_module(model, action.module_fqn)
-        for part in module.modules():
+        holders = [part for part in module.modules() if any(p is not None for p in part._parameters.values())]
+        for part in holders:
             if part in inside:
-                raise PlanError(f"{action.module_fqn!r} and {inside[part]!r} share a module: stream one of them")
-        inside.update(dict.fromkeys(module.modules(), action.module_fqn))
+                raise PlanError(
+                    f"{action.module_fqn!r} and {inside[part]!r} share a module with parameters: stream one of them"
+                )
+        inside.update(dict.fromkeys(holders, action.module_fqn))
         modules[action.module_fqn] = module
     places = {id(module): place for place, module in enumerate(model.modules())}
     return dict(sorted(modules.items(), key=lambda item: places[id(item[1])]))  # a first guess at their order

@@ -12,7 +12,10 @@ Uses are counted in the graph that a call has made: at a layer's first forward i
 every forward of a layer that is called again while an earlier call still waits for its backward.
 
 Known limits: it is not noticed if a layer uses a parameter once at first and more often later, without having been
-called twice before. A call whose operators save nothing for backward leaves no tail.
+called twice before. A call whose operators save nothing for backward leaves no tail. A graph of gradients
+(`create_graph=True`, a penalty on gradients of inputs) uses a call's copies once more, and nobody knows of it when the
+call is made: if that call's output is in the loss as well, and another call of the layer is, the sum may have another
+last bit.
 """
 
 from __future__ import annotations

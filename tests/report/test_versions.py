@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import memscale
-from memscale import _versions
-from memscale._versions import TESTED, KnownVersions, warn_of_versions
+from memscale.report import versions
+from memscale.report.versions import TESTED, KnownVersions, warn_of_versions
 
 pytestmark = pytest.mark.unit
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_pinned_is_within() -> None:
 @pytest.fixture
 def other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process has another torch, and the table says so."""
-    monkeypatch.setattr(_versions, "_told", set())
+    monkeypatch.setattr(versions, "_told", set())
     monkeypatch.setitem(TESTED, "torch", KnownVersions("1.0", "1.13"))
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_is_wrapped_with_another_torch_is_warned_of_once(other_vers
 
 
 def test_packages_that_are_not_loaded_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_versions, "_told", set())
-    monkeypatch.setattr(_versions, "TESTED", {"no-such-package": KnownVersions("1", "1", "hf")})
+    monkeypatch.setattr(versions, "_told", set())
+    monkeypatch.setattr(versions, "TESTED", {"no-such-package": KnownVersions("1", "1", "hf")})
     warn_of_versions()
-    assert _versions._told == set()
+    assert versions._told == set()
