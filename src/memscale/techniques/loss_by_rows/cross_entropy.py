@@ -258,7 +258,7 @@ def _by_rows(ctx: Any, of_loss: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(ctx: Any, of_loss: torch.Tensor | None, of_log_probabilities: torch.Tensor | None) -> torch.Tensor | None:
-    """As PyTorch does it, which can be differentiated again."""
+    """The gradient at once, as PyTorch makes it: it can be differentiated again."""
     log_probabilities, target, weight, total_weight = ctx.saved_tensors
     found = of_log_probabilities
     if of_loss is not None:
