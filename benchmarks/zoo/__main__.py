@@ -87,7 +87,7 @@ def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, o
             reasons.append(ValueError("its loss is not finite"))
             continue
         return subject, expected
-    raise reasons[0] if reasons else ValueError("no model class")
+    raise ValueError(" / ".join(dict.fromkeys(said(reason)[:75] for reason in reasons)) or "no model class")
 
 
 def _builders(suite: str, name: str) -> Iterator[Callable[[], Subject]]:
@@ -155,7 +155,8 @@ def measure(
     log: pathlib.Path | None,
     turns: int | None = None,
 ) -> dict[tuple[str, ...], Result]:
-    """Results by suite, name and way. What cannot be trained plain on a device is not tried there in other ways."""
+    """Results by suite, name and way. What cannot be trained plain on a device is not tried there in other ways, and
+    what takes too long is not tried further."""
     results: dict[tuple[str, ...], Result] = {}
     with trials.Trials("benchmarks.zoo", seconds, log) as each:
         for number, case in enumerate(cases):
@@ -165,6 +166,8 @@ def measure(
                     result = results[(*case, way)] = each.run((*case, way))
                     if result["status"] == "plain":  # what the host cannot train no device can
                         unusable |= {WAYS[way].device} if WAYS[way].device != "cpu" else DEVICES
+                    elif result["status"] == "too slow":
+                        break
     return results
 
 

@@ -75,7 +75,7 @@ def _is_torch(module_name: str) -> bool:
 
 
 def _is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """By the type alone: a proxy that stands for nothing yet raises where `isinstance` asks it for its class."""
+    """Whether its type is one of these: a proxy that stands for nothing yet raises where `isinstance` asks it."""
     return issubclass(type(value), kinds)
 
 
