@@ -29,6 +29,7 @@ from memscale._plan import (
     TileHead,
     TileMlp,
 )
+from memscale.techniques.loss_by_rows import LossByRows
 from tests.parity import plan_of
 from tests.profiles import hardware_of, profile_of
 
@@ -88,6 +89,7 @@ ACTIONS = (
     TileMlp("blocks.0.mlp", 2),
     TileAttention("blocks.0.attention", 16),
     StepInBuckets(1000),
+    LossByRows(1000),
     OffloadOptimizer(1000),
     QuantizeOptimizer(1000),
 )

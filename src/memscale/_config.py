@@ -28,7 +28,7 @@ class OptimizationMode(str, enum.Enum):
     """
 
     CONSERVATIVE = "conservative"
-    """Checkpointing, and the optimizer's step in buckets: exact, and the cheapest in time."""
+    """Checkpointing, the optimizer's step in buckets and the loss by rows: exact, and the cheapest in time."""
     BALANCED = "balanced"
     """Checkpointing and offloading: exact."""
     AGGRESSIVE = "aggressive"
@@ -40,6 +40,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_checkpointing": True,
         "enable_offloading": False,
         "enable_bucketed_step": True,
+        "enable_loss_by_rows": True,
         "step_in_backward": False,
         "enable_tiling": False,
         "enable_kept_offload": False,
@@ -50,6 +51,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_checkpointing": True,
         "enable_offloading": True,
         "enable_bucketed_step": True,
+        "enable_loss_by_rows": True,
         "step_in_backward": False,
         "enable_tiling": False,
         "enable_kept_offload": False,
@@ -60,6 +62,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "enable_checkpointing": True,
         "enable_offloading": True,
         "enable_bucketed_step": True,
+        "enable_loss_by_rows": True,
         "step_in_backward": False,
         "enable_tiling": True,
         "enable_kept_offload": False,
@@ -135,6 +138,8 @@ class Config:
     """Let tensors wait on the host or on disk (exact)."""
     enable_bucketed_step: bool | None = None
     """Step a few parameters at a time, where the optimizer updates each by itself (exact)."""
+    enable_loss_by_rows: bool | None = None
+    """Make the gradients of a large cross-entropy a few rows at a time (exact)."""
     step_in_backward: bool | None = None
     """Step parameters as soon as their gradients are final, so that these never exist together (exact). No mode turns
     it on: gradients can then not be read, clipped, scaled or accumulated. Used wherever it is True."""

@@ -50,6 +50,7 @@ runs = st.builds(
     precision=st.sampled_from(("", "bfloat16", "float16")),
     quantizes_optimizer=st.booleans(),
     steps_in_buckets=st.booleans(),
+    loss_by_rows=st.booleans(),
 )
 
 

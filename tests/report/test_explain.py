@@ -21,6 +21,7 @@ from memscale._plan import (
     TileMlp,
 )
 from memscale.report.explain import reason_text, what_is_done, words_of_block, words_of_run
+from memscale.techniques.loss_by_rows import LossByRows
 from memscale.techniques.offload.kept_outputs import OffloadKept
 from memscale.techniques.offload.optimizer.in_backward import StepInBackward
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
@@ -56,6 +57,7 @@ EXAMPLES: dict[type, Action] = {
     TileMlp: TileMlp("a.mlp", 4),
     OffloadActivations: OffloadActivations("a"),
     OffloadKept: OffloadKept("a"),
+    LossByRows: LossByRows(1024),
     StepInBuckets: StepInBuckets(1024),
     StepInBackward: StepInBackward(1024),
     StepOnDevice: StepOnDevice(1024),

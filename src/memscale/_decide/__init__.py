@@ -298,7 +298,9 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     room = Room(budget.host_bytes, budget.disk_bytes)
     for some, allowed in _by_place_of_step(model, eligible, runs):
         found += search(model, some, allowed, counts_waiting=counts_waiting, room=room)
-    found = [c for c in found if _gains_by_buckets(model, c) and _needs_its_place(c.choice)]
+    found = [
+        c for c in found if _gains_by_buckets(model, c) and _gains_by_rows(model, c) and _needs_its_place(c.choice)
+    ]
     for is_exact in (True, False):
         alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
         found += _with_shares(model, alike, counts_waiting=counts_waiting)
@@ -393,6 +395,15 @@ def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:
     at_once = dataclasses.replace(choice, run=dataclasses.replace(choice.run, steps_in_buckets=False))
     other, mine = model.evaluate(at_once), candidate.outcome
     return mine.peak_bytes < other.peak_bytes or (choice.run.steps_on_device and mine.step_ms < other.step_ms)
+
+
+def _gains_by_rows(model: CostModel, candidate: Candidate) -> bool:
+    """Whether the peak would be higher with the gradients of the loss at once; True where they are."""
+    choice = candidate.choice
+    if not choice.run.loss_by_rows:
+        return True
+    at_once = dataclasses.replace(choice, run=dataclasses.replace(choice.run, loss_by_rows=False))
+    return candidate.outcome.peak_bytes < model.evaluate(at_once).peak_bytes
 
 
 def _values(model: CostModel, eligible: Eligible, technique: Technique, nothing: Any) -> tuple[Any, ...]:

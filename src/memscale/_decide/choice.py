@@ -40,6 +40,8 @@ class RunOptions:
     """Parameters are stepped as soon as their gradients are final."""
     steps_on_device: bool = False
     """Streamed parameters are stepped on the device, not on the host."""
+    loss_by_rows: bool = False
+    """The gradients of the loss are made some rows at a time."""
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
@@ -57,7 +59,12 @@ class RunOptions:
     @property
     def rest_key(self) -> TraceKey:
         """The trace that shows everything but the blocks."""
-        return TraceKey(head_rows=self.head_rows, streams_rest=self.streams_rest, precision=self.precision)
+        return TraceKey(
+            head_rows=self.head_rows,
+            streams_rest=self.streams_rest,
+            precision=self.precision,
+            loss_by_rows=self.loss_by_rows,
+        )
 
     def block_key(self, treatment: Treatment) -> TraceKey:
         """The trace that shows the blocks under this treatment."""

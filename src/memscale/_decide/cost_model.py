@@ -104,7 +104,7 @@ class CostModel:
         the block. Gaps are taken from another trace, in which nothing was sent away.
         """
         without = TraceKey(precision=key.precision)
-        if key == without or key.head_rows or key.streams_rest or without not in self._traces:
+        if key == without or key.head_rows or key.streams_rest or key.loss_by_rows or without not in self._traces:
             return trace
         runs, kept = self._grouped(trace), self._grouped(self._traces[without])
         if [owner for owner, _ in kept] != self.owners:

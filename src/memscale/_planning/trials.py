@@ -144,6 +144,21 @@ class Trials:
                     traces[key] = trace
         self.learn(variants=traces)
 
+    def gains(self, key: TraceKey, actions: tuple[Action, ...], config: Config) -> bool:
+        """Rehearse this beside the blocks. Whether it rises less high than the plain step anywhere: if it does not, it
+        is left out of the profile."""
+        if key not in self._tried:
+            self.try_variants({key: actions}, config)
+            trace, plain = self.profile.variants.get(key), self.profile.plain
+            if trace is not None and trace.spans(plain):
+                self.learn(variants={each: found for each, found in self.profile.variants.items() if each != key})
+        return key in self.profile.variants
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model or a part of it is compiled."""
+        return bool(self._compiled)
+
     def learn(self, **facts: Any) -> None:
         """Write into the profile what is new. What is known makes no other profile, with a cost model of its own."""
         if any(getattr(self.profile, name) != fact for name, fact in facts.items()):

@@ -192,6 +192,8 @@ class TraceKey:
     streams_rest: bool = False
     """Embeddings, norms and heads are streamed."""
     precision: Precision = ""
+    loss_by_rows: bool = False
+    """The gradients of the loss are made some rows at a time."""
 
     @property
     def tile_size(self) -> int:

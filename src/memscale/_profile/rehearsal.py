@@ -25,7 +25,7 @@ from memscale._profile.kernels_in_place import gpu_kernels, linear_as_trained, s
 from memscale._profile.layers import find_blocks, find_pieces
 from memscale._profile.leftovers import Caches
 from memscale._profile.read_elsewhere import Readings, ReadingWatch
-from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, tensors_in, with_gradient
+from memscale._profile.segments import FakeRecorder, SegmentRecorder, Traffic, no_traffic, with_gradient
 from memscale._profile.sharding import Sharding
 from memscale._profile.untrained import TrainedWatch
 from memscale._profile.values import SEED, Recollection, Values, readable
@@ -34,6 +34,7 @@ from memscale._profile.values.draws import LOWEST_DRAW, MIDDLE_DRAW
 from memscale._torch import private
 from memscale._torch.host_rng import HostRng
 from memscale._torch.live_bytes import LiveBytes, Recall, rounding_of
+from memscale._torch.outputs import tensors_in
 from memscale._torch.overrides import plain_attributes
 from memscale._torch.released_gradients import held_gradient
 from memscale._torch.state_beside import Beside

@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memscale._profile import Phase, Segment, StepTrace
@@ -28,6 +27,7 @@ from memscale._profile.device_kernels import WIDE_LOSSES, widen
 from memscale._profile.operator_costs import Work
 from memscale._torch import private
 from memscale._torch.live_bytes import LiveBytes
+from memscale._torch.outputs import tensors_in
 from memscale._torch.overrides import OwnHook
 
 Traffic = Callable[[], tuple[int, int, int, int]]
@@ -247,12 +247,3 @@ class _Hook(OwnHook):
 
 def with_gradient(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a tree, also those in dataclasses, which PyTorch's trees take for leaves."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])

@@ -12,6 +12,7 @@ from typing import Any
 from memscale._plan import Action, LayerAction
 from memscale._profile import KEEP, Treatment
 from memscale.techniques.checkpointing import CHECKPOINTING
+from memscale.techniques.loss_by_rows import LOSS_BY_ROWS
 from memscale.techniques.offload.activations import ACTIVATIONS
 from memscale.techniques.offload.kept_outputs import KEPT_OUTPUTS
 from memscale.techniques.offload.optimizer import OPTIMIZER
@@ -31,6 +32,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     PARAMETERS,
     INSIDE,
     HEAD,
+    LOSS_BY_ROWS,
     DEVICE_STEP,
     BUCKETED_STEP,
     IN_BACKWARD,

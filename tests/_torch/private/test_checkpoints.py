@@ -59,3 +59,10 @@ def test_hooks_of_others_on_saved_tensors_stay() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), private.outside_checkpoints():
         torch.ones(2, requires_grad=True).sin()
     assert len(seen) == 1
+
+
+def test_hooks_on_what_is_saved_are_seen() -> None:
+    assert not private.saves_are_hooked()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert private.saves_are_hooked()
+    assert not private.saves_are_hooked()

@@ -34,10 +34,10 @@ from memscale._plan import Plan
 from memscale._planning.loop.step_watch import TOLERATED_BYTES, TOLERATED_SHARE, bytes_on
 from memscale._profile import LoopHolds
 from memscale._profile.inputs import Inputs
-from memscale._profile.segments import tensors_in
 from memscale._torch import private
 from memscale._torch.live_bytes import rounding_of
 from memscale._torch.optimizer_steps import StepWatcher, steps_model, watch_steps
+from memscale._torch.outputs import tensors_in
 from memscale._torch.overrides import OwnHook, undo_with
 from memscale._torch.released_gradients import held_gradient
 from memscale._units import round_up

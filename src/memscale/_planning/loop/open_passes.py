@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._profile.segments import tensors_in
 from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
+from memscale._torch.outputs import tensors_in
 from memscale._torch.overrides import OwnHook, undo_with
 
 

@@ -6,7 +6,12 @@ mirrors the modules and says when a release of PyTorch changes one of these thin
 """
 
 from memscale._torch.private.allocator import allocator_bytes, set_allocator_settings
-from memscale._torch.private.checkpoints import SeenThrough, outside_checkpoints, see_through_checkpoints
+from memscale._torch.private.checkpoints import (
+    SeenThrough,
+    outside_checkpoints,
+    saves_are_hooked,
+    see_through_checkpoints,
+)
 from memscale._torch.private.compiling import (
     COMPILED_CALL,
     is_compiled,
@@ -151,6 +156,7 @@ __all__ = [
     "replace_engine",
     "run_first",
     "run_opened",
+    "saves_are_hooked",
     "scale_replicator",
     "see_through_checkpoints",
     "sequence_number",

@@ -79,5 +79,10 @@ def outside_checkpoints() -> Iterator[None]:
             stack._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def saves_are_hooked() -> bool:
+    """Whether somebody is handed what is saved for backward now: a checkpoint, an offload, a user's own hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def _is_of_checkpoint(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == "torch.utils.checkpoint"

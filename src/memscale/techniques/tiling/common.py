@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from memscale._errors import MemScaleError, PlanError
-from memscale._torch import private
 
 _DROPOUT = F.dropout
 
@@ -55,16 +54,6 @@ def names(text: str) -> frozenset[str]:
 def at_least_one(module_fqn: str, what: str, value: int) -> None:
     if value < 1:
         raise PlanError(f"{what} of {module_fqn!r} is {value}; it must be at least 1")
-
-
-def is_plain_path() -> bool:
-    """Whether someone looks at the operators who would not understand ours: a compiler, `torch.func`, forward mode."""
-    return (
-        torch.compiler.is_compiling()
-        or private.is_tracing()
-        or private.inside_functional_transform()
-        or private.in_forward_mode()
-    )
 
 
 def autocast_now(device_type: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memscale._plan import TileAttention
 from memscale._torch import private
 from memscale._torch.overrides import ForwardOverride, find_module
+from memscale._torch.plain_path import is_plain_path
 from memscale.techniques.tiling.attention.attend import attend
 from memscale.techniques.tiling.attention.scores import CASTS, SOFTMAX, Steps
 from memscale.techniques.tiling.common import (
@@ -35,7 +36,6 @@ from memscale.techniques.tiling.common import (
     draw_noise,
     dropout_call,
     dropped,
-    is_plain_path,
     names,
 )
 

@@ -29,7 +29,8 @@ from memscale._torch import private
 from memscale._torch.interception import intercept
 from memscale._torch.optimizer_steps import CountedSteps, watch_steps
 from memscale._torch.overrides import ForwardOverride, find_module, undo_with
-from memscale.techniques.tiling.common import at_least_one, is_plain_path
+from memscale._torch.plain_path import is_plain_path
+from memscale.techniques.tiling.common import at_least_one
 from memscale.techniques.tiling.head.functions import DDP_LOOKS
 from memscale.techniques.tiling.head.lazy import LazyLogits, lazy_linear
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from memscale._plan import TileMlp
 from memscale._torch.overrides import ForwardOverride, find_module
+from memscale._torch.plain_path import is_plain_path
 from memscale.techniques.tiling.common import (
     TilingError,
     at_least_one,
@@ -33,7 +34,6 @@ from memscale.techniques.tiling.common import (
     draw_noise,
     dropout_call,
     dropped,
-    is_plain_path,
     names,
 )
 

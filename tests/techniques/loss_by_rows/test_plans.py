@@ -1,0 +1,147 @@
+"""Plans with the loss by rows: they are made where it helps, and what they promise is what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import memscale
+import simgpu  # noqa: F401  (registers the device)
+from memscale import Config
+from memscale._decide import decide
+from memscale._decide.choice import RunOptions
+from memscale._execute.executor import Executor, executor_of
+from memscale._execute.settings import ExecutionSettings
+from memscale._plan import Plan
+from memscale._profile import KEEP, TraceKey
+from memscale._profile.inputs import Inputs
+from memscale._profile.rehearsal import FakeRehearsal
+from memscale.report.explain import what_is_done
+from memscale.techniques.loss_by_rows import LossByRows
+from tests.profiles import Block, full_profile, hardware_of, trace_of
+from tests.techniques.offload.runs import let_autograd_finish
+
+WIDTH, BATCH, LENGTH = 6000, 16, 64
+LOGITS_BYTES = BATCH * LENGTH * WIDTH * 4
+"""Three chunks of the size that plans have."""
+
+
+@pytest.fixture(autouse=True)
+def _clean(no_races, no_leaks) -> Iterator[None]:
+    yield
+    let_autograd_finish()
+
+
+def build(device: str = "simgpu") -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WIDTH,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    config.loss_type = "ForCausalLMLoss"
+    return GPT2LMHeadModel(config).to(device).train()
+
+
+def batch(device: str = "simgpu") -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, WIDTH, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> float:
+    loss = model(**given).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# ---- what is promised
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20, 8 << 20])
+def test_a_rehearsal_on_fake_tensors_predicts_the_peak_to_the_byte(chunk_bytes: int) -> None:
+    model, actions = build(), [LossByRows(chunk_bytes)]
+    settings = ExecutionSettings(device=torch.device("simgpu"))
+
+    def attach(target: nn.Module) -> Executor:
+        executor = Executor(target, settings)
+        executor.attach(actions)
+        return executor
+
+    trace = FakeRehearsal(model, Inputs((), batch()), "simgpu").run(attach)
+    executor, accelerator, given = attach(model), torch.accelerator, batch()
+    accelerator.synchronize()
+    before = accelerator.memory_allocated()
+    accelerator.reset_peak_memory_stats()
+    model(**given).loss.backward()
+    assert accelerator.max_memory_allocated() - before == trace.peak_bytes
+    executor.detach()
+
+
+@pytest.mark.parametrize("device", ["simgpu", "cpu"])
+def test_a_plan_with_it_holds_its_number_and_trains_the_same(device: str) -> None:
+    """The plain step takes 84 and 88 MB: this is the cheapest way to save some of them."""
+    model, given = build(device), batch(device)
+    config = Config(mode="conservative", memory_budget_gb=0.07, enable_bucketed_step=False, enable_logging=False)
+    memscale.wrap(model, config, sample_input=given)
+    plan = executor_of(model).plan
+    assert [type(action) for action in plan.actions] == [LossByRows]
+    assert what_is_done(plan) == "loss by rows"
+    assert "loss by rows" in plan.explain()
+    assert Plan.from_json(plan.to_json()) == plan
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, ours, given)
+    with memscale.measure(device) as measured:
+        step(model, ours, given)
+    assert measured.peak_bytes == plan.predicted_peak_bytes
+    assert plan.baseline_peak_bytes - plan.predicted_peak_bytes == pytest.approx(LOGITS_BYTES, rel=0.01)
+    memscale.detach(model)
+    plain = build(device)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(2):
+        step(plain, theirs, given)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+# ---- deciding
+
+
+def test_where_it_gains_nothing_it_is_in_no_plan() -> None:
+    """Its trace is one that rises as high: no candidate has it, and plans are those without it."""
+    blocks = {f"blocks.{index}": Block() for index in range(4)}
+    without = full_profile(blocks)
+    with_it = full_profile(blocks, variants={**without.variants, TraceKey(loss_by_rows=True): without.plain})
+    for config in (Config(force_optimize=True), Config(memory_budget_gb=0.3)):
+        plans = [decide(profile, hardware_of(), config, raise_if_unfit=False) for profile in (without, with_it)]
+        assert plans[0].actions == plans[1].actions
+
+
+def test_it_is_chosen_before_anything_is_computed_again() -> None:
+    blocks = {f"blocks.{index}": Block(time=1000) for index in range(4)}
+    profile = full_profile(blocks)
+    lower = trace_of(blocks, KEEP, head=1)
+    profile = full_profile(blocks, variants={**profile.variants, TraceKey(loss_by_rows=True): lower})
+    baseline = decide(profile, hardware_of(), Config()).baseline_peak_bytes
+    config = Config(mode="conservative", memory_budget_gb=(baseline - 1) / 1e9, enable_bucketed_step=False)
+    plan = decide(profile, hardware_of(), config)
+    assert [type(action) for action in plan.actions] == [LossByRows]
+    assert plan.actions[0].reason.numbers["frees_bytes"] > 0
+    off = decide(profile, hardware_of(), config.replace(enable_loss_by_rows=False))
+    assert off.predicted_slowdown > plan.predicted_slowdown
+    assert not any(isinstance(action, LossByRows) for action in off.actions)
+
+
+def test_every_mode_has_it() -> None:
+    assert all(Config(mode=mode).enable_loss_by_rows for mode in memscale.OptimizationMode)
+    assert RunOptions(loss_by_rows=True).is_exact
