@@ -1,7 +1,7 @@
 """Every architecture at hand, trained under MemScale and plain; the table says where the two are the same.
 
     python -m benchmarks.zoo [--library NAME] [--way NAME] [--only NAME ...] [--shuffle SEED] [--turns N]
-                             [--seconds N] [--log FILE] [--out FILE]
+                             [--seconds N] [--log FILE] [--out FILE] [--report]
 
 Architectures are those of `benchmarks.architectures` (tiny models of transformers, timm and diffusers, where they are
 installed) and of PyTorch's own tests of its modules and optimizers. Each is trained for three steps of AdamW (of its
@@ -14,7 +14,7 @@ used: it does not build or train here, or its second run differs from its first.
 another error or the end of the process. Results go to `--log`, one line a trial, and what is there is not tried again.
 One architecture is tried in all ways before the next, so that its plain training is shared; with `--shuffle` what was
 tried when the run is stopped is a fair sample. With `--turns N` an architecture is tried in N of the ways, and the next
-in the N that follow.
+in the N that follow. `--report` tries nothing and prints the table of a log, also of a run that was stopped.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, o
             reasons.append(ValueError("its loss is not finite"))
             continue
         return subject, expected
-    raise reasons[0] if reasons else ValueError("no model class")
+    raise ValueError(" / ".join(dict.fromkeys(said(reason)[:75] for reason in reasons)) or "no model class")
 
 
 def _builders(suite: str, name: str) -> Iterator[Callable[[], Subject]]:
@@ -155,7 +155,8 @@ def measure(
     log: pathlib.Path | None,
     turns: int | None = None,
 ) -> dict[tuple[str, ...], Result]:
-    """Results by suite, name and way. What cannot be trained plain on a device is not tried there in other ways."""
+    """Results by suite, name and way. What cannot be trained plain on a device is not tried there in other ways, and
+    what takes too long is not tried further."""
     results: dict[tuple[str, ...], Result] = {}
     with trials.Trials("benchmarks.zoo", seconds, log) as each:
         for number, case in enumerate(cases):
@@ -165,6 +166,8 @@ def measure(
                     result = results[(*case, way)] = each.run((*case, way))
                     if result["status"] == "plain":  # what the host cannot train no device can
                         unusable |= {WAYS[way].device} if WAYS[way].device != "cpu" else DEVICES
+                    elif result["status"] == "too slow":
+                        break
     return results
 
 
@@ -235,6 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="at most so long for one trial")
     parser.add_argument("--out", type=pathlib.Path, help="write the table here, too")
     parser.add_argument("--log", type=pathlib.Path, help="one line a trial; what is in it is not tried again")
+    parser.add_argument("--report", action="store_true", help="try nothing: the table of what is in the log")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
@@ -243,7 +247,11 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [suite for suite in wanted if suite in architectures.LIBRARIES and not importlib.util.find_spec(suite)]
     there = [suite for suite in wanted if suite not in missing]
     ways = options.way or list(WAYS)
-    results = measure(_chosen(there, options), ways, options.seconds, options.log, options.turns)
+    if options.report:
+        known = trials.known(options.log)
+        results = {case: known[case] for case in sorted(known) if case[0] in there and case[2] in ways}
+    else:
+        results = measure(_chosen(there, options), ways, options.seconds, options.log, options.turns)
     text = describe(results, missing)
     print(text, end="")
     if options.out is not None:

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from memscale import Config, Plan
+from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._execute import reserving
 from memscale._execute.executor import execute
 from memscale._hardware.allocator_environment import SMALL_PAGES, may_switch
 from memscale._plan import AllocatorUse, ReleasePoint, TileHead
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
+from memscale._planning.reserved.allocations import allocator_settings
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from tests.models import features, small, square_loss
@@ -209,8 +211,10 @@ def test_settings_stay_from_plan_to_plan(settings: list[str]) -> None:
     assert len(settings) == 1, "it asks for the same"
     executor.apply(plan)
     assert len(settings) == 1, "see NOTE [segments stay as they are] in reserving.py"
+    assert allocator_settings() == parse_settings(SMALL_PAGES), "what is planned next is played with those"
     executor.detach()
     assert len(settings) == 2
+    assert allocator_settings() == AllocatorSettings()
 
 
 def test_it_is_said_and_saved() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -81,3 +82,11 @@ def test_the_table_counts_and_names() -> None:
     assert "timm is not installed" in text
     assert "Checkpoint in 1" in text
     assert "transformers b streamed (B): 1 of 9: loss of step 0" in text
+
+
+def test_a_log_is_reported_without_a_trial(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "zoo.jsonl"
+    log.write_text('{"case": ["torch.nn", "x", "streamed"], "status": "exact", "why": "", "actions": "1 Checkpoint"}\n')
+    assert zoo.main(["--report", "--log", str(log)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("torch.nn"))
+    assert row.split() == ["torch.nn", "streamed", "1", "1", "0", "0", "0", "0", "0", "100.0", "%"]

@@ -20,6 +20,7 @@ import gc
 import io
 import os
 import pathlib
+import signal
 import sys
 import threading
 import time
@@ -609,8 +610,17 @@ def interrupted_in(file: str, function: str, nth: int) -> contextlib.AbstractCon
     return _interrupted(nth, lambda code: code.co_name == function and code.co_filename.endswith(f"/{file}"))
 
 
+def signalled(nth: int) -> contextlib.AbstractContextManager[None]:
+    """Ctrl-C itself at the n-th line of MemScale's source, once: it may wait, and `interrupted` does not."""
+    return _interrupted(nth, lambda code: True, by=lambda where: signal.raise_signal(signal.SIGINT))
+
+
+def _raised(where: str) -> None:
+    raise KeyboardInterrupt(f"at {where}")
+
+
 @contextlib.contextmanager
-def _interrupted(nth: int, concerns: Callable[[CodeType], bool]) -> Iterator[None]:
+def _interrupted(nth: int, concerns: Callable[[CodeType], bool], by: Callable[[str], None] = _raised) -> Iterator[None]:
     """Nothing else may be raised where errors are lost (`__del__`, callbacks of weak references)."""
     left, lost = [nth], list[str]()
 
@@ -623,7 +633,7 @@ def _interrupted(nth: int, concerns: Callable[[CodeType], bool]) -> Iterator[Non
             left[0] -= 1
             if left[0] == 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt(f"at {frame.f_code.co_filename[len(SOURCE) + 1 :]}:{frame.f_lineno}")
+                by(f"{frame.f_code.co_filename[len(SOURCE) + 1 :]}:{frame.f_lineno}")
         return at_line
 
     def at_loss(unraisable: Any) -> None:

@@ -344,6 +344,36 @@ def hooks_on_parameters(side: Side) -> None:
 
 
 @loop
+def hooks_on_several_gradients(side: Side) -> None:
+    seen: list[Any] = []
+
+    def see(gradients: Any) -> None:
+        seen.append([None if gradient is None else float(gradient.double().sum()) for gradient in gradients])
+
+    blocks = list(side.model.blocks.parameters())
+    handles = [
+        torch.autograd.graph.register_multi_grad_hook(list(side.model.parameters()), see),
+        torch.autograd.graph.register_multi_grad_hook(blocks, lambda gradient: seen.append(None), mode="any"),
+    ]
+    side.train()
+    side.note([entry for entry in seen if entry is not None], seen.count(None))
+    for handle in handles:
+        handle.remove()
+
+
+@loop
+def hooks_that_change_gradients_of_modules(side: Side) -> None:
+    handles = []
+    for block in side.model.blocks:
+        handles.append(block.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,)))
+        handles.append(block.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 1.5,)))
+        handles.append(block.mix.register_forward_hook(lambda module, inputs, output: output * 2))
+    side.train()
+    for handle in handles:
+        handle.remove()
+
+
+@loop
 def accumulated_and_clipped(side: Side) -> None:
     for number in range(3):
         side.optimizer.zero_grad(set_to_none=number != 1)

@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+import memscale
+from memscale._execute.executor import executor_of
 from tests.lanes import full
 from tests.training.histories import (
     NUM_BLOCKS,
@@ -31,6 +33,7 @@ from tests.training.histories import (
     Batch,
     History,
     interrupted_in,
+    signalled,
 )
 
 EXAMPLES = int(os.environ.get("MEMSCALE_FUZZ_EXAMPLES", "14"))
@@ -275,6 +278,47 @@ def test_an_interrupt_while_something_is_sent_away_is_no_error_in_a_destructor(t
             with_it = interrupted_in("stores.py", "__init__", occurrence)
             assert history._broken(lambda: with_it, KeyboardInterrupt, Batch())  # noqa: B023
         history.train()
+
+
+def _interrupted_detach(history: History, nth: int) -> bool:
+    """Whether Ctrl-C came at the n-th line of `detach()`, which took everything off all the same."""
+    was_signalled = False
+    try:
+        with signalled(nth):
+            memscale.detach(history.ours.model)
+    except KeyboardInterrupt:
+        was_signalled = True
+    history.way = None
+    if executor_of(history.ours.model) is not None:  # it came before anything was taken off
+        history.detach()
+    history.check()
+    history.check_nothing_is_left()
+    return was_signalled
+
+
+@pytest.mark.parametrize(
+    ("device", "way", "nth"), [("cpu", "activations", 29), ("simgpu", "everything", 60), ("simgpu", "everything", 400)]
+)
+def test_ctrl_c_in_detach_leaves_nothing_on_the_model(device: str, way: str, nth: int, tmp_path: pathlib.Path) -> None:
+    """What was interrupted while it was being undone stayed, and a second call did not take it off."""
+    with History(device, tmp_path) as history:
+        history.wrap(way, asynchronous=True)
+        history.train()
+        assert _interrupted_detach(history, nth)
+        history.train()
+
+
+@full
+@pytest.mark.parametrize("way", ["everything", "guests and half of the optimizer", "in backward"])
+def test_ctrl_c_all_over_detach(way: str, tmp_path: pathlib.Path) -> None:
+    with History("simgpu", tmp_path) as history:
+        nth = 1
+        is_inside = True
+        while is_inside:
+            history.wrap(way, asynchronous=True)
+            history.train()
+            is_inside = _interrupted_detach(history, nth)
+            nth += 31
 
 
 @full

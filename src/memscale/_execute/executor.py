@@ -21,6 +21,7 @@ from memscale._execute.attachment import Attachment
 from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons
 from memscale._execute.settings import ExecutionSettings, is_fake
+from memscale._execute.undisturbed import undisturbed
 from memscale._plan import Action, AllocatorUse, LayerAction, Plan
 from memscale._progress import stage
 from memscale._torch.device_memory import total_peak_bytes
@@ -196,8 +197,9 @@ class Executor:
 
     def suspend(self) -> None:
         """Take the plan's techniques off; the model stays ours. Optimizer state goes on waiting: it may not fit."""
-        self._techniques.close()
-        self.plan = None
+        with undisturbed():
+            self._techniques.close()
+            self.plan = None
 
     def attach(
         self,
@@ -267,12 +269,13 @@ class Executor:
         self._undo.callback(callback, *args)
 
     def detach(self) -> None:
-        """Take everything off again. A second call does nothing. A parked model is brought back to its device first."""
+        """Take everything off again. A second call does nothing. A parked model is brought back to its device first.
+        Ctrl-C waits until it is done; a second one does not."""
         if self.resume_first is not None:
             self.resume_first()
-        if not self.detached:
-            self.detached = True
-            with contextlib.ExitStack() as last_first:
+        with undisturbed(), contextlib.ExitStack() as last_first:
+            if not self.detached:
+                self.detached = True
                 last_first.callback(self._undo.close)
                 # When parameters are back: their state goes where they are.
                 last_first.callback(self._offloading.give_back)

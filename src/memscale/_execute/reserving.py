@@ -8,7 +8,8 @@ moments of the step at which all unused pages go back to the card, just before a
 
 NOTE [segments stay as they are]: a later plan of the same model may ask for nothing. What was allocated before lies in
 segments that grow, though, and their unused pages are of no use to segments of the other kind: switching back would
-hold both. So the settings stay until the model is detached.
+hold both. So the settings stay until the model is detached, and such a plan's numbers are made for them
+(`settings_in_force`).
 
 Tensors and streams are not touched, so there is nothing here to get wrong but time: the host waits at such a moment for
 the device. `_planning/reserved/least_reserved.py` chooses the moments.
@@ -59,6 +60,11 @@ def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack, deta
             f"this process has its own, {own_settings()}" if own_settings() else f"this is {sys.platform}",
         )
     watch(model, use.releases, _give_back, undo)
+
+
+def settings_in_force() -> str:
+    """What PyTorch's allocator of this process is set to: by the user, or by the plan of a model that is attached."""
+    return SMALL_PAGES if _num_users else own_settings()
 
 
 def _acquire() -> None:

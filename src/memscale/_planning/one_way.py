@@ -35,8 +35,10 @@ from memscale._plan import (
     Action,
     AllocatorUse,
     FrontPoint,
+    OffloadOptimizer,
     Plan,
     Reason,
+    StepInBuckets,
 )
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
@@ -311,6 +313,7 @@ class OneWay(Trials):
         limit: Limit | None = None,
     ) -> AllocationLog:
         attached = actions if attached is None else attached
+        of_passes = tuple(action for action in actions if not isinstance(action, OffloadOptimizer | StepInBuckets))
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
         return record_steps(
             self.rehearsal,
@@ -325,6 +328,8 @@ class OneWay(Trials):
             cuts=cuts,
             known=self.stage.known_steps,
             limit=limit,
+            # Passes know nothing of what waits between steps.
+            passes=self.stage.passes((self.travel, self.key_of(of_passes), bool(actions), names_modules, tuple(cuts))),
         )
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from memscale._decide.budget import Held
 from memscale._planning.job import Job
 from memscale._planning.reserved.bucket_steps import KnownSteps
+from memscale._planning.reserved.known_passes import KnownPasses
 from memscale._planning.tile_sizes import Tiles, find_tiles
 from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
@@ -41,6 +42,13 @@ class Stage:
         """What the allocator holds under them."""
         self.known_steps: KnownSteps = {}
         """Steps of the optimizer that are known, bucket by bucket."""
+        self._last_passes: tuple[Hashable, KnownPasses] = (None, [])
+
+    def passes(self, key: Hashable) -> KnownPasses:
+        """Forward and backward as they were recorded last, if that was under this key. They are large: one is kept."""
+        if self._last_passes[0] != key:
+            self._last_passes = key, []
+        return self._last_passes[1]
 
     @functools.cached_property
     def shallow(self) -> ShallowRehearsal | None:

@@ -22,10 +22,20 @@ CASES: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[3] / "docs" / "results" / "random_cards.json").read_text()
 )["cases"]
 TRAINED = [case for case in CASES if case["outcome"] == "trained"]
-BELOW = {(1, 1): -0.021, (1, 74): -0.078, (1, 135): -0.076, (1, 139): -0.082, (1, 169): -0.045, (1, 190): -0.006}
+BELOW = {
+    (1, 49): -0.106,
+    (1, 74): -0.078,
+    (1, 135): -0.076,
+    (1, 139): -0.082,
+    (1, 169): -0.032,
+    (1, 186): -0.062,
+    (1, 194): -0.046,
+}
 """Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. In loops that add
-up gradients the first batch is trained by a plan that does not count them: what it allocated last lies in segments that
-the next plan holds beside its own. Of 74, 169 and 190 the cause was not found."""
+up gradients (135, 139) the first batch is trained by a plan that does not count them: what it allocated last lies in
+segments that the next plan holds beside its own. In 186 an earlier plan placed the weights before it switched to
+segments that grow, and the later one is played as if they lay in such segments, too. Of 49, 169 and 194, which have an
+earlier plan as well, and of 74 the cause was not found."""
 ABOVE = {
     (1, 44): (0.006, 0.03),
     (1, 64): (0.005, 0.048),
@@ -33,8 +43,6 @@ ABOVE = {
     (1, 74): (0.006, 0.03),
     (1, 91): (0.005, 0.037),
     (1, 113): (0.005, 0.038),
-    (1, 185): (0.027, 0.058),
-    (1, 186): (0.015, 0.071),
 }
 """Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve. The
 causes were not found."""
@@ -47,6 +55,7 @@ def name(case: dict[str, Any]) -> str:
 @pytest.mark.unit
 def test_nothing_ran_out_of_memory() -> None:
     assert {case["outcome"] for case in CASES} <= {"trained", "does not fit"}
+    assert len(CASES) == 200
     assert len(TRAINED) >= 80
     assert all(case["versions"]["commit"] for case in CASES)
 

@@ -57,6 +57,10 @@ class Reached:
 Event = Allocated | Freed | Multiplied | Emptied | Reached
 
 
+LogState = tuple[int, frozenset[Thread], frozenset[int]]
+"""What decides how a log goes on: how many allocations it had, which threads have multiplied, what it has forgotten."""
+
+
 class AllocationLog:
     """What is allocated and freed, in order. `LiveBytes.log` feeds it."""
 
@@ -185,6 +189,15 @@ class AllocationLog:
     def since(self, num_events: int) -> list[Event]:
         """What came after so many events of the step."""
         return self._now[num_events:]
+
+    @property
+    def state(self) -> LogState:
+        return self._num_allocations, frozenset(self._have_multiplied), frozenset(self._forgotten)
+
+    def go_on_from(self, state: LogState) -> None:
+        """Take this state, as if what led to it had been recorded."""
+        self._num_allocations, threads, forgotten = state
+        self._have_multiplied, self._forgotten = set(threads), set(forgotten)
 
     def again(self, events: Iterable[Event], serials: dict[int, int]) -> None:
         """Take down these events once more, with serials of their own, which are added to `serials` by the old ones."""

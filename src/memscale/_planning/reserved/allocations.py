@@ -14,7 +14,7 @@ from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._errors import ConfigError, MemScaleError
-from memscale._hardware.allocator_environment import own_settings
+from memscale._execute.reserving import settings_in_force
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved.allocation_log import (
     Allocated,
@@ -52,10 +52,10 @@ class Reserved:
 
 
 def allocator_settings() -> AllocatorSettings:
-    """The settings that this process's environment gives PyTorch's allocator; the defaults where our model does not
-    know a setting."""
+    """What PyTorch's allocator of this process is set to now, by the environment or by a plan; the defaults where our
+    model does not know a setting."""
     try:
-        return parse_settings(own_settings())
+        return parse_settings(settings_in_force())
     except ConfigError as error:
         logger.info("Reserved memory is predicted for PyTorch's default allocator settings: %s.", str(error))
         return AllocatorSettings()

@@ -17,7 +17,6 @@ allocated on the one that computes, too. See NOTE [stream order] in transfers.py
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -39,6 +38,8 @@ from memscale._planning.reserved.allocation_log import (
 )
 from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.reserved.kernel_temporaries import KernelTemporaries
+from memscale._planning.reserved.known_passes import KnownPasses, Passed, gradients_of, made_again
+from memscale._planning.reserved.left_gradients import LeftGradients
 from memscale._planning.reserved.lengthened import Mark, lengthened
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import OPENED
@@ -72,6 +73,15 @@ class LogRecorder(FakeRecorder):
         self.log = self.storages
         self.storage_marks: list[Mark] = []
         """Where the step came to a module that is watched."""
+
+    @contextlib.contextmanager
+    def without_log(self) -> Iterator[None]:
+        """What comes is in the books and in no log."""
+        log, self.log = self.log, None
+        try:
+            yield
+        finally:
+            self.log = log
 
     def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
         super().move_to(phase, module_fqn, call)
@@ -194,6 +204,7 @@ def record_steps(
     cuts: Sequence[Cut] = (),
     known: KnownSteps | None = None,
     limit: Limit | None = None,
+    passes: KnownPasses | None = None,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
@@ -205,7 +216,8 @@ def record_steps(
     forward and backward are recorded without, to which the log is then lengthened; `attach` is for the model without
     them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
     `limit` is asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer
-    does not step, and the log has levels and no steps.
+    does not step, and the log has levels and no steps. `passes`: those that a recording of the same plan but for
+    the optimizer's step has filled; or none yet.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
@@ -224,8 +236,9 @@ def record_steps(
         recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if learns and attached is not None else None
-        parts = _Parts(rehearsal, recorder, stepping, missing, leaving)
-        recorded += parts.record(num_steps, lesson, limit)
+        staying = [parameter for parameter in stand_ins.values() if id(parameter) not in away]
+        parts = _Parts(rehearsal, recorder, stepping, missing, leaving, staying)
+        recorded += parts.record(num_steps, lesson, limit, passes)
         if recorded and len(recorded) < num_steps:
             recorded += parts.record(num_steps - len(recorded))
         log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
@@ -297,13 +310,11 @@ class _Missing:
 
     def make_gradients(self) -> None:
         """Backward leaves them, where it does for the blocks that stand for these; the log gets them otherwise."""
-        log, self._recorder.log = self._recorder.log, None  # with the blocks that are put in
-        with self._mode:
+        with self._mode, self._recorder.without_log():  # they come with the blocks that are put in
             for parameter, present in self.stand_ins.values():
                 if present.grad is not None:
                     parameter.grad = torch.empty_like(parameter)
                     self._recorder.see(parameter.grad, "gradients")
-        self._recorder.log = log
 
     def clear_gradients(self) -> None:
         for parameter, _ in self.stand_ins.values():
@@ -372,39 +383,86 @@ class _Parts:
         optimizer: SteppedOptimizer | None,
         missing: _Missing,
         leaving: LeftGradients | None,
+        staying: Sequence[nn.Parameter],
     ) -> None:
+        """`staying` are the parameters on the device."""
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
-        self._missing, self._leaving = missing, leaving
+        self._missing, self._leaving, self._staying = missing, leaving, staying
 
-    def record(self, num_steps: int, lesson: _Lesson | None = None, limit: Limit | None = None) -> list[list[Event]]:
-        """Forward and backward once, steps of the optimizer on what they leave, and the end: as many whole steps.
+    def record(
+        self,
+        num_steps: int,
+        lesson: _Lesson | None = None,
+        limit: Limit | None = None,
+        passes: KnownPasses | None = None,
+    ) -> list[list[Event]]:
+        """Forward and backward once, unless they are known, steps of the optimizer on what they leave, and the end.
 
         One step alone where what is attached has learnt something from it, or its gradients are left to the next.
         """
+        self._recorder.recall = self._rehearsal.recall()
+        if self._leaving is None and passes and passes[0].suits(self._recorder.events):
+            return self._record_again(num_steps, limit, passes[0])
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
-        recorder.recall = self._rehearsal.recall()
         stepped: list[list[Event]] = []
+        begun, least = (frozenset(log.before), log.state), None
         with recorder:
             passed, held = log.begin_step(), recorder.storages.begin_step()
             recorder.marks, recorder.storage_marks = [], []
             kept, loss = self._pass(held)
+            events, end, gradients = tuple(passed), log.state, gradients_of(self._staying)
             is_learnt = lesson is not None and lesson.is_learnt
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                if limit is None or is_learnt or limit.admits(self._least(held, [*kept, loss])):
+                least = None if limit is None or is_learnt else self._least(held, [*kept, loss])
+                if limit is None or least is None or limit.admits(least):
                     stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
         ended, let_go = log.begin_step(), recorder.storages.begin_step()
         del loss
         num_ending = len(let_go)
         del kept
         if self._leaving is None:
-            for parameter in self._rehearsal.model.parameters():
-                parameter.grad = None
+            self._clear_gradients()
         missing.clear_gradients()
         log.levels.append(missing.levels(held, let_go, num_ending))
+        if passes is not None and least is not None and gradients is not None:
+            kept_marks, levels = tuple(recorder.marks), log.levels[-1]
+            passes[:] = [Passed(*begun, end, events, kept_marks, gradients, least, tuple(ended), levels)]
+        return self._whole(passed, stepped, ended)
+
+    def _record_again(self, num_steps: int, limit: Limit | None, known: Passed) -> list[list[Event]]:
+        """The same where forward and backward are known: the optimizer steps on gradients as they leave them."""
+        log, recorder, missing = self._recorder.events, self._recorder, self._missing
+        stepped: list[list[Event]] = []
+        with recorder:
+            passed = log.begin_step()
+            passed += known.events
+            recorder.marks = list(known.marks)
+            with recorder.without_log():
+                for gradient in made_again(known, self._staying):
+                    recorder.see(gradient, "gradients")
+            log.go_on_from(known.end)
+            with left_autocast(self._rehearsal.device_type):
+                missing.make_gradients()
+                if limit is None or limit.admits(known.least):
+                    stepped = self._step(num_steps)
+        ended = log.begin_step()
+        self._clear_gradients()
+        missing.clear_gradients()
+        ended[:] = known.ended
+        log.levels.append(known.levels)
+        return self._whole(passed, stepped, ended)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._rehearsal.model.parameters():
+            parameter.grad = None
+
+    def _whole(self, passed: list[Event], stepped: list[list[Event]], ended: list[Event]) -> list[list[Event]]:
+        """Whole steps, of their parts."""
         if not stepped:
             return []
-        passed, *stepped, ended = missing.put_in(log, recorder.marks, passed, *stepped, ended)
+        log, recorder = self._recorder.events, self._recorder
+        passed, *stepped, ended = self._missing.put_in(log, recorder.marks, passed, *stepped, ended)
         return [[*passed, *events, *ended] for events in stepped]
 
     def _pass(self, held: list[Event]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -449,51 +507,6 @@ def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[li
         loss.backward()
     recorder.thread = "forward"
     return kept, loss
-
-
-class LeftGradients:
-    """Gradients that a step leaves to the next one, which lets go of them between its forward and its backward.
-
-    NOTE [gradients that are left]: a step that is played several times finds what the one before has left. So the
-    gradients of one parameter have the same serial in all steps: each step frees it, and allocates it again.
-    """
-
-    def __init__(self, rehearsal: FakeRehearsal, events: AllocationLog, storages: AllocationLog) -> None:
-        self._model, self._events, self._storages = rehearsal.model, events, storages
-        self._serials: list[dict[int, int]] = []
-        """The serials of gradients when each recorded step begins, by the parameter's id."""
-
-    def begin(self, held: list[Event]) -> None:
-        """A step begins; `held` are the events of its storages, which get the gradients that are there already."""
-        left = self._left_in(self._storages)
-        held += [Allocated(serial, num_bytes) for serial, num_bytes in left.values()]
-        self._note()
-
-    def replacing_each_other(self, steps: list[list[Event]]) -> list[list[Event]]:
-        """The recorded steps, with one serial for all gradients of a parameter."""
-        self._note()
-        latest = self._serials[-1]
-        same = {serial: latest[key] for known in self._serials for key, serial in known.items() if key in latest}
-        return [[_renamed(event, same) for event in events] for events in steps]
-
-    def _note(self) -> None:
-        self._serials.append({key: serial for key, (serial, _) in self._left_in(self._events).items()})
-
-    def _left_in(self, log: AllocationLog) -> dict[int, tuple[int, int]]:
-        """Serial and bytes of the gradients that are there, by the parameter's id."""
-        found = {}
-        for parameter in self._model.parameters():
-            storage = None if parameter.grad is None else parameter.grad.untyped_storage()
-            serial = None if storage is None else log.serial_of(private.storage_key(storage))
-            if storage is not None and serial is not None:
-                found[id(parameter)] = (serial, storage.nbytes())
-        return found
-
-
-def _renamed(event: Event, serials: dict[int, int]) -> Event:
-    if isinstance(event, Allocated | Freed) and event.serial in serials:
-        return dataclasses.replace(event, serial=serials[event.serial])
-    return event
 
 
 def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:

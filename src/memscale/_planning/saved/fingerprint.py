@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from memscale._decide.policy.learned import used_for
+from memscale._execute.reserving import settings_in_force
 from memscale._planning.job import Job
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
@@ -179,7 +180,7 @@ def _switches() -> Iterator[Any]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     yield None if accelerator is None else torch.is_autocast_enabled(accelerator.type)
     settings = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
-    yield [os.environ.get(name) for name in settings]
+    yield [*(os.environ.get(name) for name in settings), settings_in_force()]  # or as another model's plan has set it
 
 
 # ---- objects

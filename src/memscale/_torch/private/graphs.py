@@ -71,8 +71,8 @@ def mark_of(node: Any, key: str) -> Any:
     return node.metadata.get(key)
 
 
-AutogradEngine = torch._C._ImperativeEngine
-"""The class of autograd's engine. Every backward pass that Python starts calls `run_backward` of the engine in use."""
+class AutogradEngine(torch._C._ImperativeEngine):
+    """Autograd's engine. Every backward pass that Python starts calls `run_backward` of the engine in use."""
 
 
 def replace_engine(engine: AutogradEngine) -> Callable[[], None]:

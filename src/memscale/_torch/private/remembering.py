@@ -246,12 +246,23 @@ def _share_memory(made: Sequence[_Made | None], results: Sequence[Any]) -> bool:
     return len({storage_key(one.untyped_storage()) for one in fresh}) < len(fresh)
 
 
-def _describe(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    """What is to be remembered of a result; NotImplemented where it cannot be made again from that."""
+def _keys_inside(args: Any, kwargs: dict[str, Any]) -> frozenset[int]:
+    """The memory of arguments that are inside of lists, or are named."""
+    inside = [one for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) for one in arg]
+    fakes = (one for one in (*inside, *kwargs.values()) if type(one) is fake_tensor.FakeTensor)
+    return frozenset(storage_key(one.untyped_storage()) for one in fakes if one.layout is torch.strided)
+
+
+def _describe(args: Any, kwargs: dict[str, Any], result: Any, inside: frozenset[int] | None = None) -> Any:
+    """What is to be remembered of a result; NotImplemented where it cannot be made again from that.
+
+    An operator of many tensors gives many, so what is `inside` of its arguments is looked for once.
+    """
     if result is None:
         return None
     if type(result) in (tuple, list):
-        made = [_describe(args, kwargs, one) for one in result]
+        inside = _keys_inside(args, kwargs)
+        made = [_describe(args, kwargs, one, inside) for one in result]
         is_flat = all(one is None or isinstance(one, _Made) for one in made)
         return type(result)(made) if is_flat and not _share_memory(made, result) else NotImplemented
     fake = fake_tensor.FakeTensor
@@ -269,8 +280,7 @@ def _describe(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     shown = [i for i, arg in enumerate(args) if type(arg) is fake and storage_key(arg.untyped_storage()) == key]
     if len(shown) == 1:
         return _Made(*facts, view_of=shown[0])
-    inside = [one for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple) for one in arg]
-    if any(type(one) is fake and storage_key(one.untyped_storage()) == key for one in (*inside, *kwargs.values())):
+    if key in (_keys_inside(args, kwargs) if inside is None else inside):
         return NotImplemented
     extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if 0 not in size else 0
     is_fresh = not shown and offset == 0 and result.untyped_storage().nbytes() == extent * result.itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import pathlib
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
 from memscale.techniques.offload.optimizer import in_parts
 from memscale.techniques.offload.optimizer.adoption import adopt_optimizer
 from memscale.techniques.offload.optimizer.implementations import devices_of_streamed
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters import streaming
 from tests.parity import plan_of
 from tests.techniques.offload.runs import DEVICE, same, weights
@@ -352,3 +354,26 @@ def test_a_wrapped_model_in_16_bits(simgpu_device: Any):
             memscale.detach(model)
         results.append(weights(model))
     assert same(*results)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_products_that_the_host_rounds_otherwise_are_spoken_of_once(
+    on_device: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Muon multiplies in bfloat16. On the device its step is that of the plain model."""
+    torch.manual_seed(0)
+    twin = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    model, twin = copy.deepcopy(twin), twin.to(DEVICE)
+    actions: list[Any] = [StreamParameters(str(number)) for number in range(3)]
+    plan = plan_of([*actions, *([StepOnDevice(1 << 20)] if on_device else [])], device_type="simgpu")
+    executor = execute(model, plan, ExecutionSettings(device=DEVICE))
+    with caplog.at_level(logging.WARNING, logger="memscale"):
+        for each in (model, twin):
+            optimizer = O.Muon(each.parameters(), lr=1e-2)
+            for _ in range(2):
+                each(torch.ones(4, 16, device=DEVICE)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    executor.detach()
+    assert caplog.text.count("Muon multiplies matrices of 16 bits") == (not on_device)
+    assert same(weights(model), weights(twin)) or not on_device

@@ -14,6 +14,7 @@ joins all gradients in one tensor, cannot step on two devices at all, and is ref
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import warnings
 import weakref
@@ -48,8 +49,15 @@ from memscale.techniques.offload.optimizer.separable import (
     skips_parameters_without_gradient,
 )
 
+logger = logging.getLogger("memscale")
+
 BYTES_AT_ONCE = 16 * 1024 * 1024
 """The most bytes of host parameters that are stepped together; a larger parameter is stepped alone."""
+
+MULTIPLIES_HALVES: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name) for name in ("Muon",) if hasattr(torch.optim, name)
+)
+"""Optimizers that multiply matrices of 16 bits: a device rounds the result once, a host's kernel in between as well."""
 
 
 class StepsInParts(StepWatcher):
@@ -60,6 +68,7 @@ class StepsInParts(StepWatcher):
     def __init__(self) -> None:
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         """The step pre-hook on each optimizer that was seen; None for an optimizer that is left alone."""
+        self._has_told = False
 
     def concerns(self, optimizer: Optimizer) -> bool:
         return not is_shadow(optimizer) and not is_taken_over(optimizer) and _holds_streamed(optimizer)
@@ -72,6 +81,17 @@ class StepsInParts(StepWatcher):
         hook = self._hooks.get(optimizer)
         if hook is not None:
             private.step_pre_hooks(optimizer).move_to_end(hook.id)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Say once that the host has stepped what it rounds otherwise. Who steps on the device has taken over now."""
+        if isinstance(optimizer, MULTIPLIES_HALVES) and not self._has_told and not is_taken_over(optimizer):
+            self._has_told = True
+            logger.warning(
+                "%s multiplies matrices of 16 bits, which the host's kernels round otherwise than the device's, and "
+                "this plan lets the host step what it streams: the weights may differ from plain training in the last "
+                "bits of these products. With Config(allow_host_step=False) they are stepped on the device",
+                type(optimizer).__name__,
+            )
 
     def release(self) -> None:
         for hook in [*self._hooks.values()]:
