@@ -35,10 +35,8 @@ from memscale._plan import (
     Action,
     AllocatorUse,
     FrontPoint,
-    OffloadOptimizer,
     Plan,
     Reason,
-    StepInBuckets,
 )
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
@@ -313,7 +311,7 @@ class OneWay(Trials):
         limit: Limit | None = None,
     ) -> AllocationLog:
         attached = actions if attached is None else attached
-        of_passes = tuple(action for action in actions if not isinstance(action, OffloadOptimizer | StepInBuckets))
+        of_passes = tuple(action for action in actions if not technique_of(action).only_steps)
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
         return record_steps(
             self.rehearsal,

@@ -125,6 +125,7 @@ OPTIMIZER = Technique(
     option=RunOption(field="offloads_optimizer", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_FromTheNextTier()),
     step=_step,
+    only_steps=True,
     careful=_careful,
     attach=_attach,
     place=60,

@@ -86,6 +86,7 @@ BUCKETED_STEP = Technique(
     option=RunOption(field="steps_in_buckets", values=_values, actions=_actions, value=_value),
     state=StateRule(manner=_WhereItIs()),
     step=lambda actions: {"in_buckets": True},
+    only_steps=True,
     attach=_attach,
     place=55,
     words=lambda action: "step in buckets",
