@@ -265,7 +265,7 @@ def test_a_file_that_has_no_lengths_is_a_sentence(
 def test_a_table_of_lengths_takes_no_single_length(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
     missing = str(tmp_path / "none.txt")
     assert "cannot be read" in shell.complaint("estimate", f"{model_file}:build", "--lengths", missing)
-    assert "leave --seq" in shell.complaint("estimate", f"{model_file}:build", "--lengths", missing, "--seq", "4")
+    assert "leave out --seq" in shell.complaint("estimate", f"{model_file}:build", "--lengths", missing, "--seq", "4")
 
 
 def test_estimate_of_one_mode(shell: Shell, model_file: str) -> None:
@@ -372,7 +372,7 @@ def test_a_report_is_made_of_a_saved_plan_or_a_model(shell: Shell, model_file: s
     shell("report", str(saved), "--output", str(page))
     assert page.read_text() == Report(memscale.Plan.load(saved)).html()
     shell("report", f"{model_file}:short", "--gpu", "RTX 3090", "-o", str(page))
-    assert "Memory over one step, with this plan" in page.read_text()
+    assert "One step with this plan" in page.read_text()
 
 
 def test_what_no_report_can_be_made_of_is_a_sentence(shell: Shell, tmp_path: pathlib.Path) -> None:

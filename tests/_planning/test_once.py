@@ -13,7 +13,7 @@ from torch import nn
 
 import memscale
 from memscale._decide.cost_model import CostModel
-from memscale._hardware import Hardware
+from memscale._hardware.detect import detect_hardware
 from memscale._profile.layers import find_blocks
 
 
@@ -43,7 +43,7 @@ def test_hardware_blocks_and_cost_models_are_looked_at_once(mode: str, monkeypat
     config = memscale.Config(mode=mode, force_optimize=True, enable_logging=False)
     detected, found, built = calls_of(
         lambda: memscale.wrap(model, config, sample_input=torch.rand(4, 32)),
-        Hardware.detect.__func__,  # type: ignore[attr-defined]
+        detect_hardware,
         find_blocks,
         CostModel.__init__,
     )
