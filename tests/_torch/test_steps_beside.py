@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from memscale._torch.steps_beside import NotComparable, StepsBeside
+from memscale._torch.steps_beside import StepsBeside
+from memscale._torch.watched_run import NotComparable
 
 pytestmark = pytest.mark.unit
 
@@ -108,7 +109,7 @@ def test_code_that_draws_from_an_iterator_is_refused() -> None:
     beside.refuse_changes(taken)
     with beside.ran() as check:
         model(torch.zeros(1))
-    with pytest.raises(NotComparable, match="draw uses what cannot be compared"):
+    with pytest.raises(NotComparable, match="draw: NUMBERS uses what cannot be compared"):
         check()
 
 

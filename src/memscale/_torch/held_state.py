@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from memscale._torch.entries import Entry
 from memscale._torch.snapshots import KeptTensor, version_of
-from memscale._torch.state_beside import Beside, Entry, is_item, tensors_in
+from memscale._torch.state_beside import Beside, is_item, tensors_in
 
 Hidden: TypeAlias = list[tuple[Entry, Any]]
 """What entries held while they show something else."""

@@ -33,10 +33,8 @@ from __future__ import annotations
 import collections
 import collections.abc
 import contextlib
-import contextvars
 import ctypes
 import dataclasses
-import dis
 import functools
 import multiprocessing.sharedctypes
 import queue
@@ -50,21 +48,25 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memscale._torch.snapshots import ABSENT, version_of
-from memscale._torch.state_beside import (
+from memscale._torch.entries import (
     CODE,
     FRESH_STATES,
-    MAX_ELEMENTS,
-    Beside,
+    CachedCalls,
+    Cell,
+    ContextValue,
     Entry,
+    cell_contents,
     holds_scalars,
-    is_own,
     is_small_array,
 )
+from memscale._torch.reach import refuse_unknown
+from memscale._torch.snapshots import ABSENT, version_of
+from memscale._torch.state_beside import MAX_ELEMENTS, Beside
+from memscale._torch.watched_run import NotComparable, Watch
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (
-    collections.abc.Iterator, contextvars.ContextVar, threading.local, weakref.WeakKeyDictionary,
+    collections.abc.Iterator, threading.local, weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary, weakref.WeakSet, queue.Queue, queue.SimpleQueue, ctypes._SimpleCData, ctypes.Array,
     ctypes.Structure, multiprocessing.sharedctypes.SynchronizedBase,
 )  # fmt: skip
@@ -73,14 +75,10 @@ MOST_NOTED = 2_000
 _MANY = 64
 """From so many elements on, a container of scalars is compared in one go."""
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
-_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
+_SINGLE = (Cell, ContextValue)
 _MAX_DEPTH = 4
 _MAX_SEARCHED = 10_000
 """How deep, and how many values, are searched for tensors in a container that cannot be held weakly."""
-
-
-class NotComparable(RuntimeError):
-    """Whether a forward, run again, sees what it saw cannot be said."""
 
 
 class _Held:
@@ -108,22 +106,17 @@ class _Held:
 
     def is_now(self, value: Any) -> bool:
         held = self.get()
-        return held is value or (type(held) is type(value) and isinstance(held, _SCALARS) and bool(held == value))
+        if held is value or type(held) is not type(value) or not isinstance(held, _SCALARS):
+            return held is value
+        return bool(held == value) and (held != 0 or repr(held) == repr(value))  # there are two zeros
 
 
 _LOST = object()
 
 
-def _contents_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
-
-
 def _parts_of(value: Any) -> Iterable[Any]:
     if type(value) is types.CellType:
-        value = _contents_of(value)
+        value = cell_contents(value)
         return () if value is ABSENT else (value,)
     if issubclass(type(value), dict):
         return dict.values(value)
@@ -158,8 +151,8 @@ class _State:
     """What one entry held at one moment."""
 
     def __init__(self, entry: Entry) -> None:
-        self._entry = entry
-        state = entry.take()
+        self.entry = entry
+        state = _taken(entry)
         self._is_plain = type(state) is list and len(state) > _MANY and holds_scalars(state)
         """They are scalars, and many: held as they are, and compared by what they are."""
         self._state = state if self._is_plain or isinstance(entry, FRESH_STATES) else _map(_Held, state)
@@ -170,29 +163,41 @@ class _State:
 
     def again(self) -> _State:
         """What it holds now."""
-        return _State(self._entry)
+        return _State(self.entry)
 
     def leads_to_tensors(self) -> bool:
-        owner = self._entry.of
+        owner = self.entry.of
         is_alive_anyway = isinstance(owner, (*CODE, nn.Module)) or _is_namespace(owner)
         return not is_alive_anyway and _leads_to_tensors(owner)
 
     def is_now(self) -> bool:
-        if isinstance(self._entry, FRESH_STATES):
-            return self._entry.is_as(self._state)
-        now = self._entry.take()
+        if isinstance(self.entry, FRESH_STATES):
+            return self.entry.is_as(self._state)
+        now = _taken(self.entry)
         if self._is_plain:
-            return bool(now == self._state) and list(map(type, now)) == list(map(type, self._state))
+            is_equal = bool(now == self._state) and list(map(type, now)) == list(map(type, self._state))
+            return is_equal and (0 not in now or repr(now) == repr(self._state))  # there are two zeros
         return _agree(self._state, now)
 
     def is_lost(self) -> bool:
         """Whether something that it held is gone, and cannot be put back."""
-        fresh = self._is_plain or isinstance(self._entry, FRESH_STATES)
+        if isinstance(self.entry, CachedCalls):
+            return True
+        if isinstance(self.entry, ContextValue) and self._state[0].get() is ABSENT:
+            return True
+        fresh = self._is_plain or isinstance(self.entry, FRESH_STATES)
         return not fresh and any(held.get() is _LOST for held in _leaves(self._state))
 
     def put(self) -> None:
-        fresh = self._is_plain or isinstance(self._entry, FRESH_STATES)
-        self._entry.put(self._state if fresh else _map(_Held.get, self._state))
+        fresh = self._is_plain or isinstance(self.entry, FRESH_STATES)
+        state = self._state if fresh else _map(_Held.get, self._state)
+        self.entry.put(state[0] if isinstance(self.entry, _SINGLE) else state)
+
+
+def _taken(entry: Entry) -> Any:
+    """What it holds now: several values, or a copy. A variable holds one value, which may be a container itself."""
+    state = entry.take()
+    return [state] if isinstance(entry, _SINGLE) else state
 
 
 def _is_namespace(owner: Any) -> bool:
@@ -246,12 +251,12 @@ class StepsBeside:
 
     def forget(self) -> None:
         """Look again at the next forward."""
-        self._code: frozenset[types.CodeType] = frozenset()
         self._first: dict[_Key, _State] = {}
         """What everything held at the first forward."""
         self._moving: set[_Key] = set()
         """What changes."""
         self._num_forwards = 0
+        self._watch = Watch()
 
     def before(self) -> Taken:
         """To be called right before a training forward. `NotComparable` where too much changes from one to the next."""
@@ -276,8 +281,7 @@ class StepsBeside:
 
     def _look(self) -> None:
         beside = self._beside()
-        self._code = frozenset(beside.code)
-        found = [*beside.entries, *Beside.inside(self._attributes()).entries]
+        found = [*_entries_of(beside), *_entries_of(Beside.inside(self._attributes()))]
         self._first = {_key(entry): _State(entry) for entry in found}
         self._drop_tensors()
 
@@ -317,7 +321,7 @@ class StepsBeside:
                 "an attribute of the model holds what cannot be compared: an iterator for example, a large array, or a "
                 f"container of more than {MAX_ELEMENTS:,} elements"
             )
-        found = [*self._beside().entries, *inside.entries]
+        found = [*_entries_of(self._beside()), *_entries_of(inside)]
         if any(_key(entry) not in self._first for entry in found):
             self.forget()
             raise NotComparable("there is state beside the model that holds tensors, or was not there at first")
@@ -329,6 +333,11 @@ class StepsBeside:
         parts = set() if model is None else set(model.modules())
         return any(module not in parts and any(True for _ in module.parameters()) for module in modules)
 
+    def caches(self) -> Callable[[], bool]:
+        """Ask afterwards whether calls that functions remember are still remembered: planning may empty a cache."""
+        states = [state.again() for state in self._first.values() if isinstance(state.entry, CachedCalls)]
+        return lambda: all(state.is_now() for state in states)
+
     def show_before(self, taken: Taken) -> None:
         _put(taken.before)
 
@@ -336,46 +345,37 @@ class StepsBeside:
         _put(taken.after)
 
     @contextlib.contextmanager
-    def ran(self) -> Iterator[Callable[[], None]]:
-        """Note which code runs inside; what is given raises `NotComparable` where that used what is not compared."""
-        seen: dict[types.CodeType, tuple[dict[str, Any], list[Any]]] = {}
-        if sys.getprofile() is not None:
-            raise NotComparable("a profiler is at work (sys.setprofile), so it is not seen which code runs")
-        sys.setprofile(functools.partial(_note, seen))
-        try:
-            yield functools.partial(self._refuse_code, seen)
-        finally:
-            sys.setprofile(None)
+    def ran(self, backward_of: torch.device | None = None) -> Iterator[Callable[[], None]]:
+        """Note which code runs inside; what is given raises `NotComparable` unless all that it used is known.
 
-    def _refuse_code(self, seen: dict[types.CodeType, tuple[dict[str, Any], list[Any]]]) -> None:
-        for code, (namespace, free) in list(seen.items()):  # what runs here is noted, too
-            name = f"{namespace.get('__name__')}.{code.co_name}"
-            values = [namespace[name] for name in code.co_names if name in namespace] + free
-            if any(map(_is_opaque, values)) or self._has_strange_module(values):
-                raise NotComparable(f"{name} uses what cannot be compared, an iterator for example")
-            if code not in self._code and (_stores(code) or Beside.inside(values).entries):
-                raise NotComparable(f"{name} uses state that had not been found before it ran")
+        `backward_of`: also in the thread in which autograd computes for this device, and together with the forward
+        before: what is computed again there is called with objects that the forward has made.
+        """
+        watch = self._watch = Watch() if backward_of is None else self._watch
+        with watch.here() if backward_of is None else watch.in_backward_of(backward_of):
+            yield functools.partial(self._refuse_code, watch)
+
+    def _refuse_code(self, watch: Watch) -> None:
+        model = self._model()
+        assert model is not None, "its step runs"
+        sys.setprofile(None)
+        refuse_unknown(watch, model, self._found)  # the watch is kept for the backward
+
+    def _found(self, kind: type, owner: Any) -> Entry | None:
+        state = self._first.get((kind, id(owner)))
+        return None if state is None else state.entry
+
+
+def _entries_of(beside: Beside) -> list[Entry]:
+    return [*beside.entries, *map(CachedCalls, beside.lru_caches)]
 
 
 def _put(states: dict[_Key, _State]) -> None:
     for state in states.values():
         if not state.is_now():
+            if state.is_lost():
+                raise NotComparable("state beside the model held something that is gone")
             state.put()
-
-
-def _note(seen: dict[Any, Any], frame: types.FrameType, event: str, _: Any) -> None:
-    if event == "call" and frame.f_code not in seen and is_own(frame.f_globals.get("__name__")):
-        free = [frame.f_locals[name] for name in frame.f_code.co_freevars if name in frame.f_locals]
-        seen[frame.f_code] = frame.f_globals, free
-
-
-@functools.lru_cache(maxsize=4096)
-def _stores(code: types.CodeType) -> bool:
-    """Whether it binds names of its Python module, or of functions around it."""
-    return any(
-        each.opname in _STORES and (each.opname.endswith("GLOBAL") or each.argval in code.co_freevars)
-        for each in dis.get_instructions(code)
-    )
 
 
 def _is_opaque(value: Any) -> bool:

@@ -64,7 +64,8 @@ from memscale._torch.moment import Moment
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
 from memscale._torch.snapshots import num_elements_in
-from memscale._torch.steps_beside import MOST_NOTED, NotComparable, StepsBeside, Taken
+from memscale._torch.steps_beside import MOST_NOTED, StepsBeside, Taken
+from memscale._torch.watched_run import NotComparable
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.resumed_steps import watch_plain_steps
@@ -155,7 +156,7 @@ class Recovery:
         else:
             self._remember(step, *raw)
             return output
-        with in_words(failure, "forward", self._numbers):
+        with in_words(failure, "forward", self._numbers), in_other_words(failure):
             refuse_other_containers(given, (args, kwargs))
             self._prepare(module, step, Inputs(*given), failure, "forward")
         try:
@@ -223,16 +224,21 @@ class Recovery:
             raise NotRepeatable("an input or a parameter of the model was written to after its forward")
         if step.attributes is not None and step.attributes.are_other:
             raise NotRepeatable("an attribute of the model, or of one of its parts, was changed after its forward")
+        if not torch.is_grad_enabled() or not step.memory.layout.has_the_parts_of(Layout(model)):
+            raise NotRepeatable("the forward changed which parts the model has, or whether gradients are computed")
         gc.collect()
         torch.accelerator.empty_cache()
         torch.accelerator.synchronize()
         try:
             self._beside.refuse_changes(step.taken)
             self._state.restore(step.memory)
+            self._beside.show_before(step.taken)
         except RuntimeError as error:
             raise NotRepeatable(str(error)) from None
-        self._beside.show_before(step.taken)
+        are_remembered = self._beside.caches()
         changed = self._tighten(model, inputs, inside=where == "forward")
+        if not are_remembered():
+            raise NotRepeatable("a function that remembers its results (lru_cache) has forgotten them")
         step.moment.restore()
         logger.warning(
             "out of memory in the %s of %s (%s): the step's memory was released, %s, and the batch runs again from the "
@@ -370,7 +376,7 @@ class Recovery:
         now = Moment(device)
         self._is_again = True
         try:
-            with in_words(failure, "backward", self._numbers):
+            with in_words(failure, "backward", self._numbers), in_other_words(failure):
                 self._prepare(model, step, Inputs(step.args, step.kwargs), failure, "backward")
             self._replanner.is_repeating = True
             with in_words(failure, "backward", self._numbers):
@@ -379,7 +385,9 @@ class Recovery:
                 refuse_other_values(step, outputs)
                 chosen = [(outputs[place], gradient.to(outputs[place].device)) for place, gradient in gradients.items()]
                 del outputs
-                _go_back(chosen, rest)
+                with in_other_words(failure), self._beside.ran(backward_of=device) as check:
+                    _go_back(chosen, rest)
+                    check()
                 self._refuse_changes(step)
         except torch.OutOfMemoryError as error:
             again = unless_in_words(error)
@@ -395,7 +403,7 @@ class Recovery:
         with in_other_words(failure), step.moment.repeated(), torch.enable_grad(), self._beside.ran() as check:
             model(*step.args, **step.kwargs)
             check()
-        self._beside.show_after(step.taken)
+            self._beside.show_after(step.taken)
 
     def _refuse_changes(self, step: Step) -> None:
         """The failed pass and its repetition have left what is beside the model as the forward had left it."""

@@ -89,6 +89,8 @@ class Step:
         leaves = tree_leaves((args, kwargs))
         if any(not isinstance(leaf, _PLAIN) for leaf in leaves):
             self.problem = "the batch holds objects that the forward may have changed"
+        elif any(isinstance(leaf, torch.Tensor) and leaf.__dict__ for leaf in leaves):
+            self.problem = "a tensor of the batch has attributes of its own, which the forward may have changed"
         self._note(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def note_inputs(self) -> None:
@@ -186,10 +188,19 @@ def refuse_unused_outputs(call: BackwardCall, step: Step) -> None:
 def refuse_hooks(model: nn.Module, step: Step) -> None:
     """Hooks of the loop's own see the failed attempt, or are not there in the second."""
     outputs = [output for reference in step.outputs if (output := reference()) is not None]
-    if any(len(output._backward_hooks or ()) > 1 for output in outputs):
-        raise NotRepeatable("an output of the model has hooks of the loop's own")
+    if any(len(output._backward_hooks or ()) > 1 or output.retains_grad for output in outputs):
+        raise NotRepeatable("an output of the model has hooks of the loop's own, or keeps its gradient")
+    if any(_is_awaited(value) for value in Layout(model).read() or ()):
+        raise NotRepeatable("a tensor that the model keeps as an attribute has hooks, or keeps its gradient")
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         raise NotRepeatable("parameters have hooks that use their gradients during backward")
+
+
+def _is_awaited(value: Any) -> bool:
+    """Whether somebody waits for the gradient of a tensor that the forward has computed: it would not come."""
+    if type(value) is not torch.Tensor or value.grad_fn is None:
+        return False
+    return bool(value._backward_hooks) or value.retains_grad
 
 
 def gradients_of(step: Step, reached: list[int]) -> dict[int, torch.Tensor]:

@@ -1,0 +1,454 @@
+"""All that code which ran can reach by its names: every object must be known, or the run is not repeated.
+
+See the argument in watched_run.py. An object is known if it was compared, or put back, before the run (entries.py), or
+cannot change (harmless.py). Objects that the run made itself need no look: they are reached only by what it ran.
+
+NOTE [attributes by name]: an attribute that no code mentions is not read. So a model may hold what is not known (a
+writer of logs, a data loader) as long as its forward leaves it alone. Code that makes up names (`getattr`) names all.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import contextvars
+import functools
+import importlib.util
+import random
+import sys
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memscale._torch import harmless, private
+from memscale._torch.entries import (
+    CODE,
+    CONTAINER_KINDS,
+    CONTAINER_TYPES,
+    ArrayValues,
+    Attributes,
+    BufferValues,
+    CachedCalls,
+    Cell,
+    Contents,
+    ContextValue,
+    Entry,
+    GeneratorState,
+    LruCache,
+    Slots,
+    Variables,
+    cell_contents,
+    definitions_in,
+    is_own,
+    is_plain_object,
+    is_proxy,
+    is_small_array,
+    is_state,
+)
+from memscale._torch.snapshots import ABSENT, is_generator
+from memscale._torch.watched_run import OURS, NotComparable, Uses, Watch, name_of, uses_of
+
+Found: TypeAlias = Callable[[type, Any], Entry | None]
+"""Asks for the entry of a kind that was compared, or put back, of an object."""
+
+_KNOWN_BASES = frozenset(
+    {
+        object,
+        typing.Generic,
+        tuple,
+        frozenset,
+        str,
+        int,
+        float,
+        bytes,
+        *CONTAINER_TYPES,
+        *CONTAINER_KINDS,
+        types.SimpleNamespace,
+    }
+)
+_DYNAMIC = harmless.words("getattr hasattr vars dir attrgetter __dict__ __getattribute__ deepcopy copy asdict astuple")
+"""Names by which attributes are read whose own names are not in the code."""
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOK_TABLES = frozenset(name for name in _OF_EVERY_MODULE - _TABLES if name.startswith("_"))
+"""What every module has beside its own: which hooks, and how they are called. It is not compared."""
+_STATISTICS = ("batch_norm", "instance_norm")
+"""Operators that write to tensors without a new version have this in their names."""
+_DEFINITIONS = (functools.partial, functools.cached_property, types.MethodType, LruCache)
+_REBOUND = (type, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod)
+_SEEN = types.BuiltinFunctionType
+"""What is seen when it is called (`Watch`)."""
+_SKIPPED = frozenset({"_abc_impl"})
+
+
+def refuse_unknown(watch: Watch, model: nn.Module, found: Found) -> None:
+    """Raise `NotComparable` unless all that ran, and all that it could reach, is known."""
+    if watch.reasons:
+        raise NotComparable(watch.reasons[0])
+    _refuse_threads(watch)
+    for code, namespace in list(watch.own.items()):
+        _refuse_ways(code, namespace)
+    _Reach(watch, model, found).refuse()
+
+
+def _refuse_threads(watch: Watch) -> None:
+    """Another thread that is in the same package may see what the failed run did."""
+    packages = {str(space.get("__name__")).partition(".")[0] for space in watch.own.values()}
+    for ident, frame in sys._current_frames().items():
+        each: types.FrameType | None = frame if ident != threading.get_ident() else None
+        while each is not None:
+            if str(each.f_globals.get("__name__")).partition(".")[0] in packages:
+                raise NotComparable(f"another thread runs {name_of(each.f_code, each.f_globals)} at the same time")
+            each = each.f_back
+
+
+def _refuse_ways(code: types.CodeType, namespace: dict[str, Any]) -> None:
+    """Raise `NotComparable` for code whose way the argument does not cover."""
+    uses, name = uses_of(code), name_of(code, namespace)
+    if code.co_name in ("__exit__", "__aexit__"):
+        raise NotComparable(f"{name} may handle errors itself")
+    if code.co_name == "__del__":
+        raise NotComparable(f"{name} runs when an object dies, which is not known beforehand")
+    if hidden := uses.attributes & harmless.HIDDEN_WRITES:
+        raise NotComparable(f"{name} uses {min(hidden)!r} of a tensor, by which it may be written to unseen")
+    if hooks := uses.attributes & _HOOK_TABLES:
+        raise NotComparable(f"{name} uses {min(hooks)!r} of a module")
+
+
+class _Reach:
+    """All objects that the code which ran can reach by names: each must be known."""
+
+    def __init__(self, watch: Watch, model: nn.Module, found: Found) -> None:
+        self._watch, self._found = watch, found
+        self._parts = {id(part) for part in model.modules()}
+        self._registered = {id(each) for each in (*model.parameters(), *model.buffers())}
+        used = [uses_of(code) for code in watch.own]
+        self._stored = frozenset().union(*(uses.stored_attributes for uses in used))
+        self._stored_on_classes = watch.stored_on_classes.union(*(uses.stored_elsewhere for uses in used))
+        self._attributes = frozenset().union(*(uses.attributes for uses in used))
+        said = [self._attributes, *(uses.globals | uses.texts for uses in used)]
+        said += [frozenset(code.co_names) for code in watch.others]
+        self._names = frozenset().union(*said)
+        self._is_dynamic = any((uses.attributes | uses.globals) & _DYNAMIC for uses in used)
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []
+        self._waiting: list[tuple[Any, str]] = []
+        self._reached: set[types.CodeType] = set()
+        self._loose: list[str] = []
+        """Where tensors were met that are not registered with the model."""
+        self._wait_for_model(model)
+        for code, namespace in list(watch.own.items()):
+            self._wait_for_code(code, namespace)
+
+    def refuse(self) -> None:
+        while self._waiting:
+            self._visit(*self._waiting.pop())
+        self._refuse_code_from_elsewhere()
+        used = [uses_of(code) for code in self._watch.own]
+        named = {name for uses in used for name in uses.attributes | uses.globals}
+        if self._loose and any(part in name for name in named for part in _STATISTICS):
+            raise NotComparable(f"{self._loose[0]} holds a tensor that may be written to unseen")
+
+    def _refuse_code_from_elsewhere(self) -> None:
+        """Code that ran must have been found, or be of a function inside of such code."""
+        known = {code for code in self._reached if code in self._watch.own}
+        known |= {inner for code in known for inner in _codes_in(code)}
+        for code, namespace in list(self._watch.own.items()):
+            if code not in known:
+                raise NotComparable(f"{name_of(code, namespace)} uses state that had not been found before it ran")
+
+    # ---- where it begins
+
+    def _wait_for_model(self, model: nn.Module) -> None:
+        for part in model.modules():
+            kind = type(part)
+            self._wait(kind, kind.__name__)
+            if not is_own(kind.__module__) and not harmless.is_harmless_python(kind.__module__, "forward"):
+                _refuse(kind.__name__, part)
+            for name, value in vars(part).items():
+                if name in _HOOK_TABLES:
+                    for hook in value.values() if isinstance(value, dict) else ():
+                        self._wait(hook, f"a hook of {kind.__name__}")
+                elif name not in _OF_EVERY_MODULE and self._is_named(name):
+                    self._wait(value, f"{kind.__name__}.{name}")
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._wait(tensor, "a parameter")
+            for hook in (tensor._backward_hooks or {}).values():
+                self._wait(hook, "a hook of a parameter")
+        for _, hooks in private.global_module_hooks():
+            for hook in hooks.values():
+                self._wait(hook, "a hook of all modules")
+
+    def _wait_for_code(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
+        uses, name = uses_of(code), name_of(code, namespace)
+        builtins = namespace.get("__builtins__", {})
+        builtins = vars(builtins) if isinstance(builtins, types.ModuleType) else builtins
+        for each in sorted(uses.globals):
+            if each in namespace or each in uses.stored_globals:
+                self._visit_variable(namespace, each, name, uses)
+            elif each in builtins and not (each in uses.called and isinstance(builtins[each], _SEEN)):
+                self._wait(builtins[each], name)
+        for dots, module in uses.imports:
+            full = importlib.util.resolve_name("." * dots + module, namespace.get("__package__") or None)
+            for path in {full, full.partition(".")[0]}:
+                if path in sys.modules:
+                    self._visit_module(sys.modules[path], uses, name, set())
+
+    def _visit_variable(self, namespace: dict[str, Any], each: str, name: str, uses: Uses) -> None:
+        value = namespace.get(each)
+        if isinstance(value, types.ModuleType) and each not in uses.stored_globals:
+            self._visit_module(value, uses, name, set())
+            return
+        if not isinstance(value, CODE) or each in uses.stored_globals:
+            entry = self._found(Variables, namespace)
+            is_rebound = isinstance(value, CODE)  # which is not put back, see NOTE [what was loaded stays]
+            if entry is None or is_rebound or each not in entry.names:  # type: ignore[attr-defined]
+                raise NotComparable(f"{name} uses {each!r}, which had not been found before it ran")
+        self._wait(value, f"{name}: {each}")
+
+    def _visit_module(self, module: types.ModuleType, uses: Uses, name: str, seen: set[int]) -> None:
+        """What code reads, or writes, by the names of a Python module."""
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        namespace, owns = vars(module), is_own(module.__name__)
+        changed = [n for n in uses.stored_elsewhere if n in namespace or n in vars(type(module))]
+        if changed and not owns:
+            raise NotComparable(f"{name} may write to {module.__name__}.{changed[0]}")
+        for each in sorted(uses.attributes):
+            value = namespace.get(each)
+            if isinstance(value, types.ModuleType):
+                self._visit_module(value, uses, name, seen)
+            elif each in namespace and owns:
+                self._visit_variable(namespace, each, name, uses)
+            elif each in namespace:
+                self._wait(value, f"{name}: {module.__name__}.{each}")
+
+    def _is_named(self, name: str) -> bool:
+        return self._is_dynamic or name in self._names
+
+    def _wait(self, value: Any, where: str) -> None:
+        if id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._alive.append(value)
+            self._waiting.append((value, where))
+
+    def _wait_all(self, values: Iterable[Any], where: str) -> None:
+        for value in values:
+            self._wait(value, where)
+
+    # ---- one object
+
+    def _visit(self, value: Any, where: str) -> None:
+        kind = type(value)
+        if kind.__module__.partition(".")[0] in OURS:
+            return
+        if is_proxy(kind) and not isinstance(value, types.GenericAlias):
+            _refuse(where, value)
+        if isinstance(value, torch.Tensor):
+            self._visit_tensor(value, where)
+        elif isinstance(value, nn.Module):
+            self._visit_other_module(value, where)
+        elif is_generator(value):
+            self._visit_generator(value, where)
+        elif kind in CONTAINER_TYPES:
+            self._visit_container(value, where)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value, where)
+        elif isinstance(value, type):
+            self._visit_class(value, where)
+        elif isinstance(value, types.ModuleType):
+            none: frozenset[str] = frozenset()
+            uses = Uses(self._names, self._attributes, none, self._stored, self._stored, none, (), none, none, False)
+            self._visit_module(value, uses, where, set())
+        elif isinstance(value, tuple | frozenset) and not hasattr(value, "__dict__"):
+            self._wait_all(value, where)
+        elif isinstance(value, property | staticmethod | classmethod):
+            self._wait_all([*(definitions_in(value) or ()), kind], where)
+        elif is_plain_object(value):
+            self._visit_object(value, where)
+        elif (
+            not harmless.is_immutable(value) and not harmless.is_inert(value) and not self._visit_callable(value, where)
+        ):
+            self._visit_array(value, where)
+
+    def _visit_tensor(self, tensor: torch.Tensor, where: str) -> None:
+        if id(tensor) not in self._registered:
+            self._loose.append(where)
+        if is_own(type(tensor).__module__):
+            self._wait(type(tensor), where)
+        for name, value in vars(tensor).items():
+            if name in self._stored:
+                raise NotComparable(f"{where} holds a tensor whose attribute {name!r} may be written to")
+            if self._is_named(name):
+                self._wait(value, f"{where}: {name} of a tensor")
+
+    def _visit_other_module(self, module: nn.Module, where: str) -> None:
+        """Allow a module that is no part of the model only if it cannot change: a loss without weights."""
+        if id(module) in self._parts:
+            return
+        kinds = {type(part) for part in module.modules()}
+        has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
+        has_hooks = any(
+            value for part in module.modules() for name, value in vars(part).items() if name in _HOOK_TABLES
+        )
+        named = {name for part in module.modules() for name in vars(part)}
+        if has_tensors or has_hooks or self._stored & named or any(is_own(kind.__module__) for kind in kinds):
+            raise NotComparable(
+                f"{where} uses what cannot be compared: a module ({type(module).__name__}) that is no part of the model"
+            )
+        self._wait_all(kinds, where)
+
+    def _visit_generator(self, generator: Any, where: str) -> None:
+        if self._found(GeneratorState, generator) is None and not _is_global_generator(generator):
+            _refuse(where, generator)
+
+    def _visit_container(self, container: Any, where: str) -> None:
+        if self._found(Contents, container) is None:
+            _refuse(where, container)
+        self._wait_all(Contents(container).elements(), where)
+        if isinstance(container, dict):
+            self._wait_all(dict.keys(container), where)
+
+    def _visit_function(self, function: types.FunctionType, where: str) -> None:
+        code, module = function.__code__, function.__globals__.get("__name__") or ""
+        if module.partition(".")[0] in OURS:
+            return
+        self._reached.add(code)
+        owns, cells = is_own(module) or not module, function.__closure__ or ()
+        if not owns and code in self._watch.others and not harmless.is_harmless_python(module, code.co_name):
+            raise NotComparable(f"{where} uses {module}.{code.co_name}, which is not known to change nothing else")
+        if code not in self._watch.own and code not in self._watch.others:
+            return
+        where = f"{module}.{code.co_name}"
+        stored = uses_of(code).stored_around
+        for name, cell in zip(code.co_freevars, cells, strict=True):
+            if owns and self._found(Cell, cell) is None:
+                raise NotComparable(f"{where} uses variables around it, which had not been found before it ran")
+            held = cell_contents(cell)
+            if isinstance(held, CODE) and name in stored:  # which is not put back
+                raise NotComparable(f"{where} binds {name!r} around it to a function or a class")
+            if held is not ABSENT:
+                self._wait(held, where)
+        if owns:
+            self._wait_all([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], where)
+            if function.__dict__:
+                self._wait(function.__dict__, where)
+
+    def _visit_class(self, cls: type, where: str) -> None:
+        if cls is contextlib.suppress:
+            raise NotComparable(f"{where} may handle errors itself")
+        if harmless.is_defined_in_c(cls):
+            if not harmless.is_harmless_type(cls):
+                _refuse(where, cls)
+            return
+        owns = is_own(cls.__module__)
+        if owns and self._found(Attributes, cls) is None and not self._is_constant(cls):
+            raise NotComparable(f"{where} uses {cls.__name__}, which had not been found before it ran")
+        if owns and "__del__" in vars(cls):
+            raise NotComparable(f"{where} uses {cls.__name__}, whose objects do something when they die")
+        for name, value in list(vars(cls).items()):
+            if owns and name in self._stored and isinstance(value, _REBOUND):
+                raise NotComparable(f"{where} may bind {cls.__name__}.{name} anew")
+            if self._belongs(name, value, owns):
+                self._wait(value, f"{cls.__name__}.{name}")
+        self._wait_all((each for each in (*cls.__mro__[1:], type(cls)) if is_own(each.__module__)), where)
+
+    def _is_constant(self, cls: type) -> bool:
+        """Whether a class that nobody compared has only attributes that cannot change, and that no code sets."""
+        state = {name: value for name, value in vars(cls).items() if is_state(name, value) and name not in _SKIPPED}
+        fixed = (*_DEFINITIONS, types.MemberDescriptorType)
+        return not self._stored_on_classes & state.keys() and all(
+            harmless.is_immutable(value) or isinstance(value, fixed) for value in state.values()
+        )
+
+    def _belongs(self, name: str, value: Any, owns: bool) -> bool:
+        """Whether code may use this attribute of a class."""
+        if owns and isinstance(value, (*CODE, *_DEFINITIONS)):
+            return not isinstance(value, type | types.ModuleType) or self._is_named(name)
+        is_used = self._is_named(name) if owns else name in self._attributes
+        return is_used and is_state(name, value) and name not in _SKIPPED
+
+    def _visit_object(self, value: Any, where: str) -> None:
+        kind = type(value)
+        if any(base not in _KNOWN_BASES for base in harmless.c_bases_of(kind)):
+            _refuse(where, value)
+        if isinstance(value, CONTAINER_KINDS):
+            self._visit_container(value, where)
+        if isinstance(value, tuple | frozenset):
+            self._wait_all(value, where)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            if self._found(Attributes, value) is None:
+                _refuse(where, value)
+            for name, each in list(vars(value).items()):
+                if name in self._stored and isinstance(each, CODE):  # which is not put back
+                    raise NotComparable(f"{where} may bind {name!r} of an object anew")
+                if self._is_named(name):
+                    self._wait(each, f"{where}.{name}")
+        if self._found(Slots, value) is None:
+            _refuse(where, value)
+        self._wait_all(Slots(value).take(), where)
+        self._wait(kind, where)
+
+    def _visit_callable(self, value: Any, where: str) -> bool:
+        """Whether it is something that can be called, or holds such, and is known."""
+        if isinstance(value, types.BuiltinFunctionType):
+            if not harmless.is_harmless_builtin(value):
+                _refuse(where, value)
+            if not isinstance(value.__self__, types.ModuleType | type(None)):
+                self._wait(value.__self__, where)
+        elif isinstance(value, types.MethodWrapperType):
+            self._wait(value.__self__, where)
+        elif isinstance(value, types.MethodDescriptorType | types.WrapperDescriptorType):
+            if not harmless.is_harmless_descriptor(value):
+                _refuse(where, value)
+        elif isinstance(value, LruCache):
+            if self._found(CachedCalls, value) is None:
+                _refuse(where, value)
+            self._wait(value.__wrapped__, where)
+        elif isinstance(value, contextvars.ContextVar):
+            if self._found(ContextValue, value) is None:
+                _refuse(where, value)
+            self._wait(value.get(None), where)
+        elif (inside := definitions_in(value)) is not None:
+            self._wait_all(inside, where)
+        else:
+            return bool(harmless.is_harmless_dispatcher(value)) or harmless.is_harmless_operator(value)
+        return True
+
+    def _visit_array(self, value: Any, where: str) -> None:
+        if is_small_array(value) and not value.dtype.hasobject:
+            kind: type = ArrayValues
+        elif isinstance(value, bytearray | array.array):
+            kind = BufferValues
+        else:
+            _refuse(where, value)
+        if self._found(kind, value) is None:
+            _refuse(where, value)
+
+
+def _refuse(where: str, value: Any) -> None:
+    name = (
+        value.__qualname__ if isinstance(value, type | types.BuiltinFunctionType) else f"of type {type(value).__name__}"
+    )
+    raise NotComparable(f"{where} uses what cannot be compared: an object {name}")
+
+
+def _is_global_generator(generator: Any) -> bool:
+    """Whether it is one whose state is noted in every step (moment.py)."""
+    numpy_random = sys.modules.get("numpy.random")
+    numpys = [] if numpy_random is None else [numpy_random.mtrand._rand]
+    ours: list[Any] = [random.random.__self__, torch.default_generator, *numpys]  # type: ignore[attr-defined]
+    return any(generator is each for each in ours)
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes_in(constant)

@@ -1,0 +1,282 @@
+"""A run of a forward that is watched: whether all that it read, changed and called is known, so that it may run twice.
+
+    watch = Watch()
+    with watch.here():
+        ...                                     # the forward, again
+    refuse_unknown(watch, model, found)         # raises `NotComparable` unless all of it is known (reach.py)
+
+The first run was not watched: watching takes too long for every step. What it did is known by this argument. The second
+run began in the same state as the first, as far as that state is known. If everything that the second read was known,
+both read the same, took the same way, called the same functions with the same values, and so changed the same. So it is
+enough that the second run
+
+- could reach no object but those that are known: those that were compared, or put back, before it began, those
+  that cannot change, and those that it made itself (reach.py);
+- ran no code that was not found from the model, and called nothing but what keeps nothing (harmless.py).
+
+What is on none of the lists is a refusal. Nothing is guessed from what a class is called, and nothing that
+somebody has frozen out of the garbage collector's sight is looked for there: objects are found from the code that ran.
+
+NOTE [what own code is]: all but PyTorch, NumPy, the standard library and MemScale. Own code is read: the names that
+it uses, and what they lead to. Of the others it is known which functions are harmless, when own code calls them.
+
+NOTE [errors that are handled]: the first run may have caught an error that the second one did not meet. So code that
+may catch an error for lack of memory is a refusal if memory was allocated while it ran, and so are context managers of
+own classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from memscale._torch import harmless
+from memscale._torch.entries import is_own
+
+OURS = frozenset({"memscale", "simgpu"})
+_NEVER_MEMORY = harmless.words(
+    "ImportError ModuleNotFoundError AttributeError KeyError IndexError LookupError TypeError ValueError "
+    "StopIteration AssertionError ZeroDivisionError NameError UnicodeDecodeError OverflowError"
+)
+
+
+class NotComparable(RuntimeError):
+    """Whether a forward, run again, sees what it saw cannot be said."""
+
+
+# ---- what runs
+
+
+class Watch:
+    """Notes which code runs. It is a profile function (`sys.setprofile`) of one thread, or of several."""
+
+    def __init__(self) -> None:
+        self.own: dict[types.CodeType, dict[str, Any]] = {}
+        """Code that is not PyTorch's, NumPy's, the standard library's or ours, and its variables."""
+        self.others: dict[types.CodeType, str] = {}
+        """Code of these that ran, and its module."""
+        self.reasons: list[str] = []
+        """What was called that is not known to be harmless."""
+        self._is_own: dict[int, tuple[bool, dict[str, Any]]] = {}
+        self.stored_on_classes: frozenset[str] = frozenset()
+        """Attributes that code stores to which a class was given."""
+        self._entered: dict[int, int] = {}
+        """Allocations of the device when a frame began that may handle errors."""
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Watch this thread."""
+        self.begin()
+        try:
+            yield
+        finally:
+            if sys.getprofile() is self:
+                sys.setprofile(None)
+
+    @contextlib.contextmanager
+    def in_backward_of(self, device: torch.device) -> Iterator[None]:
+        """Watch this thread, and the one in which autograd computes for a device."""
+        _in_thread_of(device, self.begin)
+        try:
+            with self.here():
+                yield
+        finally:
+            _in_thread_of(device, functools.partial(sys.setprofile, None))
+
+    def begin(self) -> None:
+        if sys.getprofile() is not None:
+            raise NotComparable("a profiler is at work (sys.setprofile), so it is not seen which code runs")
+        sys.setprofile(self)
+
+    def __call__(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            caller = frame.f_back
+            if self._owns(frame):
+                self._note_own(frame)
+            elif caller is not None:
+                self._note_other(frame, self._owns(caller))
+        elif event == "return" and self._entered.pop(id(frame), None) not in (None, _num_allocations()):
+            self.reasons.append(f"{name_of(frame.f_code, frame.f_globals)} may handle errors itself")
+        elif event == "c_call" and self._owns(frame) and not harmless.is_harmless_builtin(called):
+            self._refuse(frame, getattr(called, "__qualname__", called.__name__))
+
+    def _note_own(self, frame: types.FrameType) -> None:
+        uses = uses_of(frame.f_code)
+        self.own.setdefault(frame.f_code, frame.f_globals)
+        if uses.catches:
+            self._entered.setdefault(id(frame), _num_allocations())
+        if uses.stored_attributes:
+            kinds = list(map(type, frame.f_locals.values()))
+            if any(issubclass(kind, types.ModuleType) for kind in kinds):
+                self.reasons.append(f"{name_of(frame.f_code, frame.f_globals)} is given a Python module")
+            if any(issubclass(kind, type) for kind in kinds):
+                self.stored_on_classes |= uses.stored_attributes
+
+    def _note_other(self, frame: types.FrameType, is_called_by_own: bool) -> None:
+        module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
+        self.others[frame.f_code] = module
+        if module.partition(".")[0] in OURS:
+            return
+        if harmless.is_never_harmless(module, name) or (
+            is_called_by_own and not _is_inner(name) and not harmless.is_harmless_python(module, name)
+        ):
+            self._refuse(frame.f_back, f"{module}.{name}")
+
+    def _refuse(self, frame: types.FrameType | None, called: str) -> None:
+        caller = "its code" if frame is None else name_of(frame.f_code, frame.f_globals)
+        self.reasons.append(f"{caller} calls {called}, which is not known to change nothing else")
+
+    def _owns(self, frame: types.FrameType) -> bool:
+        found = self._is_own.get(id(frame.f_globals))
+        if found is None:
+            name = frame.f_globals.get("__name__")
+            found = self._is_own[id(frame.f_globals)] = (name is None or is_own(name), frame.f_globals)
+        return found[0]
+
+
+def _num_allocations() -> int:
+    """How often memory of the current device was allocated so far; another number each time where that is not known."""
+    known = torch.accelerator.memory_stats().get("allocation.all.allocated")
+    return next(_UNKNOWN) if known is None else int(known)
+
+
+_UNKNOWN = itertools.count(-1, -1)
+
+
+def _is_inner(name: str) -> bool:
+    """A lambda or a comprehension: what it belongs to is asked for itself."""
+    return name.startswith("<") and name != "<module>"
+
+
+def _in_thread_of(device: torch.device, call: Callable[[], Any]) -> None:
+    """Call it in the thread in which autograd computes for a device."""
+    failures: list[NotComparable] = []
+
+    def reached(_: torch.Tensor) -> None:
+        try:
+            call()
+        except NotComparable as error:
+            failures.append(error)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        start = torch.empty(0, device=device, requires_grad=True)
+        end = start.view(0)
+        end.register_hook(reached)
+        torch.autograd.grad(end, start, torch.empty(0, device=device))
+    if failures:
+        raise failures[0]
+
+
+def name_of(code: types.CodeType, namespace: dict[str, Any]) -> str:
+    return f"{namespace.get('__name__')}.{code.co_name}"
+
+
+# ---- what the code says
+
+
+class Uses(NamedTuple):
+    """The names in one piece of code."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    stored_globals: frozenset[str]
+    stored_attributes: frozenset[str]
+    stored_elsewhere: frozenset[str]
+    """Attributes that it stores on something else than what it was given: on a Python module for example."""
+    stored_around: frozenset[str]
+    """Variables of functions around it."""
+    imports: tuple[tuple[int, str], ...]
+    """How many dots, and the module."""
+    texts: frozenset[str]
+    called: frozenset[str]
+    """Globals that it calls where it reads them, and does nothing else with: if it does, the call is seen."""
+    catches: bool
+    """See NOTE [errors that are handled]."""
+
+
+@functools.lru_cache(maxsize=4096)
+def uses_of(code: types.CodeType) -> Uses:
+    steps = list(dis.get_instructions(code))
+    names: dict[str, set[str]] = {}
+    for step in steps:
+        kind = step.opname.partition("_")[2]
+        if isinstance(step.argval, str):
+            names.setdefault(step.opname, set()).add(step.argval)
+            if kind in ("ATTR", "METHOD", "SUPER_ATTR", "FROM"):
+                names.setdefault("attributes", set()).add(step.argval)
+            elif kind in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS") and step.opname != "IMPORT_NAME":
+                names.setdefault("globals", set()).add(step.argval)
+    imports = tuple(
+        (int(steps[place - 2].argval or 0), str(step.argval))
+        for place, step in enumerate(steps)
+        if step.opname == "IMPORT_NAME"
+    )
+    stored = {
+        kind: frozenset(names.get(f"STORE_{kind}", set()) | names.get(f"DELETE_{kind}", set()))
+        for kind in ("GLOBAL", "ATTR", "DEREF")
+    }
+    return Uses(
+        frozenset(names.get("globals", ())),
+        frozenset(names.get("attributes", ())),
+        stored["GLOBAL"],
+        stored["ATTR"],
+        _stored_elsewhere(code, steps),
+        stored["DEREF"] & frozenset(code.co_freevars),
+        imports,
+        frozenset(_texts_in(code.co_consts)),
+        _called(steps),
+        _catches(steps),
+    )
+
+
+def _called(steps: list[dis.Instruction]) -> frozenset[str]:
+    """Names that are read together with the empty place that a call needs: Python 3.11 and later say so."""
+    reads = [step for step in steps if step.opname.startswith("LOAD_") and step.opname.endswith(("GLOBAL", "NAME"))]
+    others = {step.argval for step in reads if step.opname != "LOAD_GLOBAL" or not (step.arg or 0) & 1}
+    return frozenset() if sys.version_info < (3, 11) else frozenset(step.argval for step in reads) - others
+
+
+def _stored_elsewhere(code: types.CodeType, steps: list[dis.Instruction]) -> frozenset[str]:
+    rebound = {step.argval for step in steps if step.opname in ("STORE_FAST", "DELETE_FAST", "STORE_DEREF")}
+    given = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - rebound
+    found = set()
+    for before, step in itertools.pairwise(steps):
+        is_given = before.opname in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK") and before.argval in given
+        if step.opname in ("STORE_ATTR", "DELETE_ATTR") and not is_given:
+            found.add(step.argval)
+    return frozenset(found)
+
+
+def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            yield from _texts_in(constant)
+
+
+def _catches(steps: list[dis.Instruction]) -> bool:
+    """Whether it may catch an error for lack of memory: by `except`, not by `with` or `finally`."""
+    for place, step in enumerate(steps):
+        if step.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "CHECK_EG_MATCH"):
+            caught = steps[place - 1]
+            if not (caught.opname in ("LOAD_GLOBAL", "LOAD_NAME") and caught.argval in _NEVER_MEMORY):
+                return True
+        if step.opname == "PUSH_EXC_INFO" and steps[place + 1].opname == "POP_TOP":
+            return True
+        if step.opname == "SETUP_FINALLY" and _is_bare(steps, step.argval):
+            return True
+    return False
+
+
+def _is_bare(steps: list[dis.Instruction], handler: int) -> bool:
+    """Whether the handler of Python 3.10 that begins there is `except:`, which takes the error off first."""
+    return any(step.offset == handler and step.opname == "POP_TOP" for step in steps)
