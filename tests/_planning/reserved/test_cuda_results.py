@@ -80,7 +80,7 @@ def test_what_was_predicted_there(row: dict[str, Any]) -> None:
     assert row["versions"]["commit"]
 
 
-HELD_ABOVE = {("gpt2", "conservative-sync"): 1.06, ("gpt2-medium", "balanced-async"): 1.056}
+HELD_ABOVE = {("gpt2", "conservative-sync"): 1.077, ("gpt2-medium", "balanced-async"): 1.056}
 """Rows in which more is held for what is allocated than the bar says, and how much."""
 
 
