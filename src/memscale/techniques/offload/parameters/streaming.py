@@ -100,6 +100,7 @@ class StreamedForward(RecomputedForward):
 
     def __init__(self, module: nn.Module, module_fqn: str, streamer: Streamer, index: int, *, verify: bool) -> None:
         super().__init__(module, module_fqn, verify=verify)
+        self.state.computes_with_copies = True
         self.streamer = streamer
         self.index = index
         self.anchor = streamer.anchor
