@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
-from memscale._decide import confirmed, decide, decide_on, needs_optimizing, suspects_of
+from memscale._decide import confirmed, decide, decide_on, kind_of, needs_optimizing, suspects_of
 from memscale._decide.budget import budget_bytes
-from memscale._decide.choice import Choice, choice_of
+from memscale._decide.choice import Choice, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._plan import Checkpoint, Plan, TileHead
@@ -360,3 +360,14 @@ def test_the_row_that_holds_a_tiled_head_says_so(head_fqn: str) -> None:
     plan = decide(profile, HARDWARE, Config(mode="aggressive", force_optimize=True, enable_offloading=False))
     assert [action.module_fqn for action in plan.actions if isinstance(action, TileHead)] == [head_fqn]
     assert [row.module_fqn for row in plan.rows if "tile the head" in row.techniques] == ["head"]
+
+
+def test_what_a_plan_holds_above_live_bytes_binds_plans_of_its_kind_alone() -> None:
+    model, config, held = CostModel(PROFILE, HARDWARE), with_budget((BASELINE + LOWEST) / 2), (BASELINE - LOWEST) // 4
+    bound, free = decide_on(model, config, reserve_bytes=held), decide_on(model, config)
+    assert bound.predicted_slowdown > free.predicted_slowdown
+    kind, other = kind_of(Choice()), kind_of(Choice(run=RunOptions(loss_by_rows=True)))
+    assert decide_on(model, config, reserve_bytes=held, reserves={kind: -held}).actions == free.actions
+    assert decide_on(model, config, reserve_bytes=held, reserves={other: -held}).actions == bound.actions
+    in_the_step = Choice(run=RunOptions(steps_in_buckets=True, offloads_optimizer=0.5))
+    assert kind_of(in_the_step) == kind

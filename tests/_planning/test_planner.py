@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memscale import Config, Hardware
+from memscale import Config, Hardware, zoo
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
@@ -119,6 +119,19 @@ def test_16_bits_that_are_left_to_the_mode_are_those_of_the_card_and_not_of_this
         front = planner.full_front(choose_strategy(config), planner.plan(choose_strategy(config)))
         assert any(key.precision == "bfloat16" for key in planner.profile.variants) is is_fast
         assert all(point.is_exact for point in front) is not is_fast
+
+
+@pytest.mark.full
+def test_a_plan_that_leaves_room_is_followed_by_faster_ones() -> None:
+    """Of GPT-2 Large the plan that is first to fit leaves 5 % of the budget: a loss by rows, which did not fit, held
+    more above what is live than it does. The same plan was predicted at 1.80 when it was the last."""
+    inputs = Inputs((), dict.fromkeys(("input_ids", "labels"), torch.zeros(2, 512, dtype=torch.long, device="meta")))
+    plan = make_plan(
+        Job(zoo.build("gpt2-large"), Config(memory_budget_gb=4.68), Hardware.from_name("RTX 3090")), inputs
+    )
+    assert plan.predicted_reserved_bytes is not None
+    assert plan.predicted_reserved_bytes <= 4.68e9
+    assert plan.predicted_slowdown < 1.76
 
 
 @pytest.mark.full

@@ -76,6 +76,7 @@ def decide_on(
     margin_bytes: int = 0,
     margins: Mapping[Traits, int] | None = None,
     reserve_bytes: int = 0,
+    reserves: Mapping[Kind, int] | None = None,
     rehearsed: Mapping[Choice, int] | None = None,
 ) -> Plan:
     """The same for somebody who decides on one profile several times; `plan.fits` is False when nothing fits.
@@ -83,7 +84,7 @@ def decide_on(
     `margin_bytes` is how far the peak model was found to be below a rehearsal: candidates must fit with it added.
     `margins` are the same for candidates with one of these traits (`suspects_of`). Candidates that were `rehearsed`
     count with the peaks that this showed. `reserve_bytes` is what the allocator is expected to hold above what is live:
-    a budget bounds both together.
+    a budget bounds both together; `reserves` are how much more than that, or less, it holds for some kinds.
     """
     eligible, profile = resolve(config, model.hardware), model.profile
     budget = dataclasses.replace(eligible.budget, device_bytes=max(0, eligible.budget.device_bytes - reserve_bytes))
@@ -95,7 +96,7 @@ def decide_on(
         candidates, note, fits = [chosen], NOTHING_ELSE, budget.admits(chosen.outcome)
     else:
         candidates, note = find_candidates(model, baseline, eligible), ""
-        expected = _Expected(model, margin_bytes, margins or {}, _by_blocks(rehearsed or {}))
+        expected = _Expected(model, margin_bytes, margins or {}, reserves or {}, _by_blocks(rehearsed or {}))
         chosen, summary = _choose(candidates, baseline, budget, config, expected)
         fits = budget.admits(expected.of(chosen).outcome)
     front = pareto_front(_placeable(candidates, budget), baseline, chosen, profile)
@@ -141,13 +142,15 @@ class _Expected:
     model: CostModel
     margin_bytes: int
     margins: Mapping[Traits, int]
+    reserves: Mapping[Kind, int]
     rehearsed: Mapping[_Blocks, int]
 
     def of(self, candidate: Candidate) -> Candidate:
         peak_bytes, outcome = self._rehearsed_bytes(candidate.choice), candidate.outcome
         if peak_bytes is None:
             margin = 0 if self._was_traced(candidate.choice) else self._margin(candidate.choice)
-            peak_bytes = outcome.peak_bytes + margin
+            reserve = self.reserves.get(kind_of(candidate.choice), 0) if self.reserves else 0
+            peak_bytes = outcome.peak_bytes + margin + reserve
         if peak_bytes == outcome.peak_bytes:
             return candidate
         return Candidate(candidate.choice, dataclasses.replace(outcome, peak_bytes=peak_bytes))
@@ -190,6 +193,19 @@ def suspects_of(choice: Choice) -> Traits:
     return frozenset(
         treatment for _, treatment in choice.blocks if treatment.offloads or treatment.streams
     ) or _traits_of(choice)
+
+
+Kind = tuple[Technique, ...]
+"""What is done beside the blocks in forward and backward."""
+
+
+def kind_of(choice: Choice) -> Kind:
+    """Choices of one kind are expected to hold about as much above what is live.
+
+    What is made of a loss or of logits there, in large pieces or in small ones, is what leaves gaps. The treatments of
+    blocks differ from each choice to the next, and what acts in the optimizer's step comes when these pieces are gone.
+    """
+    return tuple(technique for technique in choice.run.techniques if not technique.only_steps)
 
 
 _Blocks = tuple[frozenset[tuple[str, Treatment]], RunOptions]

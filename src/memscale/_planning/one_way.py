@@ -19,11 +19,11 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from memscale._config import Config
-from memscale._decide import Traits, confirmed, decide_on, full_front, suspects_of
+from memscale._decide import Kind, Traits, confirmed, decide_on, full_front, kind_of, suspects_of
 from memscale._decide.admission import Admission
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
-from memscale._decide.budget import Budget, Held, budget_bytes, full_budget
+from memscale._decide.budget import Budget, Held, budget_bytes, full_budget, needed_bytes
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
@@ -65,6 +65,8 @@ from memscale.techniques.offload.parameters import streaming
 logger = logging.getLogger("memscale")
 
 _MAX_REHEARSALS = 4
+_MAX_REFINEMENTS = 2
+"""How many faster plans are tried where one fits that leaves room."""
 _WORTH_ASKING = 0.02
 """The share of the reserved bytes that must be saved, or the allocator is left as it is."""
 _MARGIN = 0.015
@@ -87,6 +89,8 @@ class OneWay(Trials):
         """The arguments are those of `Trials`."""
         super().__init__(job, inputs, travel, costs, stage)
         self._leaner_by: dict[Hashable, Held] = {}
+        self.taught = _Taught(0)
+        """What the rehearsals of the last decision have taught."""
         self._last_log: tuple[Hashable, AllocationLog] = (None, AllocationLog())
         """The last log, and of whose steps it is. A log is large, so only one is kept."""
 
@@ -139,27 +143,60 @@ class OneWay(Trials):
 
     # ---- deciding
 
-    def decide_and_rehearse(self, strategy: Strategy) -> Plan:
-        """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot."""
-        taught = _Taught(self.first_reserve(strategy.config))
+    def decide_and_rehearse(self, strategy: Strategy, beating: Plan | None = None, like: OneWay | None = None) -> Plan:
+        """Decide, and decide again with what the rehearsal taught, until the plan fits or cannot.
+
+        What rehearsals have taught of another way that is `like` this one is not found out again. Where no plan is
+        expected to fit that is faster than the one to be `beating`, that one is returned.
+        """
+        taught = _Taught(self.first_reserve(strategy.config)) if like is None else like.taught.as_it_began()
+        self.taught = taught
         for attempt in range(_MAX_REHEARSALS + 1):
-            with stage("deciding what is done to which block"):
-                decided = decide_on(
-                    self.cost_model(),
-                    strategy.config,
-                    strategy.source,
-                    margin_bytes=taught.margin_bytes,
-                    margins=taught.margins,
-                    reserve_bytes=taught.reserve_bytes,
-                    rehearsed=taught.needed(),
-                )
+            decided = self._decide(strategy, taught)
+            if beating is not None and decided.predicted_slowdown >= beating.predicted_slowdown:
+                return beating
             choice = choice_of(decided.actions, self.profile)
             is_known = choice in taught.plans
             plan = taught.plans[choice] if is_known else self.confirm(decided, strategy.config)
             if plan.fits or not decided.fits:
                 break
             taught.by(choice, plan, decided, is_last=is_known or attempt + 2 > _MAX_REHEARSALS)
-        return plan if plan.fits else self._with_less_reserved(plan, strategy.config)
+        return self._refined(plan, strategy, taught) if plan.fits else self._with_less_reserved(plan, strategy.config)
+
+    def _decide(self, strategy: Strategy, taught: _Taught) -> Plan:
+        with stage("deciding what is done to which block"):
+            return decide_on(
+                self.cost_model(),
+                strategy.config,
+                strategy.source,
+                margin_bytes=taught.margin_bytes,
+                margins=taught.margins,
+                reserve_bytes=taught.reserve_bytes,
+                reserves=taught.reserves,
+                rehearsed=taught.needed(),
+            )
+
+    def _refined(self, plan: Plan, strategy: Strategy, taught: _Taught) -> Plan:
+        """A faster plan, where one fits that holds as much above what is live as this one does.
+
+        Plans that were rehearsed before did not fit, and what they held was asked of all others: of this one, which
+        holds less, and of those like it.
+        """
+        tried = plan
+        for _ in range(_MAX_REFINEMENTS if taught.margins and not strategy.config.force_optimize else 0):
+            reserved_bytes = tried.predicted_reserved_bytes
+            if reserved_bytes is None or needed_bytes(plan) > plan.budget_bytes * (1 - _WORTH_ASKING):
+                break
+            taught.hold(choice_of(tried.actions, self.profile), reserved_bytes - tried.predicted_peak_bytes)
+            decided = self._decide(strategy, taught)
+            if not decided.fits or decided.predicted_slowdown >= plan.predicted_slowdown:
+                break
+            tried = self.confirm(decided, strategy.config)
+            if tried.fits:
+                plan = tried
+            else:
+                taught.plans[choice_of(tried.actions, self.profile)] = tried
+        return plan
 
     def _with_less_reserved(self, plan: Plan, config: Config) -> Plan:
         """The last resort: releases take time that no model knows, so a plan that needs none is preferred."""
@@ -452,6 +489,16 @@ class _Taught:
     margin_bytes: int = 0
     margins: dict[Traits, int] = dataclasses.field(default_factory=dict)
     plans: dict[Choice, Plan] = dataclasses.field(default_factory=dict)
+    reserves: dict[Kind, int] = dataclasses.field(default_factory=dict)
+    """How much less than `reserve_bytes` plans of some kinds hold above what is live: numbers below zero."""
+
+    def as_it_began(self) -> _Taught:
+        """The same for another way, in which nothing was rehearsed yet."""
+        return dataclasses.replace(self, margins=dict(self.margins), reserves=dict(self.reserves), plans={})
+
+    def hold(self, choice: Choice, above_bytes: int) -> None:
+        """A plan holds so much above what is live: others of its kind hold about as much."""
+        self.reserves[kind_of(choice)] = above_bytes - self.reserve_bytes
 
     def needed(self) -> dict[Choice, int]:
         """What each plan needs beside the reserve: it may hold more than that above what is live."""
