@@ -337,7 +337,16 @@ class OneWay(Trials):
             limit=limit,
             # Passes know nothing of what waits between steps.
             passes=self.stage.passes((self.travel, self.key_of(of_passes), bool(actions), names_modules, tuple(cuts))),
+            inputs_first=self._inputs_come_first,
         )
+
+    @property
+    def _inputs_come_first(self) -> bool:
+        """Whether the batch is on the device already and the model will be placed there later: which holes are left
+        between them depends on that order."""
+        device_type = self.hardware.device_type
+        on_device = any(tensor.device.type == device_type for tensor in self.inputs.tensors())
+        return on_device and all(tensor.device.type != device_type for tensor in self.model.parameters())
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
         """Whether the second step may differ from the first."""
