@@ -138,6 +138,19 @@ def test_two_models_share_them(settings: list[str]) -> None:
     assert len(settings) == 2
 
 
+def test_a_plan_made_under_the_settings_of_another_keeps_them(settings: list[str]) -> None:
+    """Its numbers are for those, also after the other model is detached."""
+    model, other = small(), small()
+    executor = execute(other, dataclasses.replace(planned(other), allocator=AllocatorUse(SMALL_PAGES)))
+    beside = execute(model, planned(model))
+    executor.detach()
+    assert settings == [SMALL_PAGES]
+    assert allocator_settings() == parse_settings(SMALL_PAGES)
+    beside.detach()
+    assert len(settings) == 2
+    assert allocator_settings() == AllocatorSettings()
+
+
 def test_they_are_put_back_when_the_model_is_gone(undo: contextlib.ExitStack, settings: list[str]) -> None:
     model = small()
     reserving.attach(AllocatorUse(SMALL_PAGES), model, undo, undo)

@@ -229,8 +229,8 @@ class Executor:
             self._place(actions, undo)
             self._attach_techniques(actions, undo, waiting_bytes)
             self._cache_is_off = self._watch_caches(actions, undo)
-            if allocator is not None:
-                reserving.attach(allocator, self.model, undo, self._undo)
+            if not is_fake(self.model):
+                reserving.attach(allocator or AllocatorUse(), self.model, undo, self._undo)
             self._techniques = undo.pop_all()
             failing.pop_all()
 

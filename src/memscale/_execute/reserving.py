@@ -9,7 +9,8 @@ moments of the step at which all unused pages go back to the card, just before a
 NOTE [segments stay as they are]: a later plan of the same model may ask for nothing. What was allocated before lies in
 segments that grow, though, and their unused pages are of no use to segments of the other kind: switching back would
 hold both. So the settings stay until the model is detached, and such a plan's numbers are made for them
-(`settings_in_force`).
+(`settings_in_force`). A plan that asks for nothing while another model's settings are on is made for those, too, so it
+holds them as if it had asked: they stay when the other model is detached.
 
 Tensors and streams are not touched, so there is nothing here to get wrong but time: the host waits at such a moment for
 the device. `_planning/reserved/least_reserved.py` chooses the moments.
@@ -52,7 +53,7 @@ _num_users = 0
 
 def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack, detached: contextlib.ExitStack) -> None:
     """Follow this until undone; settings until detached. See NOTE [segments stay as they are]."""
-    if use.settings and may_switch():
+    if (use.settings or _num_users) and may_switch():
         _acquire()
         undo_with(model, _release, detached)
     elif use.settings:
