@@ -83,7 +83,7 @@ def test_what_was_predicted_there(row: dict[str, Any]) -> None:
 HELD_ABOVE = {
     ("bert-base", "conservative-sync"): 1.064,
     ("gpt2", "conservative-sync"): 1.077,
-    ("gpt2-medium", "balanced-async"): 1.058,
+    ("gpt2-medium", "balanced-async"): 1.057,
 }
 """Rows in which more is held for what is allocated than the bar says, and how much. Weights lie in ordinary segments
 with 2 MiB unused in each 20, and gradients lie between what was recomputed when they came: pages that are partly used
