@@ -205,7 +205,7 @@ def _has_own_kernels(weight: torch.Tensor, groups: int) -> bool:
 
 
 def _workspace(*tensors: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """That of a convolution's kernel, if it needs one. See NOTE [workspaces of convolutions]."""
+    """The workspace of a convolution's kernel, if it needs one. See NOTE [workspaces of convolutions]."""
     num_bytes = sum(map(_bytes_to_turn, tensors))
     if num_bytes:
         yield (num_bytes,)
