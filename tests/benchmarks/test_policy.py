@@ -21,6 +21,7 @@ from memscale import Config
 from memscale._decide import decide
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import learned
 from memscale._decide.policy.strategies import SHORTLISTS, STRATEGIES, WIDEST
 from memscale._hardware import Hardware
@@ -115,7 +116,7 @@ def test_the_truth_is_what_stage_2_does(monkeypatch: pytest.MonkeyPatch) -> None
         budget_gb = baseline / case.pressure / 1e9
         for name in ("checkpoints", "head tiles", "no streaming"):
             config = SHORTLISTS[name].under(Config(memory_budget_gb=budget_gb), hardware)
-            plan = decide(profile, hardware, config, raise_if_unfit=False)
+            plan = decide(profile, resolve(config, hardware), raise_if_unfit=False)
             assert plan.fits == case.verdicts[name].fits
 
 

@@ -254,8 +254,8 @@ def _plan_of(model: nn.Module, inputs: Any, hardware: Hardware) -> Plan:
     from memscale._planning.job import Job
     from memscale._planning.planner import Planner
 
-    config = Config(enable_logging=False)
-    return Planner(Job(model, config, hardware), inputs).plan(choose_strategy(config))
+    job = Job(model, Config(enable_logging=False), hardware)
+    return Planner(job, inputs).plan(choose_strategy(job.eligible))
 
 
 def _answer_of(question: Question, num_parameters: int, plan: Plan, seconds: float) -> Answer:
