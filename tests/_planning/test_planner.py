@@ -135,3 +135,21 @@ def test_tiles_inside_blocks_are_tried_only_where_blocks_hold_the_peak() -> None
         assert planner.tiles.inside
         tried[name] = any(key.num_tiles for key in planner.profile.variants)
     assert tried == {"blocks": True, "head": False}
+
+
+def test_another_card_gets_the_plan_that_it_would_get_alone() -> None:
+    """Kernels of cards with other multiprocessors take other bytes inside; single techniques are tried once for all."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=4096, use_cache=False))
+    inputs = derive_inputs(model, 8, 256)
+    assert inputs is not None
+    first = Planner(Job(model, Config(memory_budget_gb=0.25), Hardware.from_name("RTX A6000")), inputs)
+    strategy = choose_strategy(first.job.config)
+    first.plan(strategy)
+    for card in ("RTX 3070", "RTX 4080"):
+        shared = first.on(Hardware.from_name(card))
+        alone = Planner(Job(model, first.job.config, shared.hardware), inputs)
+        num_tried = len(first.stage.tried)
+        assert shared.plan(strategy) == alone.plan(strategy)
+        assert shared.plan(strategy).actions
+        assert len(shared.stage.tried) == num_tried

@@ -7,13 +7,17 @@ import json
 import pathlib
 import re
 import shlex
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from memscale import zoo
 from memscale._errors import MemScaleError
+from memscale._planning import stage
 from memscale._profile.inputs import derive_inputs
+from memscale._profile.profiler import open_rehearsal
 from memscale.cli import main
 from memscale.commands.what_fits import (
     CARDS,
@@ -181,6 +185,24 @@ def test_a_cell_is_reproduced_by_its_command(kind: Kind, tmp_path: pathlib.Path)
     plan = json.loads(path.read_text())
     assert plan["predicted_total_bytes"] == found.total_bytes
     assert plan["baseline_step_ms"] * plan["predicted_slowdown"] == pytest.approx(found.step_ms)
+
+
+@pytest.mark.slow
+def test_cards_of_one_model_are_planned_on_one_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers as for each card alone, and the model is profiled once for all of them."""
+    opened = list[nn.Module]()
+
+    def counting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        opened.append(model)
+        return open_rehearsal(model, *args, **kwargs)
+
+    monkeypatch.setattr(stage, "open_rehearsal", counting)
+    monkeypatch.setitem(FAMILIES, "ViT", ("vit-tiny",))
+    *_, log = plan_all(Log(), [Stairs("ViT", "full", (8, 16))])
+    assert len(opened) == 1
+    assert len(log.answers) == 2
+    for found in log.answers:
+        assert dataclasses.replace(found, planning_s=0.0) == dataclasses.replace(ask(found.question), planning_s=0.0)
 
 
 def test_adapters_are_what_is_trained() -> None:

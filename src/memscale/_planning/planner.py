@@ -27,10 +27,12 @@ from memscale._decide.budget import needed_bytes
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, most_in_flight_bytes, wider
+from memscale._hardware import Hardware
 from memscale._plan import Plan, Reason
 from memscale._planning.job import Job
 from memscale._planning.one_way import OneWay
 from memscale._planning.optimizer_trials import OptimizerCosts
+from memscale._planning.stage import Stage
 from memscale._profile.inputs import Inputs
 from memscale.techniques import technique_of
 
@@ -45,10 +47,20 @@ class Planner(OneWay):
     Several strategies can be planned on one planner.
     """
 
-    def __init__(self, job: Job, inputs: Inputs, costs: OptimizerCosts | None = None) -> None:
-        """`costs`: those of the same optimizer over the same model, where they are known."""
-        super().__init__(job, inputs, job.eligible.travel, costs)
+    def __init__(
+        self, job: Job, inputs: Inputs, costs: OptimizerCosts | None = None, stage: Stage | None = None
+    ) -> None:
+        """`costs`: those of the same optimizer over the same model, and `stage`: that of the same step, where they are
+        known."""
+        super().__init__(job, inputs, job.eligible.travel, costs, stage)
         self._others: dict[Travel, OneWay] = {}
+
+    def on(self, hardware: Hardware) -> Planner:
+        """The planner of the same step on another card: single techniques that were tried are not tried again."""
+        here = self.hardware
+        assert (here.device_type, here.unified_memory) == (hardware.device_type, hardware.unified_memory)
+        job = dataclasses.replace(self.job, hardware=hardware)
+        return Planner(job, self.inputs, self.costs, self.stage.for_another_card())
 
     def by(self, travel: Travel) -> OneWay:
         """The same step, with tensors that travel so."""

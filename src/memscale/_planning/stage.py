@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Hashable
 
@@ -43,6 +44,15 @@ class Stage:
         self.known_steps: KnownSteps = {}
         """Steps of the optimizer that are known, bucket by bucket."""
         self._last_passes: tuple[Hashable, KnownPasses] = (None, [])
+
+    def for_another_card(self) -> Stage:
+        """The same step on another card of this type of device: what the card has no part in is known already.
+
+        Kernels take memory inside themselves by the card's multiprocessors, so recorded steps are its own.
+        """
+        other = copy.copy(self)
+        other.rehearsed, other.held, other.known_steps, other._last_passes = {}, {}, {}, (None, [])
+        return other
 
     def passes(self, key: Hashable) -> KnownPasses:
         """Forward and backward as they were recorded last, if that was under this key. They are large: one is kept."""

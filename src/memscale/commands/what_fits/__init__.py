@@ -4,8 +4,9 @@
     for log in plan_all(log, stairs_of(...)): log.save(path)
     page.markdown(log)
 
-Each question ("does this model train on that card?") is planned as `memscale plan` does and kept in a log: planning a
-large model takes minutes, and a table that was stopped goes on where it was.
+Each question ("does this model train on that card?") is planned as `memscale plan` does and kept in a log, so that a
+table that was stopped goes on where it was. The cards of one model are asked about in a row: what single techniques do
+to its step was tried for the first of them and is known for the others.
 
 NOTE [stairs]: what does not fit a card fits no smaller one, and neither does a larger model of its family. So a family
 is asked about like a walk down stairs, from its largest model on the largest card: after a "no" the next smaller model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memscale._plan import Plan
+    from memscale._planning.planner import Planner
 
 Kind = Literal["full", "lora"]
 KINDS: tuple[Kind, ...] = ("full", "lora")
@@ -223,39 +225,58 @@ def fits(log: Log, question: Question) -> bool | None:
 
 def plan_all(log: Log, parts: Iterable[Stairs], say: Callable[[str], None] = lambda _: None) -> Iterator[Log]:
     """The log after each answer."""
+    subject = _Subject()
     for stairs in parts:
         while (question := stairs.next_question(log)) is not None:
             kind = "in full" if question.kind == "full" else "with LoRA"
             say(f"{question.model} {kind}, {question.shape}, on {question.card}")
-            log = log.with_answer(ask(question, log.host_gb))
+            log = log.with_answer(subject.ask(question, log.host_gb))
             yield log
 
 
 def ask(question: Question, host_gb: float = HOST_GB) -> Answer:
     """Plan it."""
-    start = time.perf_counter()
-    model, inputs = _subject(question.model, question.kind, question.batch, question.seq)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    try:
-        plan = _plan_of(model, inputs, with_host(Hardware.from_name(question.card), host_gb))
-    except MemScaleError as error:
-        return Answer(question, num_parameters, False, error=shortened(str(error)))
-    return _answer_of(question, num_parameters, plan, time.perf_counter() - start)
+    return _Subject().ask(question, host_gb)
+
+
+class _Subject:
+    """The model that was asked about last, and what is known of its step."""
+
+    def __init__(self) -> None:
+        self._name: tuple[str, Kind] | None = None
+        self._planner: Planner | None = None
+        self.num_parameters = 0
+
+    def ask(self, question: Question, host_gb: float) -> Answer:
+        """Plan it on this card."""
+        from memscale._decide.policy import choose_strategy
+
+        start = time.perf_counter()
+        hardware = with_host(Hardware.from_name(question.card), host_gb)
+        try:
+            self._planner = planner = self._planner_on(hardware, question)
+            plan = planner.plan(choose_strategy(planner.job.eligible))
+        except MemScaleError as error:
+            return Answer(question, self.num_parameters, False, error=shortened(str(error)))
+        return _answer_of(question, self.num_parameters, plan, time.perf_counter() - start)
+
+    def _planner_on(self, hardware: Hardware, question: Question) -> Planner:
+        from memscale._planning.job import Job
+        from memscale._planning.planner import Planner
+
+        name = question.model, question.kind
+        if self._planner is not None and name == self._name:
+            return self._planner.on(hardware)
+        self._name, self._planner = name, None  # two models at once would be large
+        model, inputs = _build(question)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        return Planner(Job(model, Config(enable_logging=False), hardware), inputs)
 
 
 def with_host(hardware: Hardware, host_gb: float) -> Hardware:
     """The same card in a machine with so much memory."""
     host_bytes = int(host_gb * 1e9)
     return dataclasses.replace(hardware, host_total_bytes=host_bytes, host_available_bytes=host_bytes)
-
-
-def _plan_of(model: nn.Module, inputs: Any, hardware: Hardware) -> Plan:
-    from memscale._decide.policy import choose_strategy
-    from memscale._planning.job import Job
-    from memscale._planning.planner import Planner
-
-    job = Job(model, Config(enable_logging=False), hardware)
-    return Planner(job, inputs).plan(choose_strategy(job.eligible))
 
 
 def _answer_of(question: Question, num_parameters: int, plan: Plan, seconds: float) -> Answer:
@@ -276,14 +297,14 @@ def _answer_of(question: Question, num_parameters: int, plan: Plan, seconds: flo
     )
 
 
-def _subject(name: str, kind: Kind, batch: int, seq: int | None) -> tuple[nn.Module, Any]:
+def _build(question: Question) -> tuple[nn.Module, Any]:
     """The model on the meta device, and its batch."""
     from memscale._profile.inputs import derive_inputs
 
-    model = zoo.build(name)
-    inputs = derive_inputs(model, batch, seq)
+    model = zoo.build(question.model)
+    inputs = derive_inputs(model, question.batch, question.seq)
     assert inputs is not None, "the zoo's models have inputs"
-    return zoo.with_adapters_for(model, inputs, RANK) if kind == "lora" else (model, inputs)
+    return zoo.with_adapters_for(model, inputs, RANK) if question.kind == "lora" else (model, inputs)
 
 
 def rule_of_thumb(family: str, kind: Kind, size: int) -> str | None:
