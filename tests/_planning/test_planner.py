@@ -144,12 +144,11 @@ def test_another_card_gets_the_plan_that_it_would_get_alone() -> None:
     inputs = derive_inputs(model, 8, 256)
     assert inputs is not None
     first = Planner(Job(model, Config(memory_budget_gb=0.25), Hardware.from_name("RTX A6000")), inputs)
-    strategy = choose_strategy(first.job.config)
-    first.plan(strategy)
+    first.plan(choose_strategy(first.job.eligible))
     for card in ("RTX 3070", "RTX 4080"):
         shared = first.on(Hardware.from_name(card))
         alone = Planner(Job(model, first.job.config, shared.hardware), inputs)
-        num_tried = len(first.stage.tried)
+        strategy, num_tried = choose_strategy(shared.job.eligible), len(first.stage.tried)
         assert shared.plan(strategy) == alone.plan(strategy)
         assert shared.plan(strategy).actions
         assert len(shared.stage.tried) == num_tried

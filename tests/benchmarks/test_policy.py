@@ -115,8 +115,8 @@ def test_the_truth_is_what_stage_2_does(monkeypatch: pytest.MonkeyPatch) -> None
     for case in quick_cases()[:9]:
         budget_gb = baseline / case.pressure / 1e9
         for name in ("checkpoints", "head tiles", "no streaming"):
-            config = SHORTLISTS[name].under(Config(memory_budget_gb=budget_gb), hardware)
-            plan = decide(profile, resolve(config, hardware), raise_if_unfit=False)
+            eligible = SHORTLISTS[name].under(resolve(Config(memory_budget_gb=budget_gb), hardware))
+            plan = decide(profile, eligible, raise_if_unfit=False)
             assert plan.fits == case.verdicts[name].fits
 
 

@@ -73,6 +73,7 @@ class Planner(OneWay):
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
+        assert strategy.eligible.hardware == self.hardware, "what is eligible there is another question"
         found = _plan_under(self, strategy)
         if strategy.config.force_optimize or not found.actions or not self.hardware.has_caching_allocator:
             return found
