@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ logger = logging.getLogger("memscale")
 
 _AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
 """PyTorch's defaults of what `SMALL_PAGES` sets."""
+
+PHASES: tuple[Literal["forward", "after", "backward"], ...] = ("forward", "after", "backward")
+"""Of moments, in the order in which a step comes to them."""
 
 Reach = Callable[[ReleasePoint], None]
 """Called when a step has come to a moment."""
@@ -122,7 +125,7 @@ def empty_cache() -> None:
 
 def points_of(module_fqns: Iterable[str]) -> tuple[ReleasePoint, ...]:
     """All moments that there are in a model with these modules beside its blocks."""
-    return tuple(ReleasePoint(phase, fqn) for fqn in ("", *module_fqns) for phase in ("forward", "backward"))
+    return tuple(ReleasePoint(phase, fqn) for fqn in ("", *module_fqns) for phase in PHASES)
 
 
 def watch(model: nn.Module, points: Iterable[ReleasePoint], reach: Reach, undo: contextlib.ExitStack) -> None:
@@ -131,6 +134,8 @@ def watch(model: nn.Module, points: Iterable[ReleasePoint], reach: Reach, undo: 
         module = find_module(model, point.module_fqn)
         if point.phase == "forward":
             handle = module.register_forward_pre_hook(_BeforeForward(point, reach))
+        elif point.phase == "after":
+            handle = module.register_forward_hook(_AfterForward(point, reach))
         else:
             handle = module.register_forward_hook(_BeforeBackward(point, reach))
         undo.callback(handle.remove)
@@ -142,6 +147,18 @@ class _BeforeForward(OwnHook):
         self._reach = reach
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._reach(self._point)
+
+
+class _AfterForward(OwnHook):
+    """A weight that visited the device for this module has left it: what comes next is not of its size."""
+
+    def __init__(self, point: ReleasePoint, reach: Reach) -> None:
+        self._point = point
+        self._reach = reach
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._reach(self._point)
 
