@@ -63,7 +63,6 @@ class OptimizerCosts:
         self._optimizer = job.optimizer
         self._replacement = job.replacement
         self._device_type = job.hardware.device_type
-        self._has_disk = job.config.offload_dir is not None
         self._has_next_tier = has_next_tier(job.config, job.hardware)
         self._steps_in_backward = job.config.step_in_backward
         if self._steps_in_backward and isinstance(job.optimizer, Optimizer):
@@ -220,7 +219,7 @@ class OptimizerCosts:
             bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else sys.maxsize,
             window_bytes=self.travel.transfers.window_bytes,
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
-            cuts=moves and not eight_bit and not self._has_disk,
+            cuts=moves and not eight_bit and self._device_type != "cpu",
         )
 
 
