@@ -117,6 +117,16 @@ def test_tracing_transforms_and_forward_mode_are_seen() -> None:
     assert seen[3] == (True, False, False)
 
 
+def test_gradients_that_stand_for_several_are_seen() -> None:
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(private.is_batched(gradient)))
+    torch.autograd.grad(y, x, torch.ones(2, 3), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(3))
+    assert seen == [True, False]
+
+
 def test_active_modes_are_in_the_order_in_which_they_were_entered() -> None:
     first, second = Counting(), Counting()
     with first, second:

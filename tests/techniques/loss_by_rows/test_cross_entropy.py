@@ -196,6 +196,18 @@ def test_gradients_can_be_differentiated_again() -> None:
     same_gradients(model, plain)
 
 
+def test_several_gradients_can_be_taken_at_once() -> None:
+    model, plain = pair()
+    x, target = inputs()
+    found = []
+    with by_rows(model):
+        for one in (model, plain):
+            loss, scales = F.cross_entropy(one(x), target), torch.tensor([1.0, 2.0])
+            assert is_ours(loss) == (one is model)
+            found.append(torch.autograd.grad(loss, list(one.parameters()), scales, is_grads_batched=True))
+    assert all(map(torch.equal, *found))
+
+
 def test_who_holds_what_is_saved_finds_it_as_it_was() -> None:
     model, _ = pair()
     x, target = inputs()

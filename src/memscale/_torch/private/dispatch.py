@@ -114,6 +114,11 @@ def inside_functional_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether this stands for several tensors, as gradients do in `torch.autograd.grad(..., is_grads_batched=True)`."""
+    return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse("Batched"))
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is on."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -233,8 +233,10 @@ class _ByRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         of_loss, of_log_probabilities = gradients
-        if torch.is_grad_enabled() or of_log_probabilities is not None or of_loss is None:
+        if of_loss is None or of_log_probabilities is not None:
             found = _whole(ctx, of_loss, of_log_probabilities)
+        elif torch.is_grad_enabled() or private.is_batched(of_loss):
+            found = _whole(ctx, of_loss, None)
         else:
             found = _by_rows(ctx, of_loss)
         return found, None, None, None, None, None
