@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import resource
+import signal
 import sys
 import threading
 import time
@@ -133,6 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MEMSCALE_MEASURE"] = "0"  # also in processes that tests start: the same figures everywhere
     os.environ["MEMSCALE_PROGRESS"] = "0"  # what is shown of long work depends on how long it takes
     torch.set_num_threads(1)  # workers share the cores; also: sums in one order
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without one
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -459,9 +460,10 @@ def test_the_file_that_a_model_comes_from_is_not_overwritten(
     assert source.read_text() == before
 
 
-def test_a_reader_who_has_seen_enough_ends_a_command_quietly() -> None:
+def test_a_reader_who_has_seen_enough_ends_a_command_quietly(tmp_path: pathlib.Path) -> None:
     command = f"{sys.executable} -m memscale cache | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    own = {**os.environ, "MEMSCALE_CACHE_DIR": str(tmp_path)}  # whoever works on this machine beside has another
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=own)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -257,9 +257,9 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReleasePoint:
-    """A moment of each training step: just before the forward, or the backward, of a module."""
+    """A moment of each training step: just before the forward, or the backward, of a module, or after its forward."""
 
-    phase: Literal["forward", "backward"]
+    phase: Literal["forward", "after", "backward"]
     module_fqn: str = ""
     """"": the model itself."""
 

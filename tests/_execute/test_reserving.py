@@ -19,7 +19,7 @@ from memscale._hardware.allocator_environment import SMALL_PAGES, may_switch
 from memscale._plan import AllocatorUse, ReleasePoint, TileHead
 from memscale._planning import make_plan
 from memscale._planning.job import open_job
-from memscale._planning.reserved.allocations import allocator_settings
+from memscale._planning.reserved.allocations import allocator_settings, settings_before_plans
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from tests.models import features, small, square_loss
@@ -57,12 +57,12 @@ def test_moments_come_in_the_order_of_the_step(undo: contextlib.ExitStack) -> No
     model, reached = small(), list[ReleasePoint]()
     reserving.watch(model, reserving.points_of(["head"]), reached.append, undo)
     loss = square_loss(model(features(0)))
-    assert reached == [FORWARD, BEFORE_HEAD]
+    assert reached == [FORWARD, BEFORE_HEAD, ReleasePoint("after", "head"), ReleasePoint("after")]
     loss.backward()
-    assert set(reached[2:]) == {BACKWARD, AFTER_HEAD}, "its output is the model's: one node has both"
+    assert set(reached[4:]) == {BACKWARD, AFTER_HEAD}, "its output is the model's: one node has both"
     undo.close()
     square_loss(model(features(0))).backward()
-    assert len(reached) == 4
+    assert len(reached) == 6
 
 
 def test_the_backward_of_a_part_comes_when_its_gradient_is_there(undo: contextlib.ExitStack) -> None:
@@ -78,7 +78,7 @@ def test_the_backward_of_a_part_comes_when_its_gradient_is_there(undo: contextli
 
 def test_nothing_is_reached_without_a_graph(undo: contextlib.ExitStack) -> None:
     model, reached = small(), list[ReleasePoint]()
-    reserving.watch(model, [FORWARD, BACKWARD], reached.append, undo)
+    reserving.watch(model, reserving.points_of(["head"]), reached.append, undo)
     with torch.no_grad():
         model(features(0))
     assert not reached
@@ -136,6 +136,19 @@ def test_two_models_share_them(settings: list[str]) -> None:
     assert settings == [SMALL_PAGES]
     stacks[1].close()
     assert len(settings) == 2
+
+
+def test_a_plan_made_under_the_settings_of_another_keeps_them(settings: list[str]) -> None:
+    """Its numbers are for those, also after the other model is detached."""
+    model, other = small(), small()
+    executor = execute(other, dataclasses.replace(planned(other), allocator=AllocatorUse(SMALL_PAGES)))
+    beside = execute(model, planned(model))
+    executor.detach()
+    assert settings == [SMALL_PAGES]
+    assert allocator_settings() == parse_settings(SMALL_PAGES)
+    beside.detach()
+    assert len(settings) == 2
+    assert allocator_settings() == AllocatorSettings()
 
 
 def test_they_are_put_back_when_the_model_is_gone(undo: contextlib.ExitStack, settings: list[str]) -> None:
@@ -212,18 +225,20 @@ def test_settings_stay_from_plan_to_plan(settings: list[str]) -> None:
     executor.apply(plan)
     assert len(settings) == 1, "see NOTE [segments stay as they are] in reserving.py"
     assert allocator_settings() == parse_settings(SMALL_PAGES), "what is planned next is played with those"
+    assert settings_before_plans() == AllocatorSettings(), "and with weights that were placed before them"
     executor.detach()
     assert len(settings) == 2
     assert allocator_settings() == AllocatorSettings()
+    assert settings_before_plans() is None
 
 
 def test_it_is_said_and_saved() -> None:
-    use = AllocatorUse(SMALL_PAGES, (BACKWARD, BEFORE_HEAD), 1_500_000_000)
+    use = AllocatorUse(SMALL_PAGES, (BACKWARD, ReleasePoint("after", "head")), 1_500_000_000)
     plan = dataclasses.replace(
         planned(small()), allocator=use, predicted_allocated_bytes=10**9, predicted_reserved_bytes=10**9
     )
     assert Plan.from_json(plan.to_json()) == plan
-    assert "unused memory goes back before the backward pass, the forward of head" in plan.explain()
+    assert "unused memory goes back before the backward pass, after the forward of head" in plan.explain()
     assert "otherwise 1.500 GB would be reserved" in plan.explain()
 
 

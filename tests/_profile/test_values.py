@@ -18,7 +18,7 @@ import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal, Rehearsal
-from memscale._profile.values import Values
+from memscale._profile.values import Recollection, Values
 from memscale._profile.values.carried import MAX_FLOATS, MAX_INTEGERS, assume_value, keep_value, value_of
 from memscale._profile.values.draws import HIGHEST_DRAW, LOWEST_DRAW
 from memscale._torch import private
@@ -438,3 +438,43 @@ def test_values_can_be_assumed() -> None:
         assume_value(mask, 1)
         assert mask.all()
         assert F.one_hot(mask.long(), 3).sum().item() == 3
+
+
+def test_what_is_recalled_carries_the_values_that_the_operator_would_have_given() -> None:
+    mode, values = private.fake_tensor_mode(), Values()
+    recollection, pairs = Recollection(mode, values), []
+    with mode, values:
+        made, doubled = torch.zeros(3), torch.arange(4) * 2
+    for func, args in (
+        (torch.ops.aten.zeros.default, ([3],)),
+        (torch.ops.aten.mul.Tensor, (doubled, 2)),
+        (torch.ops.aten.slice.Tensor, (doubled, 0, 1)),
+        (torch.ops.aten.zeros_like.default, (made,)),
+    ):
+        with mode, values:
+            told = func(*args)
+        with mode:
+            known = recollection.find(func, args, {})
+            assert known is not None
+            pairs.append((value_of(told), value_of(recollection.again(known, func, args, {}))))
+    for given, again in pairs:
+        assert given is not None
+        assert again is not None
+        assert torch.equal(given.real, again.real)
+
+
+def test_what_a_recalled_operator_writes_is_forgotten_where_it_is_not_known() -> None:
+    mode, values = private.fake_tensor_mode(), Values()
+    with mode:
+        unknown = torch.empty(3)
+    with mode, values:
+        first, second = torch.zeros(3), torch.zeros(3)
+        first.copy_(unknown)
+    copy, recollection = torch.ops.aten.copy_.default, Recollection(mode, values)
+    with mode:
+        known = recollection.find(copy, (second, unknown), {})
+        assert known is not None
+        assert value_of(second) is not None
+        recollection.again(known, copy, (second, unknown), {})
+        assert value_of(first) is None
+        assert value_of(second) is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from memscale._profile.optimizer_twin.books import Books
+from memscale._profile.segments import FakeRecorder
 from memscale._torch import private
 from memscale._torch.any_value import AnyValue
 
@@ -25,3 +27,18 @@ def test_no_answer_of_yes_or_no_is_made_up() -> None:
         is_large = torch.ones(()) > 2
     with AnyValue(), pytest.raises(RuntimeError, match="_local_scalar_dense"):
         bool(is_large)
+
+
+def test_whoever_keeps_books_of_an_optimizer_reads_numbers_so_and_counts_nothing() -> None:
+    books, recorder = Books("cpu", 1), FakeRecorder("cpu", 1)
+    with private.fake_tensor_mode():
+        fake = torch.ones(())
+    with books:
+        assert fake.item() == 0.5
+    assert books.work.num_launches == 0
+    recorder.reads_any_number = True
+    with recorder:
+        assert fake.item() == 0.5
+    recorder.reads_any_number = False
+    with recorder, pytest.raises(RuntimeError, match="_local_scalar_dense"):
+        fake.item()

@@ -69,6 +69,8 @@ class Attachment:
         """What exists before the step on a stage, beside the model and its inputs."""
         self.lessons: list[Callable[[], Any]] = []
         """What is asked to say what a technique has learnt from steps, such as in which order layers come."""
+        self.begun: list[Callable[[], None]] = []
+        """Called where a forward of the model has begun already, which is to follow the plan."""
         self._waiting_bytes = waiting_bytes
         self._held: list[HeldState] = []
         self._is_settled = False

@@ -87,6 +87,8 @@ class Executor:
         self._offloading = Offloading(self._model, self.settings, known)
         self._cache_is_off = self._has_said_so = False
         self._precision: Precision | None = None
+        self._begun: list[Callable[[], None]] = []
+        """What is told of a forward that had begun when the techniques were attached."""
         self._loss_scale: LossScale | None = None
         """Outlives the plan: a later one goes on with it."""
         self.plan: Plan | None = None
@@ -152,11 +154,13 @@ class Executor:
 
     def apply_inside(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`apply` in the first moment of a forward with these arguments: that forward follows the plan already."""
-        before = self._precision
+        before = self._precision, self._begun
         self.apply(plan)
         key_value_caches.enter(self.model, args, kwargs)
-        if self._precision is not None and self._precision is not before:
+        if self._precision is not None and self._precision is not before[0]:
             self._precision.enter(self.model, args, kwargs)
+        for follow in self._begun if self._begun is not before[1] else ():
+            follow()
 
     def turn_to(self, settings: ExecutionSettings) -> None:
         """The model computes elsewhere now: the plan is taken off, and optimizer state goes where parameters are."""
@@ -225,8 +229,8 @@ class Executor:
             self._place(actions, undo)
             self._attach_techniques(actions, undo, waiting_bytes)
             self._cache_is_off = self._watch_caches(actions, undo)
-            if allocator is not None:
-                reserving.attach(allocator, self.model, undo, self._undo)
+            if not is_fake(self.model):
+                reserving.attach(allocator or AllocatorUse(), self.model, undo, self._undo)
             self._techniques = undo.pop_all()
             failing.pop_all()
 
@@ -241,7 +245,7 @@ class Executor:
         to.settle_state()
         self._recomputed += to.recomputed
         self.held, self._lessons = to.held, to.lessons
-        self._precision = to.precision
+        self._precision, self._begun = to.precision, to.begun
         if to.precision is not None and to.precision.scale is not None:
             self._loss_scale = to.precision.scale
 
@@ -252,7 +256,7 @@ class Executor:
         return bool(recomputed) and key_value_caches.watch(self.model, recomputed, undo)
 
     def _forget_precision(self) -> None:
-        self._precision = None
+        self._precision, self._begun = None, []
 
     def _place(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
         """Put the model where it computes. Streamed layers are placed by what streams them."""

@@ -9,7 +9,8 @@ moments of the step at which all unused pages go back to the card, just before a
 NOTE [segments stay as they are]: a later plan of the same model may ask for nothing. What was allocated before lies in
 segments that grow, though, and their unused pages are of no use to segments of the other kind: switching back would
 hold both. So the settings stay until the model is detached, and such a plan's numbers are made for them
-(`settings_in_force`).
+(`settings_in_force`). A plan that asks for nothing while another model's settings are on is made for those, too, so it
+holds them as if it had asked: they stay when the other model is detached.
 
 Tensors and streams are not touched, so there is nothing here to get wrong but time: the host waits at such a moment for
 the device. `_planning/reserved/least_reserved.py` chooses the moments.
@@ -24,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ logger = logging.getLogger("memscale")
 _AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
 """PyTorch's defaults of what `SMALL_PAGES` sets."""
 
+PHASES: tuple[Literal["forward", "after", "backward"], ...] = ("forward", "after", "backward")
+"""Of moments, in the order in which a step comes to them."""
+
 Reach = Callable[[ReleasePoint], None]
 """Called when a step has come to a moment."""
 
@@ -49,7 +53,7 @@ _num_users = 0
 
 def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack, detached: contextlib.ExitStack) -> None:
     """Follow this until undone; settings until detached. See NOTE [segments stay as they are]."""
-    if use.settings and may_switch():
+    if (use.settings or _num_users) and may_switch():
         _acquire()
         undo_with(model, _release, detached)
     elif use.settings:
@@ -121,7 +125,7 @@ def empty_cache() -> None:
 
 def points_of(module_fqns: Iterable[str]) -> tuple[ReleasePoint, ...]:
     """All moments that there are in a model with these modules beside its blocks."""
-    return tuple(ReleasePoint(phase, fqn) for fqn in ("", *module_fqns) for phase in ("forward", "backward"))
+    return tuple(ReleasePoint(phase, fqn) for fqn in ("", *module_fqns) for phase in PHASES)
 
 
 def watch(model: nn.Module, points: Iterable[ReleasePoint], reach: Reach, undo: contextlib.ExitStack) -> None:
@@ -130,6 +134,8 @@ def watch(model: nn.Module, points: Iterable[ReleasePoint], reach: Reach, undo: 
         module = find_module(model, point.module_fqn)
         if point.phase == "forward":
             handle = module.register_forward_pre_hook(_BeforeForward(point, reach))
+        elif point.phase == "after":
+            handle = module.register_forward_hook(_AfterForward(point, reach))
         else:
             handle = module.register_forward_hook(_BeforeBackward(point, reach))
         undo.callback(handle.remove)
@@ -141,6 +147,18 @@ class _BeforeForward(OwnHook):
         self._reach = reach
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._reach(self._point)
+
+
+class _AfterForward(OwnHook):
+    """A weight that visited the device for this module has left it: what comes next is not of its size."""
+
+    def __init__(self, point: ReleasePoint, reach: Reach) -> None:
+        self._point = point
+        self._reach = reach
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._reach(self._point)
 

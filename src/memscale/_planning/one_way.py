@@ -41,7 +41,7 @@ from memscale._plan import (
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
-from memscale._planning.reserved.allocations import allocator_settings, reserved_of
+from memscale._planning.reserved.allocations import allocator_settings, reserved_of, settings_before_plans
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import Limit, highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
@@ -240,10 +240,16 @@ class OneWay(Trials):
         with stage("playing the caching allocator, with what a plan may ask of it"):
             if releases:
                 use, found = least_reserved(
-                    log, self.allocator, may_switch=self._may_switch, workspace_bytes=workspace_bytes
+                    log,
+                    self.allocator,
+                    may_switch=self._may_switch,
+                    workspace_bytes=workspace_bytes,
+                    earlier=self.earlier_allocator,
                 )
             else:
-                use, found = growing(log, self.allocator, workspace_bytes=workspace_bytes)
+                use, found = growing(
+                    log, self.allocator, workspace_bytes=workspace_bytes, earlier=self.earlier_allocator
+                )
         use = dataclasses.replace(use, otherwise_reserved_bytes=held.reserved_bytes)
         reserved_bytes = round_up(int(found.reserved_peak_bytes * (1 + _MARGIN)), MIB)
         return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
@@ -270,7 +276,10 @@ class OneWay(Trials):
         if log.steps:
             self._last_log = key, log
             with stage("playing the caching allocator"):
-                found = reserved_of(log, self.allocator, workspace_bytes=self.hardware.workspace_bytes)
+                workspace_bytes = self.hardware.workspace_bytes
+                found = reserved_of(
+                    log, self.allocator, workspace_bytes=workspace_bytes, earlier=self.earlier_allocator
+                )
             self.stage.held[key] = self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
 
     def steps(
@@ -370,6 +379,11 @@ class OneWay(Trials):
     def allocator(self) -> AllocatorSettings:
         """The settings of this process; a card elsewhere is taken to have PyTorch's defaults."""
         return allocator_settings() if self.hardware.present else AllocatorSettings()
+
+    @functools.cached_property
+    def earlier_allocator(self) -> AllocatorSettings | None:
+        """Those that weights may have been placed under, too. See NOTE [two starts] in allocations.py."""
+        return settings_before_plans() if self.hardware.present else None
 
     def first_reserve(self, config: Config) -> int:
         """What is expected to be held above what is live: that of the plain step, where that could be left alone."""

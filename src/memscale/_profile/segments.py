@@ -26,6 +26,7 @@ from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import WIDE_LOSSES, widen
 from memscale._profile.operator_costs import Work
 from memscale._torch import private
+from memscale._torch.any_value import ANY_VALUE, reads_fake_number
 from memscale._torch.live_bytes import LiveBytes
 from memscale._torch.outputs import tensors_in
 from memscale._torch.overrides import OwnHook
@@ -224,6 +225,8 @@ class FakeRecorder(SegmentRecorder):
 
     def __init__(self, device_type: str, rounding_bytes: int, *, traffic: Traffic = no_traffic) -> None:
         super().__init__(device_type, rounding_bytes, counts_fakes=True, traffic=traffic)
+        self.reads_any_number = False
+        """An optimizer steps, which may read numbers of fake tensors. See `AnyValue`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -231,6 +234,8 @@ class FakeRecorder(SegmentRecorder):
         """Two of three times it is asked where a tensor is, which is no operator."""
         if private.is_device_question(func) and private.is_fake(args[0]):
             return private.device_answer(args[0])
+        if self.reads_any_number and reads_fake_number(func, args):
+            return ANY_VALUE
         return self.run(func, args, kwargs or {})
 
 

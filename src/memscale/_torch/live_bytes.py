@@ -66,20 +66,6 @@ class Recall(Protocol):
         """What the operator gives, and all that it does."""
 
 
-class Counter(Protocol):
-    """Is told of every operator that has run."""
-
-    def add(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        device_type: str,
-        known: private.Remembered | None = None,
-    ) -> None: ...
-
-
 @dataclasses.dataclass(slots=True)
 class _Entry:
     num_bytes: int
@@ -98,7 +84,6 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self.rounding_bytes = rounding_bytes
         self.log: Log | None = None
-        self.counter: Counter | None = None
         self.recall: Recall | None = None
         """Knows what some operators on fake tensors give; None: every operator runs."""
         self.known: private.Remembered | None = None
@@ -114,10 +99,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = self.run(func, args, kwargs or {})
-        if self.counter is not None:
-            self.counter.add(func, args, kwargs or {}, result, self.device_type, self.known)
-        return result
+        return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator, whose results enter the books. Subclasses see more; PyTorch wraps every `__torch_dispatch__` of

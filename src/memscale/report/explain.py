@@ -172,12 +172,13 @@ def _allocator_lines(plan: Plan) -> list[str]:
         return []
     asked = [f"{use.settings} while the plan is attached"] if use.settings else []
     if use.releases:
-        asked.append(f"unused memory goes back before {', '.join(map(_moment, use.releases))}")
+        asked.append(f"unused memory goes back {', '.join(map(_moment, use.releases))}")
     return [f"  allocator: {'; '.join(asked)}; otherwise {show_bytes(use.otherwise_reserved_bytes)} would be reserved"]
 
 
 def _moment(point: ReleasePoint) -> str:
-    return f"the {point.phase} of {point.module_fqn}" if point.module_fqn else f"the {point.phase} pass"
+    when, phase = ("after", "forward") if point.phase == "after" else ("before", point.phase)
+    return f"{when} the {phase} of {point.module_fqn}" if point.module_fqn else f"{when} the {phase} pass"
 
 
 def _bits_lines(plan: Plan) -> list[str]:

@@ -12,7 +12,9 @@ from torch import nn
 import memscale
 from memscale import zoo
 from memscale._decide.allocator import OutOfMemoryError
-from memscale._decide.allocator.settings import parse_settings
+from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
+from memscale._hardware.allocator_environment import SMALL_PAGES
+from memscale._plan import AllocatorUse
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed, Multiplied
 from memscale._planning.reserved.allocations import WORKSPACE_BYTES, Reserved, reserved_of
 from memscale._planning.reserved.recording import record_steps
@@ -237,6 +239,22 @@ def test_the_workspace_is_taken_once_a_thread() -> None:
 def test_settings_count() -> None:
     expandable = reserved_of(by_hand(), parse_settings("expandable_segments:True"), workspace_bytes=0)
     assert expandable == Reserved(61 * MIB, 61 * MIB, 80 * MIB)
+
+
+def test_weights_may_lie_in_segments_of_an_earlier_kind() -> None:
+    """Beside weights in ordinary segments there is room that a large piece cannot use, where pages would grow on."""
+    log = AllocationLog()
+    for key in range(3):
+        log.allocate(key, 11 * MIB)
+    log.leave([1])
+    log.begin_step()
+    log.allocate(3, 30 * MIB)
+    log.free(3)
+    pages = parse_settings(SMALL_PAGES)
+    alone = reserved_of(log, pages, workspace_bytes=0).reserved_peak_bytes
+    both = reserved_of(log, pages, workspace_bytes=0, earlier=AllocatorSettings()).reserved_peak_bytes
+    from_ordinary = reserved_of(log, AllocatorSettings(), workspace_bytes=0, use=AllocatorUse(SMALL_PAGES))
+    assert both == max(alone, from_ordinary.reserved_peak_bytes) > min(alone, from_ordinary.reserved_peak_bytes)
 
 
 def test_more_steps_than_were_recorded() -> None:

@@ -76,6 +76,22 @@ def test_every_release_is_worth_it(may_switch: bool) -> None:
         assert reserved_bytes(log, fewer) > reserved_bytes(log, use)
 
 
+def test_what_a_weight_took_goes_back_before_the_loss() -> None:
+    """A weight that visits the head, its result, and then, the weight gone, another tensor as large as the result."""
+    log, after = AllocationLog(), ReleasePoint("after", "head")
+    log.begin_step()
+    log.reach(HEAD)
+    log.allocate(0, 75 * MIB)
+    log.allocate(1, 100 * MIB)
+    log.free(0)
+    log.reach(after)
+    log.allocate(2, 100 * MIB)
+    log.free(1)
+    log.free(2)
+    assert least(log).releases == (after,)
+    assert reserved_bytes(log, least(log)) == 200 * MIB < reserved_bytes(log, AllocatorUse(SMALL_PAGES))
+
+
 def test_nothing_is_asked_where_nothing_is_saved() -> None:
     log = AllocationLog()
     log.begin_step()

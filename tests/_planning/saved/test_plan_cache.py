@@ -435,6 +435,25 @@ LAYERS = """
 
 
 @pytest.mark.slow
+def test_files_that_another_process_deletes_meanwhile_are_left_out(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{number:064x}.json" for number in range(3)]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (directory / name).write_text('{"plan": null}')
+    kept = plan_cache.kept_plans()
+    seen = [next(kept).file_name]
+    (directory / next(name for name in names if name not in seen)).unlink()
+    assert len({*seen, *(each.file_name for each in kept)}) == 2
+
+    listed = sorted(directory.iterdir())
+    listed[0].unlink()
+    monkeypatch.setattr(pathlib.Path, "iterdir", lambda path: iter(listed))  # listed before it was deleted
+    assert plan_cache.clear() == 1
+    assert not any(path.exists() for path in listed)
+
+
 def test_another_process_finds_it_and_changed_code_does_not(directory: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
 

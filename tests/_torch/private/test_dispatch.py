@@ -50,6 +50,15 @@ def test_operators_run_without_any_mode_inside() -> None:
         assert private.is_fake(torch.ones(1))
 
 
+def test_operators_on_real_tensors_alone_ask_no_mode() -> None:
+    ours = Counting()
+    with private.fake_tensor_mode(), ours:
+        with private.real_tensors_only():
+            assert not private.is_fake(torch.ones(1).expand(3) + 1)
+        assert ours.count == 0
+        assert private.is_fake(torch.ones(1))
+
+
 def test_composite_operators_are_told_from_those_with_kernels() -> None:
     assert private.is_composite(torch.ops.aten.linear.default)
     assert not private.is_composite(torch.ops.aten.mm.default)

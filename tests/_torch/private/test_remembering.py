@@ -33,7 +33,6 @@ def _shown(result: Any, given: tuple[torch.Tensor, ...]) -> Any:
         lambda x, y: x.split(2),
         lambda x, y: x.contiguous(),
         lambda x, y: x.t().contiguous(),
-        lambda x, y: torch.native_dropout(x, 0.5, True),
         lambda x, y: torch.native_layer_norm(x, [6], None, None, 1e-5),
         lambda x, y: torch.cat([x, y]),
         lambda x, y: x.to(torch.float16),
@@ -55,6 +54,11 @@ def _shown(result: Any, given: tuple[torch.Tensor, ...]) -> Any:
             [True, True, True, False],
         )[:3],
         lambda x, y: torch.tensor(2.5),
+        lambda x, y: torch.tensor([]),
+        lambda x, y: torch.cat([torch.tensor([]), x]),
+        lambda x, y: x.clamp(torch.tensor(0.5)),
+        lambda x, y: torch.native_dropout(x, 0.5, True),
+        lambda x, y: torch.native_layer_norm(x, [6], y[0], y[1], 1e-5),
     ],
 )
 def test_what_is_remembered_of_operators_is_what_pytorch_says(operator: Callable[..., Any]) -> None:
@@ -116,6 +120,31 @@ def test_a_number_can_be_asked_for_until_it_is_written_to() -> None:
         number.add_(torch.empty(()))
         with pytest.raises(private.data_dependent_errors()):
             number.item()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda x: (torch.ops.aten.native_dropout.default, (x, 0.5, True)),
+        lambda x: (torch.ops.aten.native_layer_norm.default, (x, [6], None, None, 1e-5)),
+        lambda x: (torch.ops.aten.cat.default, ([torch.tensor([]), x],)),
+    ],
+)
+def test_operators_of_every_block_are_remembered(arguments: Callable[..., Any]) -> None:
+    mode = private.fake_tensor_mode()
+    with mode:
+        operator, given = arguments(torch.empty(4, 6))
+        operator(*given)
+        assert mode.recall(operator, given, {}) is not None
+
+
+def test_what_is_computed_from_numbers_alone_or_written_to_is_not_remembered() -> None:
+    mode = private.fake_tensor_mode()
+    add, add_in_place = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    with mode:
+        for operator, given in ((add, (torch.tensor(1.5), torch.tensor(2.0))), (add_in_place, (torch.tensor(1.5), 1))):
+            assert operator(*given).item() >= 2.5
+            assert mode.recall(operator, given, {}) is None
 
 
 def test_a_tensor_over_a_storage_shares_it() -> None:

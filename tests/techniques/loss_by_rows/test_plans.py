@@ -114,6 +114,53 @@ def test_a_plan_with_it_holds_its_number_and_trains_the_same(device: str) -> Non
         assert torch.equal(mine, other)
 
 
+class _WithLoss(nn.Module):
+    """No input of this can be derived, so that it is planned for when its first batch is there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.fails = model, False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+        if self.fails:
+            raise ValueError("on purpose")
+        return loss
+
+
+def test_the_forward_that_a_plan_is_made_in_follows_it() -> None:
+    """PyTorch has looked up what it calls by then: the first batch was trained without, and took more than promised."""
+    model, ids = _WithLoss(build()), batch()["input_ids"]
+    config = Config(mode="conservative", memory_budget_gb=0.07, enable_bucketed_step=False, enable_logging=False)
+    memscale.wrap(model, config)
+    with memscale.measure("simgpu") as measured:
+        loss = model(ids)
+        loss.backward()
+    plan = executor_of(model).plan
+    assert what_is_done(plan) == "loss by rows"
+    assert loss.grad_fn is not None
+    assert loss.grad_fn.name() == "_ByRowsBackward"
+    assert measured.peak_bytes <= plan.predicted_peak_bytes
+    hooks = dict(model._forward_hooks)
+    model(ids).backward()
+    assert model._forward_hooks == hooks, "that of the first forward has gone with it"
+    memscale.detach(model)
+
+
+def test_a_first_forward_that_fails_is_over() -> None:
+    model, ids = _WithLoss(build()), batch()["input_ids"]
+    config = Config(mode="conservative", memory_budget_gb=0.07, enable_bucketed_step=False, enable_logging=False)
+    memscale.wrap(model, config)
+    model.fails = True
+    with pytest.raises(ValueError, match="on purpose"):
+        model(ids)
+    logits = torch.zeros(BATCH * LENGTH, WIDTH, device="simgpu", requires_grad=True)
+    loss = nn.functional.cross_entropy(logits, ids.reshape(-1))
+    assert loss.grad_fn is not None
+    assert loss.grad_fn.name() == "NllLossBackward0", "it is not the model's"
+    memscale.detach(model)
+
+
 # ---- deciding
 
 

@@ -548,3 +548,71 @@ def test_a_large_tensor_of_a_closure_that_is_changed_in_place_is_refused() -> No
     with pytest.raises(RuntimeError, match="a global, a closure or an object, was changed in place by this forward"):
         model(torch.randn(4, 8))
     memscale.detach(model)
+
+
+_GLOBAL_CODEBOOK: list[torch.Tensor] = []
+
+
+class _Quantizer(_Block):
+    """Keeps a moving average in a large tensor, which it writes to without autograd being told."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        codebook = torch.zeros(300, 64)  # above what is copied before every forward
+        if place == "attribute":
+            self.codebook = codebook
+        elif place == "list":
+            self.held = [codebook]
+        elif place == "closure":
+            self.find = lambda: codebook
+        elif place == "global":
+            _GLOBAL_CODEBOOK[:] = [codebook]
+        elif place == "parameter":
+            self.codebook = nn.Parameter(codebook, requires_grad=False)
+
+    def look_up(self) -> torch.Tensor:
+        if self.place in ("attribute", "parameter"):
+            return self.codebook
+        if self.place == "closure":
+            return self.find()
+        return (_GLOBAL_CODEBOOK if self.place == "global" else self.held)[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codebook = self.look_up()
+        scale = 1 + codebook[0, 0].clone()
+        codebook.data.mul_(0.7).add_(x.detach().mean())
+        return self.net(x * scale)
+
+
+@pytest.mark.parametrize("keep", [(), SELECTIVE])
+@pytest.mark.parametrize("place", ["attribute", "list", "closure", "global"])
+def test_large_tensors_that_are_written_to_in_silence_are_written_to_once(place: str, keep: tuple[Any, ...]) -> None:
+    seen = []
+    for wrapped in (True, False):
+        seed(3)
+        model = _Chain(lambda: _Quantizer(place))
+        executor = checkpoint_all(model, keep) if wrapped else None
+        seen.append([*_train(model), *(block.look_up().clone() for block in model.blocks)])
+        if executor is not None:
+            executor.detach()
+    _GLOBAL_CODEBOOK.clear()
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_a_parameter_that_is_written_to_in_silence_is_refused_once() -> None:
+    model = _Chain(lambda: _Quantizer("parameter"))
+    executor = checkpoint_all(model)
+    for _ in model.blocks:
+        with pytest.raises(
+            RuntimeError, match=r"changed by this forward without autograd being told \(through .data\)"
+        ):
+            model(torch.randn(4, 8))
+    twin = copy.deepcopy(model)
+    for trained in (model, twin):
+        seed(4)
+        trained(torch.randn(4, 8)).sum().backward()
+    executor.detach()
+    for block, other in zip(model.blocks, twin.blocks, strict=True):
+        assert torch.equal(block.codebook, other.codebook)
+        assert torch.equal(block.net[0].weight.grad, other.net[0].weight.grad)

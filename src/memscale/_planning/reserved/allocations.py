@@ -15,6 +15,7 @@ from memscale._decide.allocator.blocks import Block
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._errors import ConfigError, MemScaleError
 from memscale._execute.reserving import settings_in_force
+from memscale._hardware.allocator_environment import own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved.allocation_log import (
     Allocated,
@@ -61,6 +62,21 @@ def allocator_settings() -> AllocatorSettings:
         return AllocatorSettings()
 
 
+def settings_before_plans() -> AllocatorSettings | None:
+    """What the allocator was set to before a plan changed that; None: no plan has, or our model knows nothing of it.
+
+    NOTE [two starts]: a model's weights may have been placed before an earlier plan switched to segments that grow, or
+    after. Segments stay what they are, and what is free around weights in ordinary ones is of less use. So steps are
+    played from both, and the higher is told.
+    """
+    if settings_in_force() == own_settings():
+        return None
+    try:
+        return parse_settings(own_settings())
+    except ConfigError:
+        return None
+
+
 def reserved_of(
     log: AllocationLog,
     settings: AllocatorSettings | None = None,
@@ -70,18 +86,40 @@ def reserved_of(
     capacity_bytes: int | None = None,
     use: AllocatorUse | None = None,
     most_bytes: int | None = None,
+    earlier: AllocatorSettings | None = None,
 ) -> Reserved:
     """What PyTorch's allocator hands out and holds in that many steps, of which the last recorded one is repeated.
 
     `workspace_bytes` is what cuBLAS takes for each thread that multiplies matrices; 0: nothing. `use` is what a plan
     asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice, and
-    `HoldsMore` as soon as more than `most_bytes` are held in a step.
+    `HoldsMore` as soon as more than `most_bytes` are held in a step. `earlier`: the settings under which the weights
+    may have been placed, too; see NOTE [two starts].
     """
-    memory = CachingAllocator(settings, capacity_bytes)
+    starts = [settings] if earlier is None else [settings, earlier]
+    found = [
+        _reserved_from(
+            CachingAllocator(start, capacity_bytes), log, settings, num_steps, workspace_bytes, use, most_bytes
+        )
+        for start in starts
+    ]
+    return max(found, key=lambda one: one.reserved_peak_bytes)
+
+
+def _reserved_from(
+    memory: CachingAllocator,
+    log: AllocationLog,
+    settings: AllocatorSettings | None,
+    num_steps: int,
+    workspace_bytes: int,
+    use: AllocatorUse | None,
+    most_bytes: int | None,
+) -> Reserved:
+    """The same, with weights that are placed as this allocator is set, and steps under the settings."""
     replay = Replay(memory, workspace_bytes)
     before, *steps = log.played(num_steps)
     replay.play(before)
     memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
+    memory.configure(settings or AllocatorSettings())
     if use is not None:
         replay.follow(use)
     replay.most_bytes = most_bytes

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed
 from memscale._profile.optimizer_twin import Stepping, host_counters, over_parameters
 from memscale._torch import private
-from memscale._torch.any_value import AnyValue
 from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.optimizer8bit.blocks import CHUNK_ELEMENTS
 
@@ -49,9 +48,9 @@ class SteppedOptimizer:
     """Steps on fake parameters.
 
     `ids` are those of the user's parameters, by the ids of their stand-ins; stand-ins that are `away` are streamed.
-    Without `rules` the optimizer steps as a whole. `log` is that of the recorder that sees the steps. `forgets`:
-    counters, which are on the host in a real run, are counted here, and the log is to forget them. `known`: buckets
-    that the same optimizer was seen to step.
+    Without `rules` the optimizer steps as a whole. `log` is that of the recorder that sees the steps, and reads any
+    number in their place. `forgets`: counters, which are on the host in a real run, are counted here, and the log
+    is to forget them. `known`: buckets that the same optimizer was seen to step.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ class SteppedOptimizer:
     def step(self) -> None:
         """Step once, with the gradients that there are."""
         if self._whole is not None:
-            with AnyValue():
-                self._whole.step()
+            self._whole.step()
             self._forget_counters(self._whole)
         else:
             self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
@@ -133,8 +131,7 @@ class SteppedOptimizer:
             known.again(bucket.optimizer, self._log)
         else:
             start = self._log.num_events
-            with AnyValue():
-                bucket.optimizer.step()
+            bucket.optimizer.step()
             self._forget_counters(bucket.optimizer)
             if kind not in self._known:
                 self._known[kind] = _KnownStep.of(bucket.optimizer, self._log, self._log.since(start))

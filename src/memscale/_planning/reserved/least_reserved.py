@@ -28,10 +28,16 @@ _MAX_EVENTS = 3_000_000
 
 
 def least_reserved(
-    log: AllocationLog, settings: AllocatorSettings, *, may_switch: bool, workspace_bytes: int
+    log: AllocationLog,
+    settings: AllocatorSettings,
+    *,
+    may_switch: bool,
+    workspace_bytes: int,
+    earlier: AllocatorSettings | None = None,
 ) -> tuple[AllocatorUse, Reserved]:
-    """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page."""
-    trials = _Trials(log, settings, workspace_bytes)
+    """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page. `earlier`:
+    as in `reserved_of`."""
+    trials = _Trials(log, settings, workspace_bytes, earlier)
     texts = ("", SMALL_PAGES) if may_switch else ("",)
     found = [trials.improved(trials.start(text)) for text in texts]
     limit_bytes = int(min(map(trials.bytes_of, found)) * (1 + WORTH))
@@ -40,18 +46,30 @@ def least_reserved(
     return use, trials.played(use)
 
 
-def growing(log: AllocationLog, settings: AllocatorSettings, *, workspace_bytes: int) -> tuple[AllocatorUse, Reserved]:
-    """Segments that grow page by page and no release, and what is reserved then."""
-    trials = _Trials(log, settings, workspace_bytes)
+def growing(
+    log: AllocationLog,
+    settings: AllocatorSettings,
+    *,
+    workspace_bytes: int,
+    earlier: AllocatorSettings | None = None,
+) -> tuple[AllocatorUse, Reserved]:
+    """Segments that grow page by page and no release, and what is reserved then. `earlier`: as in `reserved_of`."""
+    trials = _Trials(log, settings, workspace_bytes, earlier)
     return (use := AllocatorUse(SMALL_PAGES)), trials.played(use)
 
 
 class _Trials:
     """A step, played in several ways; each once."""
 
-    def __init__(self, log: AllocationLog, settings: AllocatorSettings, workspace_bytes: int) -> None:
+    def __init__(
+        self,
+        log: AllocationLog,
+        settings: AllocatorSettings,
+        workspace_bytes: int,
+        earlier: AllocatorSettings | None = None,
+    ) -> None:
         self._log = log
-        self._settings = settings
+        self._settings, self._earlier = settings, earlier
         self._workspace_bytes = workspace_bytes
         self._known: dict[AllocatorUse, Reserved] = {}
         self._above: dict[AllocatorUse, int] = {}
@@ -75,6 +93,7 @@ class _Trials:
             use=use,
             num_steps=NUM_STEPS,
             most_bytes=most_bytes,
+            earlier=self._earlier,
         )
 
     def holds_at_most(self, use: AllocatorUse, most_bytes: int) -> bool:
@@ -128,4 +147,6 @@ class _Trials:
 
 
 def _in_order(points: frozenset[ReleasePoint]) -> tuple[ReleasePoint, ...]:
-    return tuple(sorted(points, key=lambda point: (point.phase == "backward", point.module_fqn)))
+    return tuple(
+        sorted(points, key=lambda point: (point.phase == "backward", point.module_fqn, point.phase != "forward"))
+    )

@@ -154,12 +154,12 @@ class EventRecorder(LogRecorder):
     @contextlib.contextmanager
     def optimizing(self) -> Iterator[None]:
         """The optimizer steps."""
-        self.is_optimizing = True
+        self.is_optimizing = self.reads_any_number = True
         try:
             with self.without_storages():
                 yield
         finally:
-            self.is_optimizing = False
+            self.is_optimizing = self.reads_any_number = False
 
     def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
         super().move_to(phase, module_fqn, call)

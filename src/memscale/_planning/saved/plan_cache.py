@@ -10,6 +10,7 @@ than it was made for that a faster one might. See NOTE [budgets that drift].
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -117,32 +118,36 @@ class KeptPlan:
 
 def kept_plans() -> Iterator[KeptPlan]:
     """The newest first."""
-    for path in reversed(_files(plan_dir())):
+    for path, found in reversed(_files(plan_dir())):
         content: dict[str, Any] = read_json(path)
+        if not content and not os.path.lexists(path):
+            continue  # another process has just deleted it
         try:
             plan = Plan.from_json(_json.dumps(content.get("plan")))
         except (MemScaleError, ValueError):
             plan = None
-        yield KeptPlan(path.name, path.lstat().st_size, str(content.get("made", "")), plan)
+        yield KeptPlan(path.name, found.st_size, str(content.get("made", "")), plan)
 
 
 def clear() -> int:
     """Delete what is kept; how many files that were. What others have put there stays."""
     files = _files(plan_dir())
-    for path in files:
+    for path, _ in files:
         path.unlink(missing_ok=True)
     return len(files)
 
 
-def _files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The files of kept plans, the oldest first."""
-    try:
-        found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name))
-    except OSError:
-        return []
+def _files(directory: pathlib.Path) -> list[tuple[pathlib.Path, os.stat_result]]:
+    """The files of kept plans, the oldest first; those that another process has just deleted are left out."""
+    found = []
+    with contextlib.suppress(OSError):  # there is no such directory, or it is not ours
+        for path in directory.iterdir():
+            if _NAME.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((path, path.lstat()))
+    return sorted(found, key=lambda each: (each[1].st_mtime_ns, each[0].name))
 
 
 def _drop_oldest(directory: pathlib.Path) -> None:
-    for path in _files(directory)[:-_MAX_PLANS]:
+    for path, _ in _files(directory)[:-_MAX_PLANS]:
         path.unlink(missing_ok=True)

@@ -17,7 +17,6 @@ from memscale._profile.rehearsal import device_exists
 from memscale._profile.sharding import share_rows
 from memscale._profile.values import Recollection
 from memscale._torch import private
-from memscale._torch.any_value import AnyValue
 from memscale._torch.live_bytes import rounding_of
 from memscale._torch.optimizer_steps import parameters_of
 
@@ -181,7 +180,7 @@ class Twin:
             books.reset_peak()
             if private.active_modes() == [self.mode]:
                 books.recall = Recollection(self.mode)
-            with books, AnyValue():
+            with books:
                 if self._prepare is not None:
                     self._prepare(optimizer, trained)
                 optimizer.step()

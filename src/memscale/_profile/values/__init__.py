@@ -91,19 +91,17 @@ class Values(TorchDispatchMode):
         finally:
             self._is_off = False
 
-    def leaves_alone(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether nothing is to be done here beside forgetting what is written to; all tensors are fake."""
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator of PyTorch's own has given this; all tensors are fake, and no mode has seen it."""
         if self._is_off:
-            return True
-        if not _is_plain(func):
-            return False
+            return
         tensors = tensors_of((*args, *kwargs.values()))
-        return any("_memscale_value" not in vars(tensor) for tensor in tensors)
-
-    def note_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The operator ran, and nothing is known of what it has written."""
-        if not self._is_off and func._schema.is_mutable:
-            forget_written(func, args, kwargs)
+        if _is_plain(func) and any("_memscale_value" not in vars(tensor) for tensor in tensors):
+            if func._schema.is_mutable:
+                forget_written(func, args, kwargs)
+        else:
+            with private.without_function_modes():
+                self._note(func, args, kwargs, result, [value_of(tensor) for tensor in tensors])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,13 +118,19 @@ class Values(TorchDispatchMode):
             if answer is NotImplemented:
                 raise
             return answer
+        self._note(func, args, kwargs, result, values)
+        return result
+
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, values: list[Value | None]
+    ) -> None:
+        """What the operator, which has given this, makes of values."""
         if (None not in values or func in FROM_SHAPES) and self._follow(func, args, kwargs, result, values):
-            return result
+            return
         if func._schema.is_mutable:
             forget_written(func, args, kwargs)
         elif func in ASSUMPTIONS:
             ASSUMPTIONS[func](result, *args, **kwargs)
-        return result
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, values: list[Value | None]
@@ -186,8 +190,9 @@ class Values(TorchDispatchMode):
             value.cell.is_known = False
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with private.real_tensors():
-            real_args, real_kwargs = tree_map(_real, (args, kwargs))
+        with private.real_tensors_only():
+            real_args = tuple(map(_real, args))
+            real_kwargs = {name: _real(value) for name, value in kwargs.items()}
             if func in DRAWS:
                 return DRAWS[func](self.share, func, real_args, real_kwargs)
             result = func(*real_args, **real_kwargs)
@@ -198,6 +203,8 @@ class Values(TorchDispatchMode):
 
 def _real(leaf: Any) -> Any:
     """An argument for the computation on values: on the CPU, without the caller's generator, which must not move."""
+    if isinstance(leaf, list | tuple):
+        return type(leaf)(map(_real, leaf))
     if isinstance(leaf, torch.Tensor):
         value = value_of(leaf)  # none: the operator reads the shape alone
         return torch.zeros((), dtype=leaf.dtype).expand(tuple(leaf.shape)) if value is None else value.real
@@ -227,15 +234,16 @@ class Recollection:
         self._mode, self._values = mode, values
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> private.Remembered | None:
+        if self._values is not None and func in FAKE_KERNELS:
+            return None
         known: private.Remembered | None = self._mode.recall(func, args, kwargs)
-        if known is None or self._values is None or self._values.leaves_alone(func, args, kwargs):
-            return known
-        return None
+        return known
 
     def again(self, known: private.Remembered, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = known.again(self._mode, args)
         if self._values is not None:
-            self._values.note_written(func, args, kwargs)
-        return known.again(self._mode, args)
+            self._values.note(func, args, kwargs, result)
+        return result
 
 
 _EMPTY = frozenset(

@@ -141,7 +141,7 @@ def attach(fakes: list[torch.Tensor], reals: list[torch.Tensor], inputs: list[Va
         cell = cell_of(fake)
         is_view = private.storage_key(real.untyped_storage()) in given
         if cell is None:
-            with private.real_tensors():
+            with private.real_tensors_only():
                 own = real.clone() if is_view else real
             set_value(fake, own, dataclasses.replace(new))
         elif is_view:

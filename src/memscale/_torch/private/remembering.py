@@ -76,10 +76,12 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
         return None if key is None else self._made.get(key)
 
     def _lift(self, number: torch.Tensor) -> Any:
-        """What `torch.tensor(0.0)` gives: the optimizer's counters. PyTorch's own way takes half a millisecond."""
+        """What `torch.tensor(0.0)` gives, the optimizer's counters, and `torch.tensor([])`, the beginning of a cache of
+        keys and values. PyTorch's own way takes half a millisecond."""
         guard = torch._C._DisableTorchDispatch()
         try:
-            made = self.wrap(torch.empty_strided((), (), dtype=number.dtype, device=_META), number.device)
+            hollow = torch.empty_strided(number.shape, number.stride(), dtype=number.dtype, device=_META)
+            made = self.wrap(hollow, number.device)
             made.constant = number.clone()
         finally:
             del guard
@@ -142,9 +144,11 @@ _VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this is a real tensor on the host that holds one number, and has no graph."""
+    """Whether this is a real tensor on the host that holds one number or nothing at all, and has no graph."""
     is_plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
-    return is_plain and not (value.dim() or value.requires_grad or value.is_conj() or value.is_neg())
+    if not is_plain or (value.dim() and (value.numel() or not value.is_contiguous())):
+        return False
+    return not (value.requires_grad or value.is_conj() or value.is_neg())
 
 
 @functools.cache
@@ -172,21 +176,39 @@ _PLAIN_TYPES = frozenset(
 def _key_of(mode: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What decides the result; None where that is more than shapes and plain values."""
     parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    if not _add_to_key(parts, mode, args):
+    constants: list[Any] = []
+    if not _add_to_key(parts, mode, args, constants):
         return None
     for name, value in kwargs.items():
         parts.append(name)
-        if not _add_to_key(parts, mode, (value,)):
+        if not _add_to_key(parts, mode, (value,), constants):
             return None
+    if constants and (func._schema.is_mutable or _are_all_constant((*args, *kwargs.values()))):
+        return None
     return tuple(parts)
 
 
-def _add_to_key(parts: list[Any], mode: Any, values: Any) -> bool:
+def _are_all_constant(values: Any) -> bool:
+    """Whether an operator can be computed from the constants that its fake arguments carry. Where one carries none, the
+    others are shapes like all else, unless they are written to."""
+    for value in values:
+        if type(value) in (list, tuple):
+            if not _are_all_constant(value):
+                return False
+        elif type(value) is fake_tensor.FakeTensor and value.constant is None:
+            return False
+    return True
+
+
+def _add_to_key(parts: list[Any], mode: Any, values: Any, constants: list[Any]) -> bool:
+    """`constants` gets the tensors that carry one."""
     for value in values:
         kind = type(value)
         if kind is fake_tensor.FakeTensor:
-            if value.fake_mode is not mode or value.constant is not None or value.layout is not torch.strided:
+            if value.fake_mode is not mode or value.layout is not torch.strided:
                 return False
+            if value.constant is not None:
+                constants.append(value)
             parts.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
             parts.append((value.is_conj(), value.is_neg(), value.is_inference()))
         elif kind in _PLAIN_TYPES:
@@ -194,7 +216,7 @@ def _add_to_key(parts: list[Any], mode: Any, values: Any) -> bool:
             parts.append(value)
         elif kind is list or kind is tuple:
             parts.append((kind, len(value)))
-            if not _add_to_key(parts, mode, value):
+            if not _add_to_key(parts, mode, value, constants):
                 return False
         else:
             return False
@@ -260,11 +282,12 @@ def _describe(args: Any, kwargs: dict[str, Any], result: Any, inside: frozenset[
     """
     if result is None:
         return None
-    if type(result) in (tuple, list):
+    if isinstance(result, tuple | list):  # decompositions give tuples with names
         inside = _keys_inside(args, kwargs)
         made = [_describe(args, kwargs, one, inside) for one in result]
-        is_flat = all(one is None or isinstance(one, _Made) for one in made)
-        return type(result)(made) if is_flat and not _share_memory(made, result) else NotImplemented
+        if not all(one is None or isinstance(one, _Made) for one in made) or _share_memory(made, result):
+            return NotImplemented
+        return tuple(made) if isinstance(result, tuple) else made
     fake = fake_tensor.FakeTensor
     if type(result) is not fake or result.layout is not torch.strided:
         return NotImplemented  # what is sparse has no strides

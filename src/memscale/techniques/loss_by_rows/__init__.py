@@ -41,7 +41,7 @@ class LossByRows(Action):
 def _attach(actions: Sequence[LossByRows], to: Attachment) -> None:
     from memscale.techniques.loss_by_rows.cross_entropy import attach_rows
 
-    attach_rows(to.model, actions[-1].chunk_bytes, to.undo)
+    to.begun.append(attach_rows(to.model, actions[-1].chunk_bytes, to.undo))
 
 
 def _values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:

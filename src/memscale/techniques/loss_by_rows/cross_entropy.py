@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import weakref
@@ -30,11 +31,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memscale._torch import private
 from memscale._torch.interception import intercept
 from memscale._torch.outputs import tensors_in
-from memscale._torch.overrides import ForwardOverride, undo_with
+from memscale._torch.overrides import ForwardOverride, OwnHook, undo_with
 from memscale._torch.plain_path import is_plain_path
 
 logger = logging.getLogger("memscale")
@@ -50,11 +52,13 @@ _MAX_NODES = 64
 """So far behind a loss its model is looked for: views, casts, what wrappers put around outputs."""
 
 
-def attach_rows(model: nn.Module, chunk_bytes: int, undo: contextlib.ExitStack) -> None:
-    """Make the gradients of this model's cross-entropies by rows until undone."""
+def attach_rows(model: nn.Module, chunk_bytes: int, undo: contextlib.ExitStack) -> Callable[[], None]:
+    """Make the gradients of this model's cross-entropies by rows until undone. What is returned is called where a
+    forward of the model has begun already: see NOTE [a forward that has begun]."""
     watch = _ModelWatch(model)
     watch.attach(undo)
     undo_with(model, intercept(F, "cross_entropy", _Losses(watch, chunk_bytes)), undo)
+    return functools.partial(_follow_begun, watch, undo)
 
 
 def rows_of(chunk_bytes: int, logits: torch.Tensor) -> int:
@@ -115,12 +119,16 @@ class _ModelWatch(ForwardOverride):
             output = self.inner()(*args, **kwargs)
         finally:
             self.mine.depth -= 1
+        self.mark(output)
+        return output
+
+    def mark(self, output: Any) -> None:
+        """What the model has returned is told by the nodes that it hangs on."""
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
             with private.without_torch_function():
                 node = tensor.grad_fn
             if node is not None:
                 private.mark_node(node, _MARK, self.token)
-        return output
 
     def _ask(self) -> None:
         """Where several forwards have gone before and none had a loss that was met, say so."""
@@ -131,6 +139,35 @@ class _ModelWatch(ForwardOverride):
                 "must be F.cross_entropy of the model's output with one class a row. A step takes more than the plan "
                 "says. Use that, or set enable_loss_by_rows=False"
             )
+
+
+class _BegunForward(OwnHook):
+    """Ends a forward that had begun when the watch was attached.
+
+    NOTE [a forward that has begun]: a plan may be made in the first moment of a forward. PyTorch has looked up by then
+    what it is going to call, and what stands in for that is called next time. So this forward is the model's until a
+    hook says that it has ended.
+    """
+
+    def __init__(self, watch: _ModelWatch) -> None:
+        self._watch = weakref.ref(watch)
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        watch = self._watch()
+        if self.handle is None or watch is None:
+            return
+        self.handle.remove()
+        self.handle = None
+        watch.mine.depth -= 1
+        watch.mark(output)
+
+
+def _follow_begun(watch: _ModelWatch, undo: contextlib.ExitStack) -> None:
+    hook = _BegunForward(watch)
+    hook.handle = watch.module.register_forward_hook(hook, always_call=True)
+    undo.callback(hook.handle.remove)
+    watch.mine.depth += 1
 
 
 # ---- what F.cross_entropy becomes

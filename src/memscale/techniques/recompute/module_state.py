@@ -228,6 +228,8 @@ class ModuleState:
         self._module = weakref.ref(module, functools.partial(_forget_parts, weakref.ref(self)))
         self._layout = Layout(module)
         self._on_host = on_host
+        self.computes_with_copies = False
+        """Whether the forward has copies of the parameters in their places, so that these do not change."""
         self._forget()
 
     def _forget(self) -> None:
@@ -250,7 +252,9 @@ class ModuleState:
         self._attributes.before(memory)
         self._held.before(memory)
         if not self._on_host:  # who restores a whole step looks beside the model himself
-            memory.beside = self._beside.before(self._there(), [values[k] for k in self._layout.tensors])
+            parameters = () if self.computes_with_copies else values[self._layout.parameters]
+            attributes = [values[k] for k in self._layout.tensors]
+            memory.beside = self._beside.before(self._there(), attributes, parameters, memory.flags)
         return memory
 
     def _there(self) -> nn.Module:

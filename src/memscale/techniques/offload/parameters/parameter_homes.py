@@ -146,6 +146,25 @@ class Homes:
             _relocate(group, self.device)
         return True
 
+    def admit(self, streamed: Iterable[Slot], others: Iterable[Slot]) -> None:
+        """Give homes to what has come into these slots since `move_in`, and move the others to the device.
+
+        `restore` puts what has come where the streamed parameters came from: it was made beside one of them.
+        """
+        streamed, others = list(streamed), list(others)
+        beside = next((device for slot, device in self._devices if slot.place in self._streamed_places), self.device)
+        self._devices = [(slot, device) for slot, device in self._devices if slot.get() is not None]
+        known = {slot.place for slot, _ in self._devices}
+        came_from = {id(slot.get()): device for slot, device in self._devices}
+        new = [slot for slot in (*streamed, *others) if slot.place not in known]
+        self._devices += [(slot, came_from.get(id(slot.get()), beside)) for slot in new]
+        self._streamed |= {id(slot.get()) for slot in streamed}
+        self._streamed_places |= {slot.place for slot in streamed}
+        for group in overlapping(slot.get() for slot in streamed):
+            self._bring_home(group)
+        for group in overlapping(slot.get() for slot in others):
+            _relocate(group, self.device)
+
     def _bring_home(self, group: list[torch.Tensor]) -> None:
         if len(group) == 1 and self.store is not None:
             parameter = group[0]
@@ -249,7 +268,7 @@ class Homes:
 
     def displaced(self) -> list[tuple[Slot, torch.device]]:
         """The places of tensors that `restore` would move to another device now, and where those came from."""
-        there = [(slot, device, slot.get()) for slot, device in self._devices]
+        there = [(slot, device, tensor) for slot, device in self._devices if (tensor := slot.get()) is not None]
         return [
             (slot, came_from)
             for slot, came_from, tensor in there

@@ -24,12 +24,17 @@ class Followers(StepWatcher):
     order = StepOrder.PLACE
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.know(model.parameters())
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.leaves_adopted = False
         """Whether optimizers that were taken over are left alone: whoever steps them moves their state, in pieces."""
         self._moved_scalars: set[tuple[int, str]] = set()
         """Counters that some optimizers keep beside the parameter, by the parameter's id and their name."""
+
+    def know(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let the state of these follow, too."""
+        self._parameters.update((id(parameter), weakref.ref(parameter)) for parameter in parameters)
 
     def follow_all(self, optimizers: Iterable[Optimizer]) -> None:
         """Move the state of those that are the model's to where the parameters are now."""

@@ -33,11 +33,11 @@ from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
 from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, placed_copies, state_following
 from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
+from memscale.techniques.offload.parameters.newcomers import Arrangement, Newcomers, guard
 from memscale.techniques.offload.parameters.parameter_homes import (
     LARGEST_SEGMENT_BYTES,
     Homes,
     Slot,
-    StayHome,
     is_expanded,
     overlapping,
     parameters_in,
@@ -100,12 +100,19 @@ class StreamedForward(RecomputedForward):
 
     def __init__(self, module: nn.Module, module_fqn: str, streamer: Streamer, index: int, *, verify: bool) -> None:
         super().__init__(module, module_fqn, verify=verify)
+        self.state.computes_with_copies = True
         self.streamer = streamer
         self.index = index
         self.anchor = streamer.anchor
         self.slots: list[Slot] = []
+        self.newcomers: Newcomers | None = None
+        self._arrangement = Arrangement(module)
         self._uses = Uses()
         self.needs_weights_in_backward = verify or not _is_lookup(module)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self._admit_newcomers()  # before the region notes what is to be put back for its recompute
+        return super().call(*args, **kwargs)
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region | None) -> Any:
         notes = None if region is None else Expectation(Stamp.of(parameters_in(self.slots)))
@@ -149,6 +156,16 @@ class StreamedForward(RecomputedForward):
             visit = Visit(parameters, [hollow_like(p, self.streamer.device) for p in parameters], -1)
         with self._weights(visit), inner_checkpoints.seen_through(self.module_fqn):
             return self.inner()(*args, **kwargs)
+
+    def _admit_newcomers(self) -> None:
+        """Stream parameters from where they are now, if the layer was changed since its last forward."""
+        if self.newcomers is not None and self._arrangement.has_changed():
+            self.streamer.drop_ahead()
+            self.slots = self.newcomers.settle(self.module, self.slots)
+            self._arrangement.note()
+            if self.streamer.following is not None:
+                self.streamer.following.know(parameters_in(self.slots))
+            self._uses = Uses()
 
     def _leave_tails(
         self, places: list[tuple[Slot, torch.Tensor]], notes: Expectation, output: Any, since: int
@@ -305,7 +322,8 @@ def attach(
     streamer = Streamer(device, transfers, homes, overlaps=asynchronous, prefetch_depth=prefetch_depth)
     undo.callback(streamer.drop_ahead)
     streamed = streamable(model, modules.values())
-    _attach_layers(streamer, modules, streamed, undo, verify=verify)
+    newcomers = None if is_fake else Newcomers(model, modules.values(), homes, streamable, undo)
+    _attach_layers(streamer, modules, streamed, undo, newcomers, verify=verify)
     _attach_model(streamer, model, undo)
     _move_in(streamer, model, streamed, undo, is_fake=is_fake, previous=previous)
     placed_copies.attach(homes, undo)
@@ -347,6 +365,7 @@ def _attach_layers(
     modules: dict[str, nn.Module],
     streamed: Collection[int],
     undo: contextlib.ExitStack,
+    newcomers: Newcomers | None,
     *,
     verify: bool,
 ) -> None:
@@ -354,9 +373,10 @@ def _attach_layers(
     for index, (module_fqn, module) in enumerate(modules.items()):
         layer = StreamedForward(module, module_fqn, streamer, index, verify=verify)
         layer.slots = [slot for slot in slots_of(module.modules()) if id(slot.get()) in streamed]
+        layer.newcomers = newcomers
         layer.attach(undo)
         streamer.add(layer)
-        _guard(layer, streamer.homes, undo)
+        guard(layer.slots, streamer.homes, undo)
 
 
 def _attach_model(streamer: Streamer, model: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -498,14 +518,3 @@ def let_go(streamer: Streamer, model: nn.Module) -> None:
         state_following.follow_all(state_following.attach(model, undo))
         streamer.homes.keep()
         undo.callback(streamer.homes.restore)
-
-
-def _guard(layer: StreamedForward, homes: Homes, undo: contextlib.ExitStack) -> None:
-    """Let `model.to()` move what is resident and leave the rest at home."""
-    by_module: dict[int, list[Slot]] = {}
-    for slot in layer.slots:
-        by_module.setdefault(id(slot.module()), []).append(slot)
-    for slots in by_module.values():
-        module = slots[0].module()
-        assert module is not None
-        StayHome(module, homes, slots).attach(undo)
