@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks import table
 from memscale import Config, Hardware, OptimizationMode, zoo
-from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
 from memscale._hardware.cards import KNOWN_CARDS
 from memscale._planning.job import Job
@@ -71,7 +71,7 @@ def profile(name: str, batch: int, length: int | None) -> dict[str, Any]:
         live = planner.cost_model().peak_of(planner.profile.plain, Choice())
         modes = {}
         for mode in OptimizationMode:
-            strategy = choose_strategy(config.replace(mode=mode))
+            strategy = choose_strategy(planner.job.eligible.replace(mode=mode))
             front = planner.full_front(strategy, planner.plan(strategy))
             modes[mode.value] = [[point.peak_bytes, point.slowdown, point.what, point.is_exact] for point in front]
     return {
@@ -94,7 +94,7 @@ def cards() -> list[dict[str, Any]]:
         {
             "name": hardware.device_name,
             "total_bytes": hardware.total_bytes,
-            "budget_bytes": budget_bytes(hardware, Config()),
+            "budget_bytes": resolve(Config(), hardware).budget.device_bytes,
         }
         for hardware in found
     ]
