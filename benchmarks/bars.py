@@ -24,7 +24,6 @@ from memscale import Config, Hardware, OptimizationMode, zoo
 from memscale._decide.choice import Choice, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
-from memscale._decide.travel import travel_of
 from memscale._plan import Plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
@@ -89,8 +88,8 @@ def plan_bar(bar: Bar, mode: OptimizationMode) -> Row:
         inputs = derive_inputs(model, bar.batch, bar.length)
         assert inputs is not None
         planner = Planner(Job(model, config, Hardware.from_name(bar.card), "adamw"), inputs)
-        plan = planner.plan(choose_strategy(config))
-    way = planner.by(travel_of(plan, config, planner.hardware)).cost_model()
+        plan = planner.plan(choose_strategy(planner.job.eligible))
+    way = planner.by(planner.job.eligible.travel_of(plan)).cost_model()
     choice = choice_of(plan.actions, way.profile)
     step_ms = float(way.optimizer.step_ms(choice.run, way.streamed_bytes(choice)))
     return Row(bar, plan, way.evaluate(Choice()).step_ms, step_ms, early_ms(way, choice, plan, step_ms))

@@ -186,10 +186,10 @@ def of_best(run: Run, lengths: list[int], device: str, config: Config, num_lengt
     for length in sorted(chosen):
         model = Words().to(device)
         planner = Planner(open_job(model, config), Inputs((ids_of(length, 0).to(device),), {}))
-        fastest = planner.plan(choose_strategy(config))
+        fastest = planner.plan(choose_strategy(planner.job.eligible))
         plain_ms = planner.cost_model().evaluate(Choice()).step_ms
         used = {id(p): p for p, other in zip(run.plans, lengths, strict=True) if other == length and p is not None}
-        mean_ms = sum(predicted_ms(planner, plan, config) for plan in used.values()) / len(used)
+        mean_ms = sum(predicted_ms(planner, plan, planner.job.eligible) for plan in used.values()) / len(used)
         weight = sum(1 for other in lengths if min(chosen, key=lambda one: abs(one - other)) == length)
         spent, best = spent + weight * mean_ms, best + weight * fastest.predicted_slowdown * plain_ms
     return spent / best

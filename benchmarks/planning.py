@@ -153,7 +153,7 @@ def run(model_name: str, case: Case, hardware: Hardware, device: str, budgets: C
     held = planner.held((), Config())
     plain = planner.cost_model().peak_of(planner.profile.plain, Choice()) if held is None else held.reserved_bytes
     del planner
-    tight, tight_config = None, _config(BUDGETS["tight"], plain)
+    tight = None
     for name, share in BUDGETS.items():
         if name in budgets or (name == "tight" and NEW_SHAPE in budgets):
             job = Job(model, _config(share, plain), hardware)
@@ -162,9 +162,9 @@ def run(model_name: str, case: Case, hardware: Hardware, device: str, budgets: C
             if name in budgets:
                 yield row
     if NEW_SHAPE in budgets and tight is not None:
-        job = Job(model, tight_config, hardware)
+        job = Job(model, _config(BUDGETS["tight"], plain), hardware)
         yield _timed(
-            lambda: loosened(Planner(job, case.smaller()), tight, tight_config),
+            lambda: loosened(Planner(job, case.smaller()), tight, job.eligible),
             model_name,
             device,
             NEW_SHAPE,

@@ -150,7 +150,9 @@ def predict(subject: Subject, card: str = "RTX 3090") -> list[Result]:
         planner = Planner(Job(model, config_of("balanced", subject, offload_dir=directory), hardware), inputs)
         results = [_result(subject, "plain", None, predicted_bytes=_baseline_bytes(planner))]
         for variant in subject.variants[1:]:
-            plan = planner.plan(choose_strategy(config_of(variant, subject, offload_dir=directory)))
+            plan = planner.plan(
+                choose_strategy(planner.job.eligible.under(config_of(variant, subject, offload_dir=directory)))
+            )
             results.append(_result(subject, variant, plan))
     return results
 

@@ -34,6 +34,7 @@ from memscale._config import Config
 from memscale._decide import decide
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.search import search
 from memscale._hardware import Hardware
 from memscale._profile import (
@@ -290,7 +291,9 @@ def _look_at_budgets(laws: Laws, profile: Profile, hardware: Hardware, chance: r
     """A larger budget is never slower, and none is exceeded."""
     top = CostModel(profile, hardware).evaluate(Choice()).peak_bytes
     budgets = sorted(chance.uniform(0.05, 1.05) * top for _ in range(6))
-    plans = [decide(profile, hardware, Config(memory_budget_gb=b / 1e9), raise_if_unfit=False) for b in budgets]
+    plans = [
+        decide(profile, resolve(Config(memory_budget_gb=b / 1e9), hardware), raise_if_unfit=False) for b in budgets
+    ]
     for tighter, looser in itertools.pairwise(plans):
         laws.num_pairs += 1
         slower = tighter.fits and looser.predicted_slowdown > tighter.predicted_slowdown

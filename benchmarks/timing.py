@@ -200,7 +200,7 @@ def compare_on_simgpu(subject: Case) -> Iterator[Row]:
 def _study(subject: Case, config: memscale.Config) -> Planner:
     inputs = Inputs.from_sample(subject.batch(0))
     planner = Planner(Job(subject.build().train(), config, memscale.Hardware.detect("simgpu")), inputs)
-    planner.look_into_everything(config)
+    planner.look_into_everything(planner.job.eligible)
     return planner
 
 
@@ -213,7 +213,7 @@ def _device_plans(planner: Planner, config: memscale.Config) -> dict[str, tuple[
         "inputs": (*(Checkpoint(fqn) for fqn in blocks), *sent_away),
         "parameters": tuple(StreamParameters(fqn) for fqn in blocks),
         "optimizer state": (OffloadOptimizer(OPTIMIZER_BUCKET_BYTES),),
-        "balanced": planner.plan(choose_strategy(config)).actions,
+        "balanced": planner.plan(choose_strategy(planner.job.eligible)).actions,
     }
 
 

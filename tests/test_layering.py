@@ -208,3 +208,50 @@ def test_the_product_uses_nothing_made_for_tests() -> None:
     for name, path in MODULES.items():
         heads = {i.split(".")[0] for i in imports(tree_of(path))}
         assert not heads & {"unittest", "pytest", "tests", "typing_extensions"}, name
+
+
+def test_wishes_and_abilities_meet_in_one_place() -> None:
+    """Planning is handed what is eligible: it never asks again what a config comes to on a hardware."""
+    resolving = {name for name in MODULES if calls(name, "resolve")}
+    assert resolving == {"_decide.eligible", "_planning.job"}
+    for part in ("budget_bytes", "full_budget", "travels", "half_type", "hindrance"):
+        asking = {name for name in MODULES if calls(name, part) and room_of(name) not in ("techniques", "_profile")}
+        assert asking <= {"_decide.eligible", "_decide.budget"}, part
+
+
+def calls(name: str, function: str) -> bool:
+    """Whether a module calls a function, or a method, of this name with arguments."""
+    for node in ast.walk(tree_of(MODULES[name])):
+        if isinstance(node, ast.Call) and node.args:
+            called = node.func
+            if function == (called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")):
+                return True
+    return False
+
+
+def test_no_stage_takes_a_config_and_a_hardware() -> None:
+    """A function that took both could make another choice of them; techniques are asked by `resolve` alone."""
+    for name in MODULES:
+        if room_of(name) in ("_decide", "_planning", "_execute", "report"):
+            both = [function for function in functions_of(name) if {"Config", "Hardware"} <= types_of(function)]
+            found = {function.name for function in both}
+            allowed = {
+                "_decide.eligible": {"resolve", "_may_step_on_host"},
+                "_decide.budget": {"budget_bytes", "full_budget"},
+                "_decide.travel": {"travels"},
+                "_planning.job": {"open_job"},
+                "_planning.questions.estimate": {"estimate"},  # what a user calls
+                "_planning.questions.largest_batch": {"fit"},
+            }.get(name, set())
+            assert found <= allowed, f"{name} {sorted(found - allowed)}"
+
+
+def functions_of(name: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree_of(MODULES[name])) if isinstance(node, ast.FunctionDef)]
+
+
+def types_of(function: ast.FunctionDef) -> set[str]:
+    """The names in the types of its parameters."""
+    given = function.args
+    annotations = [one.annotation for one in (*given.posonlyargs, *given.args, *given.kwonlyargs) if one.annotation]
+    return {node.id for one in annotations for node in ast.walk(one) if isinstance(node, ast.Name)}

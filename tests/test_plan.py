@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from memscale import Config, Plan, PlanError
 from memscale._decide import decide
+from memscale._decide.eligible import resolve
 from memscale._errors import shown
 from memscale._plan import (
     Action,
@@ -34,7 +35,7 @@ from tests.parity import plan_of
 from tests.profiles import hardware_of, profile_of
 
 pytestmark = pytest.mark.unit
-PLAN = decide(profile_of(4), hardware_of(), Config(force_optimize=True))
+PLAN = decide(profile_of(4), resolve(Config(force_optimize=True), hardware_of()))
 
 
 def test_round_trip() -> None:

@@ -72,10 +72,10 @@ def least_budget(
     config = config_for(device, allowed, None)
     hardware = Hardware.detect(torch_device(device))
     planner = Planner(Job(build_model(shape), config, hardware), Inputs.from_sample(build_batch(shape)))
-    front = planner.plan(choose_strategy(config)).front
+    front = planner.plan(choose_strategy(planner.job.eligible)).front
     fast_enough = sorted(point.peak_bytes for point in front if point.slowdown <= most_slowdown)
     for budget in [peak for peak in fast_enough if peak < most_bytes][:MAX_TRIES]:
-        plan = planner.plan(choose_strategy(config_for(device, allowed, budget)))
+        plan = planner.plan(choose_strategy(planner.job.eligible.under(config_for(device, allowed, budget))))
         if plan.fits and plan.predicted_slowdown <= most_slowdown:
             return budget
     return most_bytes

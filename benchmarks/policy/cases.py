@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks.policy.shapes import DEPTHS, draw_hardware, hardware_for, stretch
 from memscale import Config
 from memscale._decide import find_candidates
-from memscale._decide.budget import Budget, full_budget
+from memscale._decide.budget import Budget
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import resolve
+from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.policy import Situation, rules
 from memscale._decide.policy.features import features_of
 from memscale._decide.policy.strategies import SHORTLISTS, WIDEST
@@ -82,8 +82,7 @@ class Case:
 def feature_names() -> tuple[str, ...]:
     """In the order of `Case.features`."""
     nothing = Profile("cpu", "static", "", (), 0, 0, 0, (), OptimizerCost("", 0, 0, 0), StepTrace(()))
-    situation = Situation(nothing, hardware_for("cpu"), Budget(1, 0, 0))
-    return tuple(features_of(situation, Config()))
+    return tuple(features_of(Situation(nothing, resolve(Config(), hardware_for("cpu")))))
 
 
 def profile_hash(profile: Profile) -> str:
@@ -112,17 +111,16 @@ class _Setting:
     def __init__(self, profile: Profile, hardware: Hardware, config: Config) -> None:
         self.profile = profile
         self.hardware = hardware
-        self.config = config
-        self.budget = full_budget(hardware, config)
-        self.options = {name: self._options(strategy.under(config, hardware)) for name, strategy in SHORTLISTS.items()}
+        self.eligible = resolve(config, hardware)
+        self.budget = self.eligible.budget
+        self.options = {name: self._options(strategy.under(self.eligible)) for name, strategy in SHORTLISTS.items()}
         self.options |= {mode: self.options[name] for mode, name in SAME_AS.items()}
 
-    def _options(self, config: Config) -> _Options:
+    def _options(self, eligible: Eligible) -> _Options:
         """What can be chosen from, and how much is tried for that."""
-        exact = config.without(config.withheld | _DEAR_OR_INEXACT)
-        eligible = resolve(exact, self.hardware)
+        eligible = eligible.under(eligible.config.without(eligible.withheld | _DEAR_OR_INEXACT))
         model = CostModel(self.profile, self.hardware, overlaps=eligible.overlaps)
-        tried = sum(_is_tried(key, exact, self.hardware) for key in self.profile.variants)
+        tried = sum(_is_tried(key, eligible) for key in self.profile.variants)
         return _Options(find_candidates(model, model.evaluate(Choice()), eligible), tried)
 
     def cases(self, family: str, group: str, rng: random.Random) -> Iterator[Case]:
@@ -140,11 +138,11 @@ class _Setting:
         yield self._case(family, group, dataclasses.replace(self.budget, device_bytes=below))
 
     def _case(self, family: str, group: str, budget: Budget) -> Case:
-        situation = Situation(self.profile, self.hardware, budget)
+        situation = Situation(self.profile, dataclasses.replace(self.eligible, budget=budget))
         return Case(
             family=family,
             group=group,
-            features=tuple(features_of(situation, self.config).values()),
+            features=tuple(features_of(situation).values()),
             pressure=situation.pressure,
             rule=rules.choose(situation)[0],
             verdicts=self._verdicts(budget),
@@ -192,9 +190,8 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
     return round(outcome.step_ms, 9), outcome.peak_bytes
 
 
-def _is_tried(key: TraceKey, config: Config, hardware: Hardware) -> bool:
-    """Whether `Planner` makes this trace under this config."""
-    eligible = resolve(config, hardware)
-    if key.tile_size and not config.enable_tiling:
+def _is_tried(key: TraceKey, eligible: Eligible) -> bool:
+    """Whether `Planner` makes this trace."""
+    if key.tile_size and not eligible.config.enable_tiling:
         return False
     return eligible.allows(key.treatment) and (not key.streams_rest or eligible.allows(STREAM))

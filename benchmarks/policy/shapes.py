@@ -147,7 +147,7 @@ def profile_shape(shape: Shape) -> Profile:
     config = Config(offload_dir=".", enable_logging=False, enable_tiling=True)
     with zoo.quiet():
         planner = Planner(Job(model, config, hardware_for(shape.device_type)), inputs)
-        planner.levels(config)[0](config)
+        planner.levels(planner.job.eligible)[0](planner.job.eligible)
     return planner.profile
 
 

@@ -61,7 +61,7 @@ def read_table(path: pathlib.Path) -> list[Row]:
 def predict_all(rows: Sequence[Row], say: Callable[[str], None]) -> Iterator[Entry]:
     planner, config = open_planner(), Config(async_offload=True, enable_logging=False)
     say("the plain step")
-    planner.look_into_everything(config.replace(mode="conservative"))
+    planner.look_into_everything(planner.job.eligible.under(config.replace(mode="conservative")))
     model = planner.cost_model()
     checkpointed = model.evaluate(Choice(tuple((fqn, CHECKPOINT) for fqn in model.blocks)))
     for row in rows:
@@ -106,7 +106,7 @@ def peer_ms(manner: str, checkpointed_ms: float, planner: Planner) -> float:
 
 
 def our_entry(row: Row, planner: Planner, config: Config) -> Entry:
-    plan = planner.plan(choose_strategy(config))
+    plan = planner.plan(choose_strategy(planner.job.eligible.under(config)))
     plain_ms = planner.cost_model().evaluate(Choice()).step_ms
     ours_ms = plain_ms * plan.predicted_slowdown
     verdict = "no slower than the peer measured" if ours_ms <= row.step_s * 1e3 else "slower than the peer measured"

@@ -7,8 +7,9 @@
        v
     profile_model(model, sample)   -> Profile            _profile/      what each layer costs
     Hardware.detect(device)        -> Hardware           _hardware/     what there is to spend
-    choose_strategy(config, ...)   -> Strategy           _decide/policy stage 1: which techniques may be used
-    decide(profile, hardware, ...) -> Plan               _decide/       stage 2: pure, deterministic, explained
+    resolve(config, hardware)      -> Eligible           _decide/       what of the wishes can be followed there
+    choose_strategy(eligible, ...) -> Strategy           _decide/policy stage 1: which techniques may be used
+    decide(profile, eligible, ...) -> Plan               _decide/       stage 2: pure, deterministic, explained
     execute(model, plan)           -> Executor           _execute/      attaches hooks, owns the undo stack
 
 The rooms beside these: `techniques/` holds what a plan can do to a model, a file or a folder each, and the table of

@@ -122,12 +122,12 @@ def test_a_smaller_budget_has_no_lower_bound() -> None:
 
 
 def test_a_plan_says_how_far_from_it_it_is() -> None:
-    plan = decide(full_profile(4), hardware_of(), Config(memory_budget_gb=0.4, enable_logging=False))
+    plan = decide(full_profile(4), resolve(Config(memory_budget_gb=0.4, enable_logging=False), hardware_of()))
     assert plan.actions
     assert plan.least_slowdown is not None
     assert 1 <= plan.least_slowdown <= plan.predicted_slowdown
     assert f"{plan.predicted_slowdown / plan.least_slowdown:.2f}x of the least time" in plan.explain()
-    plain = decide(full_profile(4), hardware_of(), Config(enable_logging=False))
+    plain = decide(full_profile(4), resolve(Config(enable_logging=False), hardware_of()))
     assert not plain.actions
     assert "least time" not in plain.explain()
 

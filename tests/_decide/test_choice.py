@@ -12,6 +12,7 @@ from memscale import Config
 from memscale._decide import decide, full_front
 from memscale._decide.choice import Choice, RunOptions, actions_of, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._plan import Checkpoint, OffloadActivations, StreamParameters, TileAttention, TileHead, TileMlp
 from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, STREAM, STREAM_OFFLOAD, Profile, TraceKey
 from memscale.techniques import TREATMENTS
@@ -99,9 +100,11 @@ def test_a_plan_of_finely_tiled_attention_is_the_point_that_is_marked() -> None:
     """The number of tiles is not among the actions: it was taken for two, which is another point of the front."""
     profile, hardware = PROFILES["attention"], hardware_of()
     config = Config(mode="aggressive", force_optimize=True, use_mixed_precision=False, use_8bit_optimizer=False)
-    plan = decide(profile, hardware, config)
+    plan = decide(profile, resolve(config, hardware))
     assert any(isinstance(action, TileAttention) and action.rows == 64 for action in plan.actions)  # sixteen tiles
-    [chosen] = [point for point in full_front(CostModel(profile, hardware), config, plan) if point.is_chosen]
+    [chosen] = [
+        point for point in full_front(CostModel(profile, hardware), resolve(config, hardware), plan) if point.is_chosen
+    ]
     assert chosen.peak_bytes == plan.predicted_peak_bytes
     assert "tile attention: 64 queries" in chosen.what
     assert chosen.peak_bytes < plan.baseline_peak_bytes - 100 * MB

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.unit
 HARDWARE = hardware_of()
 PROFILE = profile_of(8)
 BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes
-LOWEST = decide(PROFILE, HARDWARE, Config(force_optimize=True)).predicted_peak_bytes
+LOWEST = decide(PROFILE, resolve(Config(force_optimize=True), HARDWARE)).predicted_peak_bytes
 
 
 def with_budget(num_bytes: float, **fields: Any) -> Config:
@@ -76,37 +76,39 @@ def test_16_bits_that_are_left_to_the_mode_depend_on_the_hardware(
 
 
 def test_what_fits_is_left_alone() -> None:
-    plan = decide(PROFILE, HARDWARE, Config())
+    plan = decide(PROFILE, resolve(Config(), HARDWARE))
     assert plan.actions == ()
     assert plan.fits
     assert plan.predicted_peak_bytes == plan.baseline_peak_bytes == BASELINE
     assert plan.predicted_slowdown == 1.0
     assert "skip" in plan.summary.rule
     assert plan.summary.numbers["baseline_bytes"] == BASELINE
-    assert not needs_optimizing(CostModel(PROFILE, HARDWARE), Config())
+    assert not needs_optimizing(CostModel(PROFILE, HARDWARE), resolve(Config(), HARDWARE))
 
 
 def test_exactly_the_budget_fits_and_one_byte_less_does_not() -> None:
-    assert decide(PROFILE, HARDWARE, with_budget(BASELINE)).actions == ()
-    assert decide(PROFILE, HARDWARE, with_budget(BASELINE - 1)).actions != ()
+    assert decide(PROFILE, resolve(with_budget(BASELINE), HARDWARE)).actions == ()
+    assert decide(PROFILE, resolve(with_budget(BASELINE - 1), HARDWARE)).actions != ()
 
 
 def test_force_goes_as_low_as_it_can() -> None:
-    plan = decide(PROFILE, HARDWARE, Config(force_optimize=True))
+    plan = decide(PROFILE, resolve(Config(force_optimize=True), HARDWARE))
     assert plan.predicted_peak_bytes < BASELINE
     assert plan.predicted_slowdown > 1.0
     for num_bytes in range(LOWEST, BASELINE, 20 * MB):
-        assert decide(PROFILE, HARDWARE, with_budget(num_bytes)).predicted_peak_bytes >= plan.predicted_peak_bytes
+        assert (
+            decide(PROFILE, resolve(with_budget(num_bytes), HARDWARE)).predicted_peak_bytes >= plan.predicted_peak_bytes
+        )
 
 
 def test_force_without_techniques_does_nothing() -> None:
     config = Config(force_optimize=True, enable_checkpointing=False, enable_offloading=False)
-    assert decide(PROFILE, HARDWARE, config).actions == ()
+    assert decide(PROFILE, resolve(config, HARDWARE)).actions == ()
 
 
 def test_nothing_to_gain_by_force() -> None:
     dear = profile_of({"b": Block(keeps=10, keeps_selective=10, keeps_checkpointed=10)})
-    assert decide(dear, HARDWARE, Config(force_optimize=True, enable_offloading=False)).actions == ()
+    assert decide(dear, resolve(Config(force_optimize=True, enable_offloading=False), HARDWARE)).actions == ()
 
 
 # ---- no more than the budget needs
@@ -117,9 +119,9 @@ def test_removing_any_action_breaks_the_budget(num_blocks: int) -> None:
     profile = profile_of(num_blocks, variants=(CHECKPOINT,))
     model = CostModel(profile, HARDWARE)
     baseline = model.evaluate(Choice()).peak_bytes
-    lowest = decide(profile, HARDWARE, with_budget(1e9, force_optimize=True)).predicted_peak_bytes
+    lowest = decide(profile, resolve(with_budget(1e9, force_optimize=True), HARDWARE)).predicted_peak_bytes
     for budget in range(lowest, baseline, max(MB, (baseline - lowest) // 10)):
-        plan = decide(profile, HARDWARE, with_budget(budget))
+        plan = decide(profile, resolve(with_budget(budget), HARDWARE))
         assert plan.predicted_peak_bytes <= budget
         for index in range(len(plan.actions)):
             rest = choice_of(plan.actions[:index] + plan.actions[index + 1 :], profile)
@@ -129,7 +131,8 @@ def test_removing_any_action_breaks_the_budget(num_blocks: int) -> None:
 def test_more_pressure_treats_more_blocks() -> None:
     profile = profile_of(8, variants=(CHECKPOINT,))
     counts = [
-        len(decide(profile, HARDWARE, with_budget(BASELINE - saved * MB)).actions) for saved in (0, 1, 91, 181, 271)
+        len(decide(profile, resolve(with_budget(BASELINE - saved * MB), HARDWARE)).actions)
+        for saved in (0, 1, 91, 181, 271)
     ]
     assert counts == [0, 1, 2, 3, 4]
 
@@ -138,18 +141,18 @@ def test_the_best_bargain_comes_first() -> None:
     blocks = {"poor": Block(keeps=20), "rich": Block(keeps=300), "middling": Block(keeps=100)}
     profile = profile_of(blocks, variants=(CHECKPOINT,))
     baseline = CostModel(profile, HARDWARE).evaluate(Choice()).peak_bytes
-    plan = decide(profile, HARDWARE, with_budget(baseline - 1))
+    plan = decide(profile, resolve(with_budget(baseline - 1), HARDWARE))
     assert [action.module_fqn for action in plan.actions] == ["rich"]
 
 
 def test_selective_is_preferred_where_it_suffices() -> None:
-    plan = decide(PROFILE, HARDWARE, with_budget(BASELINE - 60 * MB))
+    plan = decide(PROFILE, resolve(with_budget(BASELINE - 60 * MB), HARDWARE))
     assert plan.actions
     assert all(isinstance(action, Checkpoint) and action.keep == ("matmul", "attention") for action in plan.actions)
 
 
 def test_actions_come_in_the_models_order_with_rule_and_numbers() -> None:
-    plan = decide(PROFILE, HARDWARE, Config(force_optimize=True, enable_offloading=False))
+    plan = decide(PROFILE, resolve(Config(force_optimize=True, enable_offloading=False), HARDWARE))
     names = [action.module_fqn for action in plan.actions]
     assert names == sorted(names)
     for action in plan.actions:
@@ -179,7 +182,9 @@ models = st.lists(blocks, min_size=1, max_size=6).map(lambda found: {f"b.{i}": b
 @given(models, st.lists(st.integers(1, 3000), min_size=2, max_size=6))
 def test_a_larger_budget_never_gives_a_slower_plan(found: dict[str, Block], budgets: list[int]) -> None:
     profile = profile_of(found)
-    plans = [decide(profile, HARDWARE, with_budget(budget * MB), raise_if_unfit=False) for budget in sorted(budgets)]
+    plans = [
+        decide(profile, resolve(with_budget(budget * MB), HARDWARE), raise_if_unfit=False) for budget in sorted(budgets)
+    ]
     for tighter, looser in itertools.pairwise(plans):
         assert looser.fits >= tighter.fits
         if tighter.fits:
@@ -190,7 +195,7 @@ def test_a_larger_budget_never_gives_a_slower_plan(found: dict[str, Block], budg
 @given(models, st.integers(1, 3000))
 def test_a_plan_that_says_it_fits_fits(found: dict[str, Block], budget: int) -> None:
     profile = profile_of(found)
-    plan = decide(profile, HARDWARE, with_budget(budget * MB), raise_if_unfit=False)
+    plan = decide(profile, resolve(with_budget(budget * MB), HARDWARE), raise_if_unfit=False)
     again = CostModel(profile, HARDWARE).evaluate(choice_of(plan.actions, profile))
     assert again.peak_bytes == plan.predicted_peak_bytes
     assert plan.fits == (plan.predicted_peak_bytes <= plan.budget_bytes)
@@ -203,7 +208,7 @@ def test_a_plan_that_says_it_fits_fits(found: dict[str, Block], budget: int) -> 
 
 def test_misfits_say_the_numbers_and_the_remedy() -> None:
     with pytest.raises(DoesNotFitError) as caught:
-        decide(PROFILE, HARDWARE, with_budget(LOWEST - 20 * MB))
+        decide(PROFILE, resolve(with_budget(LOWEST - 20 * MB), HARDWARE))
     text = str(caught.value)
     assert "budget" in text
     assert "lower the batch size from 16 to" in text
@@ -213,12 +218,12 @@ def test_misfits_say_the_numbers_and_the_remedy() -> None:
 
 def test_a_technique_that_is_off_is_named_but_not_promised() -> None:
     with pytest.raises(DoesNotFitError, match="not tried: enable_checkpointing"):
-        decide(PROFILE, HARDWARE, with_budget(BASELINE / 2, enable_checkpointing=False))
+        decide(PROFILE, resolve(with_budget(BASELINE / 2, enable_checkpointing=False), HARDWARE))
 
 
 def test_no_batch_is_small_enough_for_the_parameters() -> None:
     with pytest.raises(DoesNotFitError) as caught:
-        decide(PROFILE, HARDWARE, with_budget(10 * MB))
+        decide(PROFILE, resolve(with_budget(10 * MB), HARDWARE))
     assert "batch" not in str(caught.value)
 
 
@@ -234,7 +239,9 @@ def says_one_thing(plan: Plan) -> bool:
 def test_a_plan_that_fits_does_not_say_that_nothing_does(margin_mb: int) -> None:
     """A margin keeps every mixture out of this budget. Then the lowest is taken, which may fit all the same."""
     for budget in (LOWEST - MB, LOWEST, LOWEST + 50 * MB, BASELINE - MB):
-        plan = decide(PROFILE, HARDWARE, with_budget(budget), margin_bytes=margin_mb * MB, raise_if_unfit=False)
+        plan = decide(
+            PROFILE, resolve(with_budget(budget), HARDWARE), margin_bytes=margin_mb * MB, raise_if_unfit=False
+        )
         assert says_one_thing(plan)
         for peak in (budget - MB, budget + MB):
             assert says_one_thing(confirmed(plan, peak, fits=peak <= budget))
@@ -242,9 +249,9 @@ def test_a_plan_that_fits_does_not_say_that_nothing_does(margin_mb: int) -> None
 
 def test_what_was_rehearsed_counts_with_what_that_showed() -> None:
     budget = with_budget(LOWEST + 50 * MB)
-    first = decide(PROFILE, HARDWARE, budget)
+    first = decide(PROFILE, resolve(budget, HARDWARE))
     shown = {choice_of(first.actions, PROFILE): first.budget_bytes + MB}
-    second = decide(PROFILE, HARDWARE, budget, rehearsed=shown)
+    second = decide(PROFILE, resolve(budget, HARDWARE), rehearsed=shown)
     assert second.actions != first.actions
     assert second.fits
 
@@ -253,7 +260,7 @@ def test_a_step_that_was_traced_as_a_whole_needs_no_margin() -> None:
     """What fits is not refused because mixtures were found to be above the peak model."""
     whole = Choice(tuple((layer.module_fqn, CHECKPOINT) for layer in PROFILE.layers if layer.is_block))
     peak = CostModel(PROFILE, HARDWARE).evaluate(whole).peak_bytes
-    plan = decide(PROFILE, HARDWARE, with_budget(peak), margin_bytes=100 * MB, raise_if_unfit=False)
+    plan = decide(PROFILE, resolve(with_budget(peak), HARDWARE), margin_bytes=100 * MB, raise_if_unfit=False)
     assert plan.fits
     assert {type(action) for action in plan.actions} == {Checkpoint}
     assert len(plan.actions) == 8
@@ -261,21 +268,24 @@ def test_a_step_that_was_traced_as_a_whole_needs_no_margin() -> None:
 
 def test_a_margin_is_kept() -> None:
     budget = BASELINE - 1 * MB
-    close = decide(PROFILE, HARDWARE, with_budget(budget))
-    safer = decide(PROFILE, HARDWARE, with_budget(budget), margin_bytes=100 * MB)
+    close = decide(PROFILE, resolve(with_budget(budget), HARDWARE))
+    safer = decide(PROFILE, resolve(with_budget(budget), HARDWARE), margin_bytes=100 * MB)
     assert safer.predicted_peak_bytes <= budget - 100 * MB < close.predicted_peak_bytes <= budget
 
 
 def test_a_margin_of_what_travels_is_not_that_of_other_plans() -> None:
     """Blocks whose activations wait elsewhere were seen above the peak model: plans without them lose nothing by it."""
     model, config = CostModel(PROFILE, HARDWARE), with_budget(BASELINE - 1 * MB)
-    close = decide_on(model, config)
+    close = decide_on(model, resolve(config, model.hardware))
     offloaded = Choice((("blocks.0", OFFLOAD), ("blocks.1", CHECKPOINT)))
     assert suspects_of(offloaded) == {OFFLOAD}
-    assert decide_on(model, config, margins={suspects_of(offloaded): 100 * MB}).actions == close.actions
+    assert (
+        decide_on(model, resolve(config, model.hardware), margins={suspects_of(offloaded): 100 * MB}).actions
+        == close.actions
+    )
     checkpointed = suspects_of(choice_of(close.actions, PROFILE))
     assert CHECKPOINT in checkpointed or SELECTIVE in checkpointed
-    safer = decide_on(model, config, margins={checkpointed: 100 * MB})
+    safer = decide_on(model, resolve(config, model.hardware), margins={checkpointed: 100 * MB})
     assert safer.predicted_peak_bytes <= BASELINE - 101 * MB < close.predicted_peak_bytes
 
 
@@ -287,10 +297,11 @@ import sys
 sys.modules["torch"] = None
 from memscale import Config
 from memscale._decide import decide
+from memscale._decide.eligible import resolve
 from tests.profiles import hardware_of, profile_of
 for budget in (0.5, 0.7, 0.9, 50.0):
     config = Config(memory_budget_gb=budget, force_optimize=budget == 50.0)
-    sys.stdout.write(decide(profile_of(6), hardware_of(), config, raise_if_unfit=False).to_json())
+    sys.stdout.write(decide(profile_of(6), resolve(config, hardware_of()), raise_if_unfit=False).to_json())
 """
 
 
@@ -343,7 +354,7 @@ def _root() -> str:
 def test_inputs_are_not_changed() -> None:
     profile, config = profile_of(4), Config(force_optimize=True)
     before = (profile.to_json(), dataclasses.replace(config))
-    decide(profile, HARDWARE, config)
+    decide(profile, resolve(config, HARDWARE))
     assert (profile.to_json(), config) == before
 
 
@@ -357,17 +368,18 @@ def test_the_row_that_holds_a_tiled_head_says_so(head_fqn: str) -> None:
     profile = with_tiled_head(profile_of(2), blocks, {128: 5, 512: 20})
     assert profile.head is not None
     profile = dataclasses.replace(profile, head=dataclasses.replace(profile.head, module_fqn=head_fqn))
-    plan = decide(profile, HARDWARE, Config(mode="aggressive", force_optimize=True, enable_offloading=False))
+    plan = decide(profile, resolve(Config(mode="aggressive", force_optimize=True, enable_offloading=False), HARDWARE))
     assert [action.module_fqn for action in plan.actions if isinstance(action, TileHead)] == [head_fqn]
     assert [row.module_fqn for row in plan.rows if "tile the head" in row.techniques] == ["head"]
 
 
 def test_what_a_plan_holds_above_live_bytes_binds_plans_of_its_kind_alone() -> None:
-    model, config, held = CostModel(PROFILE, HARDWARE), with_budget((BASELINE + LOWEST) / 2), (BASELINE - LOWEST) // 4
-    bound, free = decide_on(model, config, reserve_bytes=held), decide_on(model, config)
+    model, held = CostModel(PROFILE, HARDWARE), (BASELINE - LOWEST) // 4
+    eligible = resolve(with_budget((BASELINE + LOWEST) / 2), HARDWARE)
+    bound, free = decide_on(model, eligible, reserve_bytes=held), decide_on(model, eligible)
     assert bound.predicted_slowdown > free.predicted_slowdown
     kind, other = kind_of(Choice()), kind_of(Choice(run=RunOptions(loss_by_rows=True)))
-    assert decide_on(model, config, reserve_bytes=held, reserves={kind: -held}).actions == free.actions
-    assert decide_on(model, config, reserve_bytes=held, reserves={other: -held}).actions == bound.actions
+    assert decide_on(model, eligible, reserve_bytes=held, reserves={kind: -held}).actions == free.actions
+    assert decide_on(model, eligible, reserve_bytes=held, reserves={other: -held}).actions == bound.actions
     in_the_step = Choice(run=RunOptions(steps_in_buckets=True, offloads_optimizer=0.5))
     assert kind_of(in_the_step) == kind

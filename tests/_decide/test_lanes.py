@@ -31,12 +31,12 @@ def planner_of(overlaps: bool | None = None) -> Planner:
 
 def times_of(actions: tuple[Action, ...], overlaps: bool) -> StepTimes:
     planner = planner_of(overlaps)
-    return step_times(planner, actions, planner.job.config)
+    return step_times(planner, actions, planner.job.eligible)
 
 
 def test_a_plain_step_adds_up_to_what_is_predicted() -> None:
     planner = planner_of()
-    times = step_times(planner, (), planner.job.config)
+    times = step_times(planner, (), planner.job.eligible)
     assert times.total_ms == pytest.approx(planner.cost_model().evaluate(Choice()).step_ms)
     assert times.moved_bytes("link in") == times.moved_bytes("link out") == 0
     assert {span.phase for span in times.spans} == {"forward", "backward", "optimizer"}
@@ -72,7 +72,7 @@ def test_a_plan_adds_up_about(steps_on_device: bool) -> None:
     actions: tuple[Action, ...] = (*EVERY, StepOnDevice(1 << 20)) if steps_on_device else EVERY
     times = times_of(actions, overlaps=False)
     planner = planner_of(False)
-    planner.look_into_everything(planner.job.config)
+    planner.look_into_everything(planner.job.eligible)
     predicted = planner.cost_model().evaluate(choice_of(actions, planner.profile)).step_ms
     assert times.total_ms == pytest.approx(predicted, rel=0.1)
     assert any(span.lane == "link in" and span.phase == "optimizer" for span in times.spans) == steps_on_device
@@ -81,7 +81,7 @@ def test_a_plan_adds_up_about(steps_on_device: bool) -> None:
 def test_state_travels_in_the_optimizer_step() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
     planner = Planner(Job(model, Config(), CARD, "adamw"), Inputs((torch.randn(2, 512),), {}))
-    times = step_times(planner, (OffloadOptimizer(1 << 20),), planner.job.config)
+    times = step_times(planner, (OffloadOptimizer(1 << 20),), planner.job.eligible)
     moved = [span for span in times.spans if span.lane == "link in"]
     assert {span.phase for span in moved} == {"optimizer"}
     assert sum(span.num_bytes or 0 for span in moved) == pytest.approx(planner.profile.optimizer.state_bytes, rel=0.01)
@@ -94,7 +94,7 @@ def test_activations_that_wait_elsewhere_travel(overlaps: bool) -> None:
         Job(small(), Config(async_offload=overlaps), CARD, "adamw"), Inputs((features(0, 1 << 16, WIDTH),), {})
     )
     actions = (OffloadActivations("blocks.1"), OffloadActivations("blocks.2"))
-    times = step_times(planner, actions, planner.job.config)
+    times = step_times(planner, actions, planner.job.eligible)
     assert {span.module_fqn for span in times.spans if span.lane == "link out"} == {"blocks.1", "blocks.2"}
     assert times.moved_bytes("link out") > 0
     assert overlaps or times.moved_bytes("link in") == times.moved_bytes("link out")

@@ -29,7 +29,7 @@ BASELINE = CostModel(PROFILE, HARDWARE).evaluate(Choice()).peak_bytes
 def plan_within(num_bytes: float, profile: Profile = PROFILE, **fields: bool) -> Plan:
     """With transfers that block: whoever waits for nothing has a front of few points."""
     config = Config(memory_budget_gb=num_bytes / 1e9, async_offload=False, **fields)  # type: ignore[arg-type]
-    return decide(profile, HARDWARE, config, raise_if_unfit=False)
+    return decide(profile, resolve(config, HARDWARE), raise_if_unfit=False)
 
 
 blocks = st.builds(
@@ -100,7 +100,9 @@ def test_what_fits_as_it_is_says_that_nothing_else_was_looked_into() -> None:
     plan = plan_within(2 * BASELINE)
     assert [point.what for point in plan.front] == ["nothing"]
     assert "nothing else was looked into" in plan.explain()
-    front = full_front(CostModel(PROFILE, HARDWARE), Config(memory_budget_gb=2 * BASELINE / 1e9), plan)
+    front = full_front(
+        CostModel(PROFILE, HARDWARE), resolve(Config(memory_budget_gb=2 * BASELINE / 1e9), HARDWARE), plan
+    )
     assert front[0].is_chosen
     assert len(front) > 5
 
@@ -115,7 +117,7 @@ def test_what_is_not_exact_is_offered_only_below_what_is() -> None:
     quantized = dataclasses.replace(PROFILE.optimizer, state_bytes=PROFILE.optimizer.state_bytes // 4)
     profile = dataclasses.replace(PROFILE, eight_bit_optimizer=quantized)
     config = Config(mode="aggressive", enable_offloading=False, force_optimize=True)
-    plan = decide(profile, HARDWARE, config)
+    plan = decide(profile, resolve(config, HARDWARE))
     assert not plan.front[-1].is_exact
     exact = [point.peak_bytes for point in plan.front if point.is_exact]
     assert exact
@@ -127,7 +129,7 @@ def test_by_force_an_exact_plan_is_taken_where_a_lossy_one_gains_nothing() -> No
     """State that is on the host need not be small."""
     faster = dataclasses.replace(PROFILE.optimizer, moved_bytes=0)
     profile = dataclasses.replace(PROFILE, eight_bit_optimizer=faster)
-    plan = decide(profile, HARDWARE, Config(mode="aggressive", force_optimize=True))
+    plan = decide(profile, resolve(Config(mode="aggressive", force_optimize=True), HARDWARE))
     assert next(point for point in plan.front if point.is_chosen).is_exact
 
 
@@ -151,7 +153,7 @@ def test_tiles_inside_blocks_are_shown_with_their_numbers() -> None:
     profile = full_profile(found, inside=INSIDE)
     profile = dataclasses.replace(profile, variants={**profile.variants, **variants})
     config = Config(mode="aggressive", force_optimize=True, enable_offloading=False, use_8bit_optimizer=False)
-    plan = decide(profile, HARDWARE, config)
+    plan = decide(profile, resolve(config, HARDWARE))
     actions = [action for action in plan.actions if isinstance(action, TileAttention | TileMlp)]
     assert len(actions) == 3
     assert all(action.reason.numbers["frees_bytes"] > 0 for action in actions)  # type: ignore[operator]

@@ -12,9 +12,9 @@ import torch
 import memscale
 from memscale import Config, ConfigError, DoesNotFitError, OptimizationMode, Plan, _json
 from memscale._config import SWITCHES
-from memscale._decide.budget import Budget, full_budget
-from memscale._decide.eligible import resolve
-from memscale._decide.policy import Situation, choose_strategy, learned, rules
+from memscale._decide.budget import Budget
+from memscale._decide.eligible import Eligible, resolve
+from memscale._decide.policy import Situation, Strategy, choose_strategy, learned, rules
 from memscale._decide.policy.features import LEARNED_SWITCHES, features_of
 from memscale._decide.policy.strategies import SHORTLISTS, STRATEGIES
 from memscale._decide.policy.trees import Forest, Tree
@@ -27,13 +27,22 @@ from tests.models import Chain, TwoLinears
 from tests.profiles import MB, full_profile, hardware_of, profile_of
 
 pytestmark = pytest.mark.unit
-BASELINE = Situation(profile_of(), hardware_of(), full_budget(hardware_of(), Config())).baseline.peak_bytes
+BASELINE = Situation(profile_of(), resolve(Config(), hardware_of())).baseline.peak_bytes
 
 
-def situation_at(pressure: float, **changes: Any) -> Situation:
-    hardware = hardware_of(**changes)
-    budget = full_budget(hardware, Config(memory_budget_gb=BASELINE / pressure / 1e9))
-    return Situation(profile_of(), hardware, budget)
+def situation_at(pressure: float, config: Config | None = None, **changes: Any) -> Situation:
+    """A plain step that is so far above the budget, whatever budget the config names."""
+    eligible = resolve(config or Config(), hardware_of(**changes))
+    return Situation(profile_of(), with_budget(eligible, device_bytes=round(BASELINE / pressure)))
+
+
+def with_budget(eligible: Eligible, **sizes: int) -> Eligible:
+    return dataclasses.replace(eligible, budget=dataclasses.replace(eligible.budget, **sizes))
+
+
+def chosen_at(pressure: float, config: Config, **changes: Any) -> Strategy:
+    situation = situation_at(pressure, config, **changes)
+    return choose_strategy(situation.eligible, situation.profile)
 
 
 def always(odds: int) -> Forest:
@@ -41,7 +50,7 @@ def always(odds: int) -> Forest:
 
 
 def artifact_of(forests: dict[str, Forest]) -> learned.Artifact:
-    names = tuple(features_of(situation_at(2.0), Config()))
+    names = tuple(features_of(situation_at(2.0)))
     return learned.Artifact(learned.FORMAT, names, forests, 900_000, "0" * 64, "nothing").sealed()
 
 
@@ -68,7 +77,7 @@ def written(artifact: learned.Artifact) -> str:
 
 def test_the_users_own_config() -> None:
     config = Config(mode=OptimizationMode.CONSERVATIVE)
-    strategy = choose_strategy(config, situation_at(2.0))
+    strategy = chosen_at(2.0, config)
     assert strategy.config is config
     assert (strategy.source, strategy.reason, strategy.wider) == ("user_config", None, None)
 
@@ -88,7 +97,7 @@ def test_other_values_of_auto_policy_are_refused(value: Any) -> None:
      (2.99, "aggressive"), (9.0, "aggressive")],
 )  # fmt: skip
 def test_the_rule_table(pressure: float, mode: str) -> None:
-    strategy = choose_strategy(Config(auto_policy="rule"), situation_at(pressure))
+    strategy = chosen_at(pressure, Config(auto_policy="rule"))
     assert strategy.source == "rule"
     assert strategy.config.mode.value == mode
     assert strategy.reason is not None
@@ -106,7 +115,7 @@ def test_what_the_user_set_by_name_stays() -> None:
         auto_policy="rule", use_8bit_optimizer=False, enable_offloading=True, memory_budget_gb=1.0, device="cpu"
     )
     before = dataclasses.asdict(config)
-    far, near = (choose_strategy(config, situation_at(pressure)).config for pressure in (2.0, 0.5))
+    far, near = (chosen_at(pressure, config).config for pressure in (2.0, 0.5))
     assert (far.use_8bit_optimizer, far.enable_tiling, near.enable_offloading) == (False, True, True)
     assert far.asks_for("enable_offloading")
     assert not far.asks_for("enable_tiling"), "a policy's wish is not the user's"
@@ -116,7 +125,7 @@ def test_what_the_user_set_by_name_stays() -> None:
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_16_bits_are_eligible_where_the_planned_hardware_is_fast_in_them(is_fast: bool) -> None:
-    strategy = choose_strategy(Config(auto_policy="rule"), situation_at(2.0, has_fast_16bit=is_fast))
+    strategy = chosen_at(2.0, Config(auto_policy="rule"), has_fast_16bit=is_fast)
     assert strategy.config.use_mixed_precision is is_fast
 
 
@@ -127,22 +136,23 @@ LIKELY, UNLIKELY = always(5_000_000), always(-5_000_000)
 
 def test_the_shortest_list_that_is_likely_enough_is_taken(artifact_at: Any) -> None:
     artifact_at(written(artifact_of({"checkpoints": always(899_999), "no streaming": always(900_000)})))
-    strategy = choose_strategy(Config(auto_policy=True), situation_at(2.0))
+    strategy = chosen_at(2.0, Config(auto_policy=True))
     assert (strategy.source, strategy.config.mode) == ("ml", OptimizationMode.BALANCED)
     assert strategy.reason is not None
     assert strategy.reason.numbers["strategy"] == "no streaming"
-    assert strategy.wider == STRATEGIES["aggressive"].under(Config(auto_policy=True), hardware_of())
-    assert choose_strategy(Config(auto_policy="learned"), situation_at(2.0)).reason == strategy.reason
+    widest = STRATEGIES["aggressive"].under(resolve(Config(auto_policy=True), hardware_of()))
+    assert strategy.wider is not None
+    assert (strategy.wider, strategy.wider.config) == (widest, widest.config)
+    assert chosen_at(2.0, Config(auto_policy="learned")).reason == strategy.reason
 
 
 def test_nothing_likely_means_everything_is_eligible(artifact_at: Any) -> None:
     artifact_at(written(artifact_of({"checkpoints": always(800_000), "no streaming": UNLIKELY})))
-    strategy = choose_strategy(Config(auto_policy=True), situation_at(1.2))
+    strategy = chosen_at(1.2, Config(auto_policy=True))
     assert (strategy.source, strategy.config.mode, strategy.wider) == ("ml", OptimizationMode.AGGRESSIVE, None)
 
 
 def test_a_short_list_says_what_is_rehearsed() -> None:
-    hardware = hardware_of()
     for name, treatments, num_ways in (
         ("selective checkpoints", {SELECTIVE}, 1),
         ("head tiles", set(), 1),
@@ -150,21 +160,22 @@ def test_a_short_list_says_what_is_rehearsed() -> None:
         ("checkpoints, streaming", {CHECKPOINT, STREAM}, 1),
         ("everything exact", set(TREATMENTS) - {KEEP, Treatment("selective", offloads=True)}, 1),
     ):
-        eligible = resolve(SHORTLISTS[name].under(Config(), hardware), hardware)
+        eligible = SHORTLISTS[name].under(resolve(Config(), hardware_of()))
         assert {t for t in TREATMENTS if t != KEEP and eligible.allows(t)} == treatments, name
         assert len(eligible.travels) == num_ways
         assert not any(technique.is_dear or not technique.is_exact for technique in eligible.techniques)
         assert any(t.name == "head tiling" for t in eligible.techniques) == (
             "tiles" in name or name == "everything exact"
         )
-    own = SHORTLISTS["no streaming"].under(Config(async_offload=False, enable_tiling=True), hardware)
+    said = resolve(Config(async_offload=False, enable_tiling=True), hardware_of())
+    own = SHORTLISTS["no streaming"].under(said).config
     assert (own.async_offload, own.enable_tiling) == (False, True), "what the user has said stays"
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"format": 2}', "{broken", "[" * 100_000, "1" * 1_000_001])
 def test_without_a_readable_artifact_the_rules_decide(text: str | None, artifact_at: Any) -> None:
     artifact_at(text)
-    strategy = choose_strategy(Config(auto_policy=True), situation_at(1.2))
+    strategy = chosen_at(1.2, Config(auto_policy=True))
     assert (strategy.source, strategy.config.mode) == ("rule_fallback", OptimizationMode.BALANCED)
     assert strategy.reason is not None
     assert "policy.json" in strategy.reason.rule
@@ -180,18 +191,18 @@ def test_an_artifact_of_other_features_or_versions_or_a_damaged_one_is_not_used(
     ):
         learned.load.cache_clear()
         artifact_at(written(bad))
-        assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "rule_fallback"
+        assert chosen_at(1.2, Config(auto_policy=True)).source == "rule_fallback"
     learned.load.cache_clear()
     artifact_at(written(good).replace("5000000", "5000000.0"))
-    assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "rule_fallback", "integers only"
+    assert chosen_at(1.2, Config(auto_policy=True)).source == "rule_fallback", "integers only"
 
 
 @pytest.mark.parametrize("wish", ["force_optimize", "use_mixed_precision", "use_8bit_optimizer"])
 def test_what_was_not_learned_is_left_to_the_rules(wish: str, artifact_at: Any) -> None:
     artifact_at(written(artifact_of({"checkpoints": LIKELY})))
-    assert choose_strategy(Config(auto_policy=True), situation_at(1.2)).source == "ml"
+    assert chosen_at(1.2, Config(auto_policy=True)).source == "ml"
     config = Config(auto_policy=True).replace(**{wish: True})
-    assert choose_strategy(config, situation_at(1.2)).source == "rule_fallback"
+    assert chosen_at(1.2, config).source == "rule_fallback"
 
 
 def test_the_policy_of_the_package_is_the_one_of_the_document() -> None:
@@ -202,13 +213,19 @@ def test_the_policy_of_the_package_is_the_one_of_the_document() -> None:
     assert learned.ARTIFACT.stat().st_size < 200_000
     for pressure in (1.1, 2.0, 5.0):
         for auto in (True, "learned"):
-            assert choose_strategy(Config(auto_policy=auto), situation_at(pressure)).source == "ml"
+            assert chosen_at(pressure, Config(auto_policy=auto)).source == "ml"
+
+
+def bounded(**wishes: Any) -> Eligible:
+    """What is eligible on the tests' card, under budgets of three sizes."""
+    budget = Budget(200 * MB, 300 * MB, 400 * MB)
+    return dataclasses.replace(resolve(Config(**wishes), hardware_of()), budget=budget)
 
 
 def test_the_choice_is_made_in_integers() -> None:
     """So that the same inputs give the same choice on every machine."""
-    situation = Situation(full_profile(4), hardware_of(), Budget(200 * MB, 300 * MB, 400 * MB))
-    assert all(type(value) is int for value in features_of(situation, Config()).values())
+    situation = Situation(full_profile(4), bounded())
+    assert all(type(value) is int for value in features_of(situation).values())
     artifact = learned.load(learned.ARTIFACT)
     assert type(artifact.threshold) is int
     assert all(type(f.odds((0,) * len(artifact.features))) is int for f in artifact.forests.values())
@@ -223,7 +240,7 @@ def test_kept_plans_know_the_policy_that_they_rest_on(artifact_at: Any) -> None:
 
 
 def can(config: Config | None = None, **changes: Any) -> set[str]:
-    features = features_of(situation_at(2.0, **changes), config or Config())
+    features = features_of(situation_at(2.0, config, **changes))
     return {name for name, value in features.items() if name in LEARNED_SWITCHES and value}
 
 
@@ -274,13 +291,14 @@ def doubled(data: Any, name: str = "") -> Any:
 
 def test_features_have_no_unit() -> None:
     """A model twice as large, on a card twice as large and fast, under a budget twice as large: the same case."""
-    once = Situation(full_profile(4), hardware_of(), Budget(200 * MB, 300 * MB, 400 * MB))
-    twice = Situation(
-        *(_json.decode(type(part), doubled(_json.encode(part))) for part in (once.profile, once.hardware, once.budget))
+    once = Situation(full_profile(4), bounded())
+    profile, hardware, budget = (
+        _json.decode(type(part), doubled(_json.encode(part))) for part in (once.profile, once.hardware, once.budget)
     )
+    twice = Situation(profile, dataclasses.replace(resolve(Config(), hardware), budget=budget))
     assert twice.baseline.peak_bytes == 2 * once.baseline.peak_bytes
-    assert features_of(once, Config()) == features_of(twice, Config())
-    assert features_of(once, Config(enable_tiling=False)) != features_of(once, Config())
+    assert features_of(once) == features_of(twice)
+    assert features_of(Situation(once.profile, bounded(enable_tiling=False))) != features_of(once)
 
 
 # ---- through the pipeline

@@ -20,6 +20,7 @@ from memscale import Config, Hardware, OptimizationMode
 from memscale._decide import decide, decide_on
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
 from memscale._plan import MixedPrecision, Plan, QuantizeOptimizer
 from memscale._planning import Planner
@@ -39,7 +40,7 @@ def profile_of(name: str, mode: OptimizationMode) -> Profile:
     """With all that the mode allows looked into."""
     entry = case(name)
     planner = Planner(Job(entry.build(), Config(device="cpu"), CARD), Inputs.from_sample(entry.batch(0)))
-    planner.look_into_everything(Config(mode=mode))
+    planner.look_into_everything(planner.job.eligible.under(Config(mode=mode)))
     return planner.profile
 
 
@@ -50,7 +51,8 @@ def model_of(name: str, mode: OptimizationMode) -> CostModel:
 
 
 def plan_at(name: str, mode: OptimizationMode, budget_bytes: int) -> Plan:
-    return decide_on(model_of(name, mode), Config(mode=mode, memory_budget_gb=budget_bytes / 1e9))
+    model = model_of(name, mode)
+    return decide_on(model, resolve(Config(mode=mode, memory_budget_gb=budget_bytes / 1e9), model.hardware))
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turns(NAMES, MODES))
@@ -135,7 +137,7 @@ def shaped_profile(name: str) -> Profile:
     build, batch = SHAPES[name]
     config = Config(device="cpu")
     planner = Planner(Job(build(), config, CARD_OF[name]), Inputs.from_sample(batch))
-    planner.look_into_everything(config)
+    planner.look_into_everything(planner.job.eligible.under(config))
     return planner.profile
 
 
@@ -158,13 +160,16 @@ def test_the_lowest_peak_is_found_and_does_not_depend_on_times(name: str) -> Non
     lowest = min(all_peaks(CostModel(profile, card), RunOptions()))
     for hardware in (card, faster):
         model = CostModel(profile, hardware)
-        assert decide_on(model, plain).predicted_peak_bytes == lowest
+        assert decide_on(model, resolve(plain, model.hardware)).predicted_peak_bytes == lowest
         within = Config(memory_budget_gb=lowest / 1e9, enable_offloading=False)
-        fitting = decide_on(model, within)
+        fitting = decide_on(model, resolve(within, model.hardware))
         assert fitting.fits
         assert fitting.predicted_peak_bytes <= lowest
-        assert not decide_on(model, within.replace(memory_budget_gb=(lowest - 1) / 1e9)).fits
-    both = [decide(profile, hardware, Config(force_optimize=True)).predicted_peak_bytes for hardware in (card, faster)]
+        assert not decide_on(model, resolve(within.replace(memory_budget_gb=(lowest - 1) / 1e9), model.hardware)).fits
+    both = [
+        decide(profile, resolve(Config(force_optimize=True), hardware)).predicted_peak_bytes
+        for hardware in (card, faster)
+    ]
     assert both[0] == both[1] <= lowest
 
 
@@ -173,17 +178,18 @@ def test_a_deep_encoder_and_decoder_fit_what_they_can() -> None:
     """Blocks of the one are treated alike and mostly left out of a rehearsal; those of the other are not."""
     config = Config(mode="conservative", force_optimize=True)
     planner = Planner(Job(t5(10), config, CARD), Inputs.from_sample(TEXT))
-    lowest = planner.plan(choose_strategy(config))
+    lowest = planner.plan(choose_strategy(planner.job.eligible.under(config)))
     modelled = min(point.peak_bytes for point in lowest.front)
     assert lowest.predicted_peak_bytes == pytest.approx(modelled, rel=0.02)
     within = Config(mode="conservative", memory_budget_gb=1.02 * lowest.predicted_peak_bytes / 1e9)
-    assert planner.plan(choose_strategy(within)).fits
+    assert planner.plan(choose_strategy(planner.job.eligible.under(within))).fits
 
 
 @pytest.mark.parametrize(("name", "known"), [("mlp", OptimizationMode.AGGRESSIVE), ("gpt2", OptimizationMode.BALANCED)])
 def test_what_fits_as_it_is_is_left_alone_in_every_mode(name: str, known: OptimizationMode) -> None:
     for mode in MODES:
-        plan = decide_on(model_of(name, known), Config(mode=mode, memory_budget_gb=1000.0))
+        model = model_of(name, known)
+        plan = decide_on(model, resolve(Config(mode=mode, memory_budget_gb=1000.0), model.hardware))
         assert plan.actions == ()
         assert plan.predicted_slowdown == 1.0
 

@@ -169,7 +169,7 @@ def test_no_shape_is_slower_with_a_larger_budget(seed: int, shape: str, shares: 
     top = model.evaluate(Choice()).peak_bytes
 
     def plan_in(budget_bytes: float) -> Plan:
-        return decide_on(model, Config(memory_budget_gb=budget_bytes / 1e9))
+        return decide_on(model, resolve(Config(memory_budget_gb=budget_bytes / 1e9), model.hardware))
 
     plans = [plan_in(share * top) for share in sorted(shares)]
     for tighter, looser in itertools.pairwise(plans):
@@ -177,7 +177,7 @@ def test_no_shape_is_slower_with_a_larger_budget(seed: int, shape: str, shares: 
             assert looser.fits
             assert looser.predicted_slowdown <= tighter.predicted_slowdown
     assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans if plan.fits)
-    lowest = decide_on(model, Config(force_optimize=True)).predicted_peak_bytes
+    lowest = decide_on(model, resolve(Config(force_optimize=True), model.hardware)).predicted_peak_bytes
     assert plan_in(lowest).fits
     assert not plan_in(lowest - 1).fits
 
@@ -244,7 +244,9 @@ def test_what_is_offered_is_what_the_model_says(found: dict[str, Block], counts_
 @given(models(max_size=16), st.lists(st.integers(50, 4000), min_size=2, max_size=5))
 def test_a_larger_budget_is_never_slower_and_is_kept(found: dict[str, Block], budgets: list[int]) -> None:
     model = CostModel(full_profile(found), hardware_of(link_bytes_per_s=1e9))
-    plans = [decide_on(model, Config(memory_budget_gb=budget / 1e3)) for budget in sorted(budgets)]
+    plans = [
+        decide_on(model, resolve(Config(memory_budget_gb=budget / 1e3), model.hardware)) for budget in sorted(budgets)
+    ]
     for tighter, looser in itertools.pairwise(plans):
         if tighter.fits:
             assert looser.fits
@@ -279,10 +281,10 @@ def test_a_small_host_is_respected() -> None:
     hardware = hardware_of(link_bytes_per_s=1e9)
     for host_gb in (0.001, 0.05, 0.2, 1.0):
         config = Config(force_optimize=True, max_cpu_offload_gb=host_gb)
-        plan = decide(profile, hardware, config, raise_if_unfit=False)
+        plan = decide(profile, resolve(config, hardware), raise_if_unfit=False)
         assert plan.host_bytes + plan.movable_bytes <= host_gb * 1e9
-    roomy = decide(profile, hardware, Config(force_optimize=True))
-    tight = decide(profile, hardware, Config(force_optimize=True, max_cpu_offload_gb=0.05))
+    roomy = decide(profile, resolve(Config(force_optimize=True), hardware))
+    tight = decide(profile, resolve(Config(force_optimize=True, max_cpu_offload_gb=0.05), hardware))
     assert roomy.predicted_peak_bytes < tight.predicted_peak_bytes
 
 
@@ -300,7 +302,7 @@ TILING_ONLY = Config(
 def rows_within(budget_bytes: float) -> int:
     """The rows that are chosen; 0: the head is not tiled."""
     config = TILING_ONLY.replace(memory_budget_gb=budget_bytes / 1e9)
-    plan = decide(TILED, hardware_of(), config, raise_if_unfit=False)
+    plan = decide(TILED, resolve(config, hardware_of()), raise_if_unfit=False)
     assert not plan.fits or plan.predicted_peak_bytes <= budget_bytes
     return next((action.rows for action in plan.actions if isinstance(action, TileHead)), 0)
 
@@ -319,7 +321,7 @@ def test_the_largest_tile_that_fits() -> None:
 
 
 def test_force_takes_the_smallest_tile_that_gains() -> None:
-    plan = decide(TILED, hardware_of(), TILING_ONLY.replace(force_optimize=True))
+    plan = decide(TILED, resolve(TILING_ONLY.replace(force_optimize=True), hardware_of()))
     assert [action.rows for action in plan.actions if isinstance(action, TileHead)] == [128]
     assert plan.predicted_peak_bytes == peak_with(128)
 
@@ -341,4 +343,4 @@ def test_a_run_that_was_not_traced_is_not_considered() -> None:
     runs = (RunOptions(), RunOptions(streams_rest=True))
     found = search(model, runs, model.treatments, counts_waiting=False)
     assert {candidate.choice.run for candidate in found} == {RunOptions()}
-    assert decide(profile, hardware_of(), Config(force_optimize=True)).actions
+    assert decide(profile, resolve(Config(force_optimize=True), hardware_of())).actions

@@ -128,8 +128,8 @@ def test_the_search_finds_plans_that_recompute_less() -> None:
     """Within three quarters of the plain peak there is a plan that takes no longer than the plain step."""
     model = model_of(12)
     config = Config(memory_budget_gb=0.75 * model.evaluate(Choice()).peak_bytes / 1e9)
-    plan = decide_on(model, config)
-    before = decide_on(CostModel(model.profile, model.hardware, overlaps=True), config)
+    plan = decide_on(model, resolve(config, model.hardware))
+    before = decide_on(CostModel(model.profile, model.hardware, overlaps=True), resolve(config, model.hardware))
     assert plan.fits
     assert plan.predicted_slowdown < before.predicted_slowdown - 0.01
     assert any(type(action).__name__ == "OffloadActivations" for action in plan.actions)
@@ -139,7 +139,10 @@ def test_a_larger_budget_is_never_slower_and_no_plan_is_below_the_bound() -> Non
     model = CostModel(full_profile({f"b{i}": BLOCK for i in range(10)}), hardware_of(link_directions=2), overlaps=True)
     model = CostModel(model.profile, model.hardware, overlaps=True, window_bytes=SIZE * MB)
     top = model.evaluate(Choice()).peak_bytes
-    plans = [decide_on(model, Config(memory_budget_gb=share * top / 100 / 1e9)) for share in range(30, 101, 5)]
+    plans = [
+        decide_on(model, resolve(Config(memory_budget_gb=share * top / 100 / 1e9), model.hardware))
+        for share in range(30, 101, 5)
+    ]
     times = [plan.predicted_slowdown for plan in plans if plan.fits]
     assert times == sorted(times, reverse=True)
     assert all(plan.least_slowdown is None or plan.least_slowdown <= plan.predicted_slowdown for plan in plans)

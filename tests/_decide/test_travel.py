@@ -48,7 +48,7 @@ def test_where_nothing_travels_there_is_nothing_to_choose() -> None:
 
 def test_a_config_with_a_way_said_in_it_is_otherwise_the_same() -> None:
     """Also where a policy has chosen a mode, whose techniques the user has not asked for by name."""
-    config = STRATEGIES["aggressive"].under(Config(enable_checkpointing=False), CARD)
+    config = STRATEGIES["aggressive"].under(resolve(Config(enable_checkpointing=False), CARD)).config
     said = Travel(False, OWN).said_in(config)
     assert travels(said, CARD) == (Travel(False, OWN),)
     assert said.enable_tiling

@@ -35,12 +35,14 @@ def batch_of(size: int, length: int = 32) -> Inputs:
 
 def lowest(inputs: Inputs) -> tuple[Planner, Plan]:
     planner = Planner(Job(encoder(), CONSERVATIVE, HARDWARE), inputs)
-    return planner, planner.plan(choose_strategy(CONSERVATIVE.replace(force_optimize=True)))
+    return planner, planner.plan(choose_strategy(planner.job.eligible.under(CONSERVATIVE.replace(force_optimize=True))))
 
 
 def too_tight(planner: Planner) -> Config:
     """Room for what does not depend on the batch, and none for anything else."""
-    return CONSERVATIVE.replace(memory_budget_gb=advice._least_bytes(planner, CONSERVATIVE) / 1e9)
+    return CONSERVATIVE.replace(
+        memory_budget_gb=advice._least_bytes(planner, planner.job.eligible.under(CONSERVATIVE)) / 1e9
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,9 @@ def test_a_batch_is_named_that_fits_and_what_was_tried(small: tuple[int, int], s
 
 def test_a_shorter_sequence_is_named_where_no_batch_fits(small: tuple[int, int]) -> None:
     planner, plan = lowest(batch_of(1, 256))
-    found = advice.find_smaller(planner, CONSERVATIVE.replace(memory_budget_gb=small[1] * 1.01 / 1e9), plan)
+    found = advice.find_smaller(
+        planner, planner.job.eligible.under(CONSERVATIVE.replace(memory_budget_gb=small[1] * 1.01 / 1e9)), plan
+    )
     assert found is not None
     assert found.remedy.startswith("lower the sequence length from 256 to ")
     assert found.tried.startswith("sequence length 128, ")
@@ -83,7 +87,7 @@ def test_a_shorter_sequence_is_named_where_no_batch_fits(small: tuple[int, int])
 
 def test_where_nothing_fits_no_more_is_tried_than_the_bound(sizes_rehearsed: list[int]) -> None:
     planner, plan = lowest(batch_of(64))
-    found = advice.find_smaller(planner, too_tight(planner), plan)
+    found = advice.find_smaller(planner, planner.job.eligible.under(too_tight(planner)), plan)
     assert found is not None
     assert found.remedy == ""
     assert found.tried.startswith("batch size 32, ")
@@ -98,17 +102,17 @@ def test_long_steps_are_tried_less_often_and_the_longest_not_at_all(
     num_operators = sum(segment.num_launches for segment in planner.profile.plain.segments)
     config = too_tight(planner)
     monkeypatch.setattr(advice, "MAX_OPERATORS", 5 * num_operators)
-    assert advice.find_smaller(planner, config, plan) is not None
+    assert advice.find_smaller(planner, planner.job.eligible.under(config), plan) is not None
     assert len(sizes_rehearsed) == 2
     monkeypatch.setattr(advice, "MAX_OPERATORS", num_operators)
-    assert advice.find_smaller(planner, config, plan) is None
+    assert advice.find_smaller(planner, planner.job.eligible.under(config), plan) is None
     assert len(sizes_rehearsed) == 2
 
 
 def test_no_size_is_tried_where_parameters_and_their_company_do_not_fit(sizes_rehearsed: list[int]) -> None:
     planner, _ = lowest(batch_of(64))
     parameter_bytes = sum(round_up(parameter.nbytes, 512) for parameter in planner.model.parameters())
-    least_bytes = advice._least_bytes(planner, CONSERVATIVE)
+    least_bytes = advice._least_bytes(planner, planner.job.eligible.under(CONSERVATIVE))
     assert least_bytes == 4 * parameter_bytes  # with gradients and AdamW's state
     config = CONSERVATIVE.replace(memory_budget_gb=0.9 * least_bytes / 1e9)
     with pytest.raises(DoesNotFitError, match="no smaller batch fits") as caught:
@@ -120,31 +124,31 @@ def test_no_size_is_tried_where_parameters_and_their_company_do_not_fit(sizes_re
 
 def test_what_a_step_takes_at_least_is_no_more_than_the_smallest_batch_takes(small: tuple[int, int]) -> None:
     planner, _ = lowest(batch_of(64))
-    assert 0 < advice._least_bytes(planner, CONSERVATIVE) < small[1]
+    assert 0 < advice._least_bytes(planner, planner.job.eligible.under(CONSERVATIVE)) < small[1]
 
 
 @pytest.mark.parametrize("config", [Config(use_8bit_optimizer=True), Config(step_in_backward=True)])
 def test_where_state_or_gradients_could_be_less_nothing_is_ruled_out(config: Config) -> None:
     planner, _ = lowest(batch_of(64))
-    assert advice._least_bytes(planner, config.replace(mode="conservative")) == 0
+    assert advice._least_bytes(planner, planner.job.eligible.under(config.replace(mode="conservative"))) == 0
 
 
 def test_where_state_could_wait_elsewhere_nothing_is_ruled_out(tmp_path: pathlib.Path) -> None:
     planner, _ = lowest(batch_of(64))
-    assert advice._least_bytes(planner, Config(offload_dir=tmp_path)) == 0
+    assert advice._least_bytes(planner, planner.job.eligible.under(Config(offload_dir=tmp_path))) == 0
 
 
 def test_on_a_card_the_size_is_found_by_what_is_reserved_not_by_what_is_live() -> None:
     card = Hardware.from_name("RTX 3090")
     inputs = batch_of(2048)
     planner = Planner(Job(encoder(), CONSERVATIVE, card), inputs)
-    plan = planner.plan(choose_strategy(CONSERVATIVE.replace(force_optimize=True)))
+    plan = planner.plan(choose_strategy(planner.job.eligible.under(CONSERVATIVE.replace(force_optimize=True))))
     reserved_bytes = plan.predicted_reserved_bytes
     assert reserved_bytes is not None
     budget = int(0.9 * reserved_bytes)
     assert plan.predicted_peak_bytes < budget  # by live bytes alone this batch fits
     config = CONSERVATIVE.replace(memory_budget_gb=budget / 1e9)
-    found = advice.find_smaller(planner, config, plan)
+    found = advice.find_smaller(planner, planner.job.eligible.under(config), plan)
     assert found is not None
     assert found.batch_size is not None
     assert found.batch_size > 1.4 * 1024

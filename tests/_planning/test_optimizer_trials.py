@@ -272,10 +272,10 @@ def test_a_class_in_8_bits_that_cannot_be_split_is_never_offloaded(monkeypatch: 
     planner = Planner(
         Job(model, config, Hardware.from_name("RTX 3090"), optimizer, replacement=eight_bit), Inputs((x,), {})
     )
-    planner.look_into_everything(config)
+    planner.look_into_everything(planner.job.eligible.under(config))
     assert planner.profile.optimizer.offloaded_step_bytes is not None
     assert planner.profile.eight_bit_optimizer.offloaded_step_bytes is None
-    plan = planner.plan(Strategy(config, "rules"))
+    plan = planner.plan(Strategy(planner.job.eligible.under(config), "rules"))
     kinds = {type(action) for action in plan.actions}
     assert not {OffloadOptimizer, QuantizeOptimizer} <= kinds
 

@@ -37,7 +37,7 @@ def study_of() -> Planner:
 def test_inputs_that_wait_elsewhere_are_freed_by_the_blocks_that_sent_them() -> None:
     """Their caller lets go of them after the block, between the layers."""
     planner = study_of()
-    planner._try_simple(CONFIG)
+    planner._try_simple(planner.job.eligible.under(CONFIG))
     model = CostModel(planner.profile, planner.hardware)
     for treatment in (CHECKPOINT, CHECKPOINT_OFFLOAD, STREAM, STREAM_OFFLOAD, OFFLOAD):
         choice = Choice(tuple((fqn, treatment) for fqn in model.blocks))
@@ -102,7 +102,8 @@ def test_blocks_are_found_once_and_a_cost_model_is_built_once_a_profile(monkeypa
 
 
 def test_the_lowest_plan_lets_inputs_of_recomputed_blocks_wait_elsewhere() -> None:
-    plan = study_of().plan(choose_strategy(CONFIG))
+    planner = study_of()
+    plan = planner.plan(choose_strategy(planner.job.eligible.under(CONFIG)))
     offloaded = [action for action in plan.actions if type(action).__name__ == "OffloadActivations"]
     assert len(offloaded) >= DEPTH - 3
     assert plan.predicted_peak_bytes < (DEPTH + 4) * BOUNDARY_BYTES
@@ -116,7 +117,8 @@ def test_16_bits_that_are_left_to_the_mode_are_those_of_the_card_and_not_of_this
         planner = Planner(
             Job(model, config, dataclasses.replace(card, has_fast_16bit=is_fast, supports_bf16=True)), inputs
         )
-        front = planner.full_front(choose_strategy(config), planner.plan(choose_strategy(config)))
+        strategy = choose_strategy(planner.job.eligible)
+        front = planner.full_front(strategy, planner.plan(strategy))
         assert any(key.precision == "bfloat16" for key in planner.profile.variants) is is_fast
         assert all(point.is_exact for point in front) is not is_fast
 
@@ -142,7 +144,7 @@ def test_tiles_inside_blocks_are_tried_only_where_blocks_hold_the_peak() -> None
         with torch.device("meta"):
             model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=vocabulary)).train()
         planner = Planner(Job(model, config, Hardware.from_name("T4")), derive_inputs(model, 4, 512))
-        planner.plan(choose_strategy(config))
+        planner.plan(choose_strategy(planner.job.eligible))
         assert planner.tiles.inside
         tried[name] = any(key.num_tiles for key in planner.profile.variants)
     assert tried == {"blocks": True, "head": False}
@@ -155,12 +157,11 @@ def test_another_card_gets_the_plan_that_it_would_get_alone() -> None:
     inputs = derive_inputs(model, 8, 256)
     assert inputs is not None
     first = Planner(Job(model, Config(memory_budget_gb=0.25), Hardware.from_name("RTX A6000")), inputs)
-    strategy = choose_strategy(first.job.config)
-    first.plan(strategy)
+    first.plan(choose_strategy(first.job.eligible))
     for card in ("RTX 3070", "RTX 4080"):
         shared = first.on(Hardware.from_name(card))
         alone = Planner(Job(model, first.job.config, shared.hardware), inputs)
-        num_tried = len(first.stage.tried)
+        strategy, num_tried = choose_strategy(shared.job.eligible), len(first.stage.tried)
         assert shared.plan(strategy) == alone.plan(strategy)
         assert shared.plan(strategy).actions
         assert len(shared.stage.tried) == num_tried

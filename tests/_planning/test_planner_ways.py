@@ -36,7 +36,8 @@ def planner_of(config: Config, hardware: Hardware = CARD) -> Planner:
 
 def plan_of(hardware: Hardware = CARD, **fields: Any) -> Plan:
     config = config_of(**fields)
-    return planner_of(config, hardware).plan(choose_strategy(config))
+    planner = planner_of(config, hardware)
+    return planner.plan(choose_strategy(planner.job.eligible))
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def test_of_equally_low_peaks_the_overlapped_one_is_taken() -> None:
 def test_the_other_way_is_not_rehearsed_where_it_cannot_be_better() -> None:
     config = config_of(memory_budget_gb=0.85 * lowest(True).baseline_peak_bytes / 1e9)
     planner = planner_of(config)
-    assert planner.plan(choose_strategy(config)).fits
+    assert planner.plan(choose_strategy(planner.job.eligible.under(config))).fits
     assert not planner._others
 
 
@@ -120,7 +121,7 @@ def test_where_blocking_is_faster_it_is_taken() -> None:
 def test_neither_is_looked_into_where_the_model_fits() -> None:
     config = config_of()
     planner = planner_of(config)
-    plan = planner.plan(choose_strategy(config))
+    plan = planner.plan(choose_strategy(planner.job.eligible.under(config)))
     assert not plan.actions
     assert not lines(plan)
     assert not planner._others
@@ -151,7 +152,7 @@ def test_no_plan_is_lower_by_more_than_what_can_be_on_its_way() -> None:
     travel, blocking = travels(overlapped.job.config, CARD)
     other = overlapped.by(blocking)
     for planner in (overlapped, other):
-        planner.look_into_everything(config_of())
+        planner.look_into_everything(planner.job.eligible.under(config_of()))
     models = overlapped.cost_model(), other.cost_model()
     spare_bytes = most_in_flight_bytes(models[0], travel)
     assert most_in_flight_bytes(models[1], blocking) == 0

@@ -118,7 +118,7 @@ def with_and_without(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[tu
         if not is_on:
             monkeypatch.setattr("memscale._planning.stage.open_shallow", lambda *_: None)
         planner = Planner(Job(Deep(10), config, Hardware.from_name("T4")), INPUTS)
-        found.append((planner.plan(choose_strategy(config)), planner.profile))
+        found.append((planner.plan(choose_strategy(planner.job.eligible.under(config))), planner.profile))
     return found
 
 

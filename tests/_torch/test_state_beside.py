@@ -7,6 +7,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import queue
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -81,6 +82,7 @@ ORDERED = type("Ordered", (collections.OrderedDict,), {})(calls=0)
 DERIVED_LIST = DerivedList()
 USERS: collections.UserDict[str, int] = collections.UserDict(calls=0)
 CHAINED = collections.ChainMap({"calls": 0})
+QUEUE: queue.Queue[int] = queue.Queue()
 BYTES = bytearray(1)
 ARRAY = array.array("d", [0.0])
 
@@ -104,6 +106,21 @@ def in_containers() -> float:
     NESTED["calls"].append(len(NESTED["calls"]))
     SEEN.add(len(SEEN))
     return COUNTS["calls"] + len(NESTED["calls"]) + len(SEEN)
+
+
+def in_a_queue() -> float:
+    QUEUE.put(QUEUE.qsize())
+    return QUEUE.qsize() + QUEUE.unfinished_tasks
+
+
+@functools.cache
+def remembered() -> list[int]:
+    return []
+
+
+def in_a_remembered_list() -> float:
+    remembered().append(1)
+    return len(remembered())
 
 
 def in_slots() -> float:
@@ -183,6 +200,8 @@ WAYS: dict[str, Callable[[], float]] = {
         in_global,
         in_class,
         in_containers,
+        in_a_queue,
+        in_a_remembered_list,
         in_slots,
         in_derived_containers,
         in_library_containers,

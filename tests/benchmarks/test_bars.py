@@ -11,11 +11,12 @@ from memscale import Config, OptimizationMode
 from memscale._decide import decide
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from tests.profiles import MB, full_profile, hardware_of
 
 
 def test_a_row_says_budget_time_bar_and_bound() -> None:
-    plan = decide(full_profile(4), hardware_of(), Config(memory_budget_gb=0.4, enable_logging=False))
+    plan = decide(full_profile(4), resolve(Config(memory_budget_gb=0.4, enable_logging=False), hardware_of()))
     row = bars.Row(dataclasses.replace(bars.BARS[1], most=1.5), plan, plain_ms=100.0, optimizer_ms=30.0, early_ms=4.0)
     assert plan.least_slowdown is not None
     found = dict(zip(bars.HEADER, bars.cells(row), strict=True))
@@ -32,7 +33,7 @@ def test_state_that_comes_early_saves_what_there_is_room_for() -> None:
     """A link of 100 MB/s: what is left of the budget in the step, but no more than the step's transfers."""
     model = CostModel(full_profile(4), hardware_of(), overlaps=True)
     choice = Choice(run=RunOptions(offloads_optimizer=1.0))
-    plan = decide(model.profile, model.hardware, Config(memory_budget_gb=1.0, enable_logging=False))
+    plan = decide(model.profile, resolve(Config(memory_budget_gb=1.0, enable_logging=False), model.hardware))
     within = dataclasses.replace(plan, budget_bytes=model.bytes_in_step(choice) + 2 * MB)
     assert bars.early_ms(model, choice, within, step_ms=5000.0) == pytest.approx(20)
     assert bars.early_ms(model, choice, dataclasses.replace(within, budget_bytes=MB), step_ms=5000.0) == 0

@@ -21,6 +21,7 @@ from memscale import Config
 from memscale._decide import decide
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import learned
 from memscale._decide.policy.strategies import SHORTLISTS, STRATEGIES, WIDEST
 from memscale._hardware import Hardware
@@ -114,8 +115,8 @@ def test_the_truth_is_what_stage_2_does(monkeypatch: pytest.MonkeyPatch) -> None
     for case in quick_cases()[:9]:
         budget_gb = baseline / case.pressure / 1e9
         for name in ("checkpoints", "head tiles", "no streaming"):
-            config = SHORTLISTS[name].under(Config(memory_budget_gb=budget_gb), hardware)
-            plan = decide(profile, hardware, config, raise_if_unfit=False)
+            eligible = SHORTLISTS[name].under(resolve(Config(memory_budget_gb=budget_gb), hardware))
+            plan = decide(profile, eligible, raise_if_unfit=False)
             assert plan.fits == case.verdicts[name].fits
 
 

@@ -173,6 +173,22 @@ def test_a_cell_says_what_is_not_known() -> None:
     assert (none.best, none.is_final) == (None, True)
 
 
+def test_a_cell_without_figures_says_why_and_has_a_command() -> None:
+    log = Log().with_answer(answer(LARGE, fits=True))
+    log = log.with_answer(Answer(Question("RTX 3070", "qwen2.5-0.5b", "full"), 1, False, error="it has no inputs"))
+    text = page.markdown(log)
+    assert "| 10 GB | GPT-2 | gpt2-medium or larger, as a smaller card trains it: not planned for yet |" in text
+    assert "| 48 GB | Llama | not planned for yet |" in text
+    assert "| 8 GB | Qwen | not known: it has no inputs |" in text
+    assert "| 48 GB | FLUX | none: weights and moments alone exceed card and host |" in text
+    assert "memscale table --log docs/results/what_fits.json --card 48 --family Llama --kind full\n" in text
+    no_plan = page.markdown(Log().with_answer(answer(SMALL, fits=False)))
+    assert "| 8 GB | GPT-2 | none: no plan fits |" in no_plan
+    num_cells = len(CARDS) * len(FAMILIES) * 2
+    assert text.count("\nmemscale ") == num_cells, "a command each"
+    assert f"7 of {num_cells} cells have their answer" in text, "FLUX in full on six cards, and GPT-2 Medium on one"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=full)])
 def test_a_cell_is_reproduced_by_its_command(kind: Kind, tmp_path: pathlib.Path) -> None:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -28,7 +29,18 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
 )
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import memscale
 from memscale._execute.executor import executor_of
@@ -121,6 +133,27 @@ def grpo(directory: pathlib.Path) -> GRPOTrainer:
     )
 
 
+def preferences(directory: pathlib.Path, kind: str) -> Trainer:
+    """Trainers whose data are answers that are better than others. Two of them run a second model beside."""
+    told = texts()["text"]
+    rows = [
+        {"prompt": "w1", "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(told[::2], told[1::2], strict=True)
+    ]
+    options = {**OPTIONS, "output_dir": str(directory), "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+    common = {"processing_class": tokenizer()}
+    if kind == "dpo":
+        data = Dataset.from_list(rows)
+        return DPOTrainer(llama(), ref_model=llama(), args=DPOConfig(**options), train_dataset=data, **common)
+    if kind == "kto":
+        answers = [{"prompt": "w1", "completion": f" {a}", "label": n % 2 == 0} for n, a in enumerate(told)]
+        data = Dataset.from_list(answers)
+        return KTOTrainer(llama(), ref_model=llama(), args=KTOConfig(**options), train_dataset=data, **common)
+    torch.manual_seed(1)
+    scorer = LlamaForSequenceClassification(LlamaConfig(**{**llama().config.to_dict(), "num_labels": 1}))
+    data = Dataset.from_list([{"chosen": row["chosen"], "rejected": row["rejected"]} for row in rows])
+    return RewardTrainer(scorer, RewardConfig(**options), train_dataset=data, **common)
+
+
 class Generating(Seq2SeqTrainer):
     """Remembers what it generated in its evaluations."""
 
@@ -190,6 +223,17 @@ def test_the_same_training_of_sft(tmp_path, packing):
     for mine, their in zip(ours.state.log_history, plain.state.log_history, strict=True):
         assert mine.get("entropy") == their.get("entropy")
         assert mine.get("mean_token_accuracy") == their.get("mean_token_accuracy")
+    memscale.detach(ours)
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("reward", marks=full), pytest.param("kto", marks=full)])
+def test_the_same_training_on_preferences(tmp_path, kind):
+    plain = preferences(tmp_path, kind)
+    plain.train()
+    ours = wrap(preferences(tmp_path, kind))
+    ours.train()
+    assert_same_training(ours, plain)
+    assert actions_of(ours, Checkpoint)
     memscale.detach(ours)
 
 

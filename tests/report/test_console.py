@@ -16,13 +16,14 @@ import torch
 import memscale
 from memscale import Config, ConfigError
 from memscale._decide import decide
+from memscale._decide.eligible import resolve
 from memscale.report import console
 from tests.models import Mlp
 from tests.profiles import hardware_of, profile_of
 
 pytestmark = pytest.mark.unit
 LOGGER = logging.getLogger("memscale")
-PLAN = decide(profile_of(4), hardware_of(), Config(force_optimize=True))
+PLAN = decide(profile_of(4), resolve(Config(force_optimize=True), hardware_of()))
 
 
 @contextlib.contextmanager
@@ -107,7 +108,7 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_lists_are_shortened() -> None:
-    many = decide(profile_of(60), hardware_of(), Config())
+    many = decide(profile_of(60), resolve(Config(), hardware_of()))
     rows = console.shortened(many.rows)
     assert len(rows) < len(many.rows)
     assert rows[0] == many.rows[0]

@@ -46,7 +46,7 @@ def report(planned: tuple[Planner, Plan]) -> Report:
         plan,
         step_memory(planner, (), config),
         step_memory(planner, plan.actions, config, plan.allocator),
-        times=step_times(planner, plan.actions, config),
+        times=step_times(planner, plan.actions, planner.job.eligible.under(config)),
     )
 
 

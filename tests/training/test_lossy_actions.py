@@ -13,6 +13,7 @@ from torch import nn
 import memscale
 from memscale import Config, Plan
 from memscale._decide import decide
+from memscale._decide.eligible import resolve
 from memscale._execute.executor import execute, executor_of
 from memscale._plan import Checkpoint, MixedPrecision, QuantizeOptimizer
 from memscale._planning import attaching
@@ -31,7 +32,7 @@ def names(plan: Plan) -> list[str]:
 
 
 def test_what_is_asked_for_by_name_is_done_even_if_the_model_fits() -> None:
-    plan = decide(PROFILE, HARDWARE, Config(use_mixed_precision=True, use_8bit_optimizer=True))
+    plan = decide(PROFILE, resolve(Config(use_mixed_precision=True, use_8bit_optimizer=True), HARDWARE))
     assert "skip" in plan.summary.rule
     assert names(plan) == ["MixedPrecision", "QuantizeOptimizer"]
     assert plan.actions[0] == MixedPrecision("bfloat16", plan.actions[0].reason)
@@ -41,15 +42,15 @@ def test_what_is_asked_for_by_name_is_done_even_if_the_model_fits() -> None:
 
 def test_a_mode_gives_lossy_techniques_only_under_pressure() -> None:
     mode = Config(mode="aggressive", device="cpu")
-    assert decide(PROFILE, HARDWARE, mode).actions == ()
+    assert decide(PROFILE, resolve(mode, HARDWARE)).actions == ()
     smaller = dataclasses.replace(PROFILE.optimizer, state_bytes=PROFILE.optimizer.state_bytes // 4)
     profile = dataclasses.replace(PROFILE, eight_bit_optimizer=smaller)
-    assert "QuantizeOptimizer" in names(decide(profile, HARDWARE, mode.replace(force_optimize=True)))
+    assert "QuantizeOptimizer" in names(decide(profile, resolve(mode.replace(force_optimize=True), HARDWARE)))
 
 
 @pytest.mark.parametrize("name", ["use_mixed_precision", "use_8bit_optimizer"])
 def test_an_explicit_no_wins_over_the_mode(name: str) -> None:
-    plan = decide(PROFILE, HARDWARE, Config(mode="aggressive", force_optimize=True, **{name: False}))
+    plan = decide(PROFILE, resolve(Config(mode="aggressive", force_optimize=True, **{name: False}), HARDWARE))
     assert {"use_mixed_precision": "MixedPrecision", "use_8bit_optimizer": "QuantizeOptimizer"}[name] not in names(plan)
 
 
@@ -59,7 +60,7 @@ def test_an_explicit_no_wins_over_the_mode(name: str) -> None:
 )
 def test_the_dtype_is_the_best_that_the_hardware_has(bf16: bool, fp16: bool, fast: bool, dtype: str | None) -> None:
     hardware = hardware_of(supports_bf16=bf16, supports_fp16=fp16, has_fast_16bit=fast)
-    plan = decide(PROFILE, hardware, Config(use_mixed_precision=True))
+    plan = decide(PROFILE, resolve(Config(use_mixed_precision=True), hardware))
     assert [action.dtype for action in plan.actions if isinstance(action, MixedPrecision)] == ([dtype] if dtype else [])
 
 
@@ -164,6 +165,6 @@ def test_without_fp16_there_is_no_loss_scale_to_save() -> None:
 def test_hardware_without_fast_16_bit_math_is_named_once() -> None:
     slow = hardware_of(supports_bf16=False, supports_fp16=True, has_fast_16bit=False)
     with pytest.warns(UserWarning, match="test card has no fast 16-bit math, so the model stays in full precision"):
-        attaching._warn_of_slow_math(Config(use_mixed_precision=True), slow)
-    attaching._warn_of_slow_math(Config(), slow)
-    attaching._warn_of_slow_math(Config(use_mixed_precision=True), hardware_of())
+        attaching._warn_of_slow_math(resolve(Config(use_mixed_precision=True), slow))
+    attaching._warn_of_slow_math(resolve(Config(), slow))
+    attaching._warn_of_slow_math(resolve(Config(use_mixed_precision=True), hardware_of()))

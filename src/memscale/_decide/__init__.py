@@ -11,18 +11,16 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memscale._config import Config
-from memscale._decide.budget import Budget, Held, budget_bytes, full_budget
+from memscale._decide.budget import Budget, Held
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import Eligible, resolve
+from memscale._decide.eligible import Eligible
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
 from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, time_key, unbeaten, undominated
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
 from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
-from memscale._hardware import Hardware
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
 from memscale._profile import OFFLOAD, Profile, Treatment
 from memscale.techniques.technique import Technique
@@ -33,19 +31,19 @@ DISPROVED = "the fastest that the peak model lets fit, and its rehearsal does no
 NOTHING_ELSE = "it fits as it is, so nothing else was looked into; force_optimize=True does"
 
 
-def needs_optimizing(model: CostModel, config: Config, reserve_bytes: int = 0) -> bool:
+def needs_optimizing(model: CostModel, eligible: Eligible, reserve_bytes: int = 0) -> bool:
     """The smart skip: a model that already fits is left alone, unless the user insists.
 
     `reserve_bytes` is what the allocator holds above what is live.
     """
     baseline = model.evaluate(Choice())
-    return config.force_optimize or baseline.peak_bytes + reserve_bytes > budget_bytes(model.hardware, config)
+    is_too_high = baseline.peak_bytes + reserve_bytes > eligible.budget.device_bytes
+    return eligible.config.force_optimize or is_too_high
 
 
 def decide(
     profile: Profile,
-    hardware: Hardware,
-    config: Config,
+    eligible: Eligible,
     decision_source: DecisionSource = "user_config",
     *,
     margin_bytes: int = 0,
@@ -53,24 +51,24 @@ def decide(
     rehearsed: Mapping[Choice, int] | None = None,
     raise_if_unfit: bool = True,
 ) -> Plan:
-    """The plan for this profile on this hardware under this config; `DoesNotFitError` when there is none."""
-    model = CostModel(profile, hardware, overlaps=resolve(config, hardware).overlaps)
+    """The plan for this profile with what is eligible; `DoesNotFitError` when there is none."""
+    model = CostModel(profile, eligible.hardware, overlaps=eligible.overlaps)
     plan = decide_on(
         model,
-        config,
+        eligible,
         decision_source,
         margin_bytes=margin_bytes,
         reserve_bytes=reserve_bytes,
         rehearsed=rehearsed,
     )
     if raise_if_unfit and not plan.fits:
-        raise misfit(profile, plan, config)
+        raise misfit(profile, plan, eligible.config)
     return plan
 
 
 def decide_on(
     model: CostModel,
-    config: Config,
+    eligible: Eligible,
     decision_source: DecisionSource = "user_config",
     *,
     margin_bytes: int = 0,
@@ -86,10 +84,9 @@ def decide_on(
     count with the peaks that this showed. `reserve_bytes` is what the allocator is expected to hold above what is live:
     a budget bounds both together; `reserves` are how much more than that, or less, it holds for some kinds.
     """
-    eligible, profile = resolve(config, model.hardware), model.profile
     budget = dataclasses.replace(eligible.budget, device_bytes=max(0, eligible.budget.device_bytes - reserve_bytes))
     baseline = model.evaluate(Choice())
-    if not needs_optimizing(model, config, reserve_bytes):
+    if not needs_optimizing(model, eligible, reserve_bytes):
         numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": eligible.budget.device_bytes}
         skipped = Choice(run=_as_asked(model, eligible))
         chosen, summary = Candidate(skipped, model.evaluate(skipped)), Reason("smart skip: fits as it is", {**numbers})
@@ -97,13 +94,13 @@ def decide_on(
     else:
         candidates, note = find_candidates(model, baseline, eligible), ""
         expected = _Expected(model, margin_bytes, margins or {}, reserves or {}, _by_blocks(rehearsed or {}))
-        chosen, summary = _choose(candidates, baseline, budget, config, expected)
+        chosen, summary = _choose(candidates, baseline, budget, eligible, expected)
         fits = budget.admits(expected.of(chosen).outcome)
-    front = pareto_front(_placeable(candidates, budget), baseline, chosen, profile)
+    front = pareto_front(_placeable(candidates, budget), baseline, chosen, model.profile)
     shown_bytes = eligible.budget.device_bytes
-    plan = write_plan(model, config, decision_source, baseline, chosen, shown_bytes, fits, summary, front, note)
+    plan = write_plan(model, eligible, decision_source, baseline, chosen, shown_bytes, fits, summary, front, note)
     if chosen.choice == Choice(run=_as_asked(model, eligible)):
-        plan = dataclasses.replace(plan, actions=(*plan.actions, *asked_for(model, config, eligible)))
+        plan = dataclasses.replace(plan, actions=(*plan.actions, *asked_for(model, eligible)))
     return plan
 
 
@@ -117,15 +114,15 @@ def _as_asked(model: CostModel, eligible: Eligible) -> RunOptions:
     return RunOptions(**asked)
 
 
-def plan_as_it_is(profile: Profile, hardware: Hardware, config: Config, actions: tuple[Action, ...], rule: str) -> Plan:
+def plan_as_it_is(profile: Profile, eligible: Eligible, actions: tuple[Action, ...], rule: str) -> Plan:
     """The plan that does just this, whatever else there would be; `plan.fits` says whether it may."""
-    model = CostModel(profile, hardware, overlaps=resolve(config, hardware).overlaps)
+    model = CostModel(profile, eligible.hardware, overlaps=eligible.overlaps)
     choice, baseline = choice_of(actions, profile), model.evaluate(Choice())
-    budget, outcome = full_budget(hardware, config), model.evaluate(choice)
+    budget, outcome = eligible.budget, model.evaluate(choice)
     numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
     return write_plan(
         model,
-        config,
+        eligible,
         "user_config",
         baseline,
         Candidate(choice, outcome),
@@ -221,20 +218,20 @@ def _by_blocks(peaks: Mapping[Choice, int]) -> dict[_Blocks, int]:
 
 
 def _choose(
-    candidates: list[Candidate], baseline: Outcome, budget: Budget, config: Config, expected: _Expected
+    candidates: list[Candidate], baseline: Outcome, budget: Budget, eligible: Eligible, expected: _Expected
 ) -> tuple[Candidate, Reason]:
     """One of the candidates. Its rule does not say that it does not fit: whether it does, its rehearsal tells."""
     placeable = _placeable(candidates, budget)
     numbers: dict[str, int | float | str] = {
         "baseline_bytes": baseline.peak_bytes,
-        "budget_bytes": budget_bytes(expected.model.hardware, config),
+        "budget_bytes": eligible.budget.device_bytes,
         "candidates": len(candidates),
     }
 
     def lowest(candidate: Candidate) -> tuple[float, ...]:
         return by_peak(expected.of(candidate))
 
-    if config.force_optimize:
+    if eligible.config.force_optimize:
         return min(placeable, key=lowest), Reason(FORCED, numbers)
     fitting = [c for c in placeable if budget.admits(expected.of(c).outcome)]
     if not fitting:
@@ -260,10 +257,9 @@ def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
     return [c for c in candidates if anywhere.admits(c.outcome)]
 
 
-def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint, ...]:
+def full_front(model: CostModel, eligible: Eligible, plan: Plan) -> tuple[FrontPoint, ...]:
     """The front of everything that was profiled, where a plan may carry less; the plan's own point is marked."""
-    eligible, profile = resolve(config, model.hardware), model.profile
-    baseline = model.evaluate(Choice())
+    profile, baseline = model.profile, model.evaluate(Choice())
     candidates = _placeable(find_candidates(model, baseline, eligible), eligible.budget)
     wanted = choice_of(plan.actions, profile)
     chosen = next((c for c in candidates if _key(c.choice) == _key(wanted)), None)
@@ -271,7 +267,7 @@ def full_front(model: CostModel, config: Config, plan: Plan) -> tuple[FrontPoint
 
 
 def may_be_faster_blocking(
-    model: CostModel, config: Config, plan: Plan, *, spare_bytes: int, reserve_bytes: int
+    model: CostModel, eligible: Eligible, plan: Plan, *, spare_bytes: int, reserve_bytes: int
 ) -> bool:
     """Whether a plan whose transfers block could be faster than this one, whose transfers overlap.
 
@@ -279,7 +275,7 @@ def may_be_faster_blocking(
     `spare_bytes` is how much lower the peak of the same choice may be then, which is no more than what waits elsewhere
     can take on its way there and back. What sends nothing away is the same plan either way.
     """
-    blocking, eligible = CostModel(model.profile, model.hardware), resolve(config, model.hardware)
+    blocking = CostModel(model.profile, model.hardware)
     baseline, is_exact = blocking.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
     limit = plan.predicted_slowdown
 

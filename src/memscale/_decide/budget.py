@@ -44,10 +44,6 @@ class Held:
     def on(cls, hardware: Hardware, allocated_bytes: int, reserved_bytes: int, use: AllocatorUse | None = None) -> Held:
         return cls(allocated_bytes, reserved_bytes, reserved_bytes + hardware.held_bytes, use)
 
-    def fits(self, hardware: Hardware, config: Config) -> bool:
-        """Reserved is within the budget, and the total within the card."""
-        return self.reserved_bytes <= budget_bytes(hardware, config) and self.total_bytes <= hardware.total_bytes
-
     def written_in(self, plan: Plan) -> Plan:
         return dataclasses.replace(
             plan,

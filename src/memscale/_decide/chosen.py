@@ -8,7 +8,7 @@ from typing import Any
 from memscale._config import Config
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import resolve
+from memscale._decide.eligible import Eligible
 from memscale._plan import Reason
 from memscale._profile import KEEP
 
@@ -18,7 +18,7 @@ class Chosen:
     """A choice with what it was made by: what the rule of a technique sees."""
 
     model: CostModel
-    config: Config
+    eligible: Eligible
     choice: Choice
 
     def part(self, **without: Any) -> dict[str, int | float | str]:
@@ -45,10 +45,10 @@ class Chosen:
 
     @property
     def steps_on_host_allowed(self) -> bool:
-        return resolve(self.config, self.model.hardware).host_step
+        return self.eligible.host_step
 
     def reason_of_lossy(self, switch: str, numbers: dict[str, int | float | str]) -> Reason:
-        return lossy_reason(self.config, switch, numbers)
+        return lossy_reason(self.eligible.config, switch, numbers)
 
 
 def lossy_reason(config: Config, switch: str, numbers: dict[str, int | float | str]) -> Reason:

@@ -16,7 +16,6 @@ from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide.choice import RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._hardware import Hardware
-from memscale._plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,14 +41,6 @@ def travels(config: Config, hardware: Hardware) -> tuple[Travel, ...]:
         return (Travel(config.async_offload, transfers),)
     blocking = Travel(False, transfers)
     return (Travel(True, transfers), blocking) if hardware.has_streams else (blocking,)
-
-
-def travel_of(plan: Plan, config: Config, hardware: Hardware) -> Travel:
-    """The way that a plan was made for."""
-    if plan.conditions is None:
-        return travels(config, hardware)[0]
-    transfers = config.async_config or AsyncOffloadConfig()
-    return Travel(plan.conditions.async_offload, dataclasses.replace(transfers, **plan.conditions.transfers))
 
 
 def wider(model: CostModel, travel: Travel, config: Config) -> Travel | None:

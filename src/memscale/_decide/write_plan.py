@@ -8,15 +8,12 @@ from collections.abc import Iterator
 
 from memscale._config import Config
 from memscale._decide.bound import least_ms
-from memscale._decide.budget import full_budget
 from memscale._decide.choice import Choice, Outcome, actions_of, block_actions
 from memscale._decide.chosen import Chosen, lossy_reason
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import Eligible, resolve
+from memscale._decide.eligible import Eligible
 from memscale._decide.pareto import slowdown
 from memscale._decide.search import Candidate
-from memscale._decide.travel import travels
-from memscale._hardware import Hardware
 from memscale._plan import Action, Conditions, DecisionSource, FrontPoint, LayerAction, LayerRow, Plan, Reason
 from memscale._profile import Layer, Treatment
 from memscale.report.explain import words_of_block
@@ -40,7 +37,7 @@ _SPEEDS = (
 
 def write_plan(
     model: CostModel,
-    config: Config,
+    eligible: Eligible,
     decision_source: DecisionSource,
     baseline: Outcome,
     chosen: Candidate,
@@ -50,10 +47,10 @@ def write_plan(
     front: tuple[FrontPoint, ...] = (),
     front_note: str = "",
 ) -> Plan:
-    profile, outcome = model.profile, chosen.outcome
-    host_bytes, movable_bytes = _waiting(model, config, chosen)
+    profile, outcome, config = model.profile, chosen.outcome, eligible.config
+    host_bytes, movable_bytes = _waiting(model, eligible, chosen)
     return Plan(
-        actions=tuple(_actions(model, config, chosen.choice)),
+        actions=tuple(_actions(model, eligible, chosen.choice)),
         baseline_peak_bytes=baseline.peak_bytes,
         predicted_peak_bytes=outcome.peak_bytes,
         predicted_slowdown=slowdown(chosen, baseline),
@@ -68,29 +65,29 @@ def write_plan(
         model_class=profile.model_class,
         inputs=tuple(f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs),
         summary=summary,
-        rows=tuple(_row(model, config, layer, chosen.choice) for layer in profile.layers),
+        rows=tuple(_row(model, eligible, layer, chosen.choice) for layer in profile.layers),
         host_bytes=host_bytes,
         movable_bytes=movable_bytes,
         front=front,
         front_note=front_note,
-        conditions=conditions_of(config, model.hardware),
+        conditions=conditions_of(eligible),
         loop_bytes=profile.loop_bytes,
-        least_slowdown=_least_slowdown(model, config, baseline, _bounded_bytes(config, budget_bytes, outcome)),
+        least_slowdown=_least_slowdown(model, eligible, baseline, _bounded_bytes(config, budget_bytes, outcome)),
         baseline_step_ms=round(baseline.step_ms, 3) or None,
     )
 
 
-def _waiting(model: CostModel, config: Config, chosen: Candidate) -> tuple[int, int]:
+def _waiting(model: CostModel, eligible: Eligible, chosen: Candidate) -> tuple[int, int]:
     """What is taken on the host, and on the host or the disk. For overlap it is pinned, which takes some more; but no
     more than the budget, within which stores take smaller segments."""
     outcome, run = chosen.outcome, chosen.choice.run
     if not outcome.waiting_bytes or not model.pace.overlaps:
         return outcome.host_bytes, outcome.movable_bytes
-    seen, profile = Chosen(model, config, chosen.choice), model.profile
+    seen, profile = Chosen(model, eligible, chosen.choice), model.profile
     gradients = seen.streamed_bytes + profile.rest_trainable_bytes * run.streams_rest
     shared = profile.rest_shared_bytes * run.streams_rest
     arriving = arriving_bytes(gradients, shared, stays=run.steps_on_device)
-    most = full_budget(model.hardware, config).host_bytes
+    most = eligible.budget.host_bytes
     host_bytes = max(outcome.host_bytes, min(outcome.host_bytes + arriving, most - outcome.movable_bytes))
     movable_bytes = max(outcome.movable_bytes, min(segments_bytes(outcome.movable_bytes), most - host_bytes))
     return host_bytes, movable_bytes
@@ -101,11 +98,11 @@ def _bounded_bytes(config: Config, budget_bytes: int, outcome: Outcome) -> int:
     return outcome.peak_bytes if config.force_optimize else max(budget_bytes, outcome.peak_bytes)
 
 
-def _least_slowdown(model: CostModel, config: Config, baseline: Outcome, budget_bytes: int) -> float | None:
+def _least_slowdown(model: CostModel, eligible: Eligible, baseline: Outcome, budget_bytes: int) -> float | None:
     """The bound on the slowdown, rounded down: a bound must not be above what it bounds."""
     if not baseline.step_ms:
         return None
-    least = least_ms(model, budget_bytes, host_step=may_step_on_host(model, resolve(config, model.hardware)))
+    least = least_ms(model, budget_bytes, host_step=may_step_on_host(model, eligible))
     return max(1.0, math.floor(least / baseline.step_ms * 1e4) / 1e4)
 
 
@@ -114,11 +111,11 @@ def may_step_on_host(model: CostModel, eligible: Eligible) -> bool:
     return eligible.host_step or model.profile.guests is None
 
 
-def conditions_of(config: Config, hardware: Hardware) -> Conditions:
-    """What the numbers of a plan rest on that is made under this config."""
-    travel = travels(config, hardware)[0]
+def conditions_of(eligible: Eligible) -> Conditions:
+    """What the numbers of a plan rest on that is made with this eligible."""
+    travel = eligible.travel
     transfers = travel.transfers
-    speeds = {name: getattr(hardware, name) for name in _SPEEDS}
+    speeds = {name: getattr(eligible.hardware, name) for name in _SPEEDS}
     return Conditions(
         async_offload=travel.overlaps,
         prefetch_depth=transfers.prefetch_depth,
@@ -132,9 +129,9 @@ def conditions_of(config: Config, hardware: Hardware) -> Conditions:
 # ---- actions, and why
 
 
-def _actions(model: CostModel, config: Config, choice: Choice) -> Iterator[Action]:
+def _actions(model: CostModel, eligible: Eligible, choice: Choice) -> Iterator[Action]:
     """The actions of the plan, with their reasons."""
-    treated, chosen = dict(choice.blocks), Chosen(model, config, choice)
+    treated, chosen = dict(choice.blocks), Chosen(model, eligible, choice)
     of_the_run: dict[str, Reason] = {}  # tiles are many, and each would evaluate the plan anew
     for action in actions_of(choice, model.profile):
         technique = technique_of(action)
@@ -152,13 +149,13 @@ def _run_reason(technique: Technique, chosen: Chosen) -> Reason:
     return technique.reason(chosen)
 
 
-def asked_for(model: CostModel, config: Config, eligible: Eligible) -> Iterator[Action]:
+def asked_for(model: CostModel, eligible: Eligible) -> Iterator[Action]:
     """Lossy techniques that the user has named: they are used even where nothing is needed."""
     for technique in eligible.techniques:
         option = technique.option
         if option is not None and option.asked_for is not None and eligible.must_use(technique):
             for action in option.asked_for(model.profile, eligible):
-                yield dataclasses.replace(action, reason=lossy_reason(config, technique.switch, {}))
+                yield dataclasses.replace(action, reason=lossy_reason(eligible.config, technique.switch, {}))
 
 
 def _reason(model: CostModel, module_fqn: str, treatment: Treatment) -> Reason:
@@ -176,7 +173,7 @@ def _words(treatment: Treatment) -> str:
 # ---- rows
 
 
-def _row(model: CostModel, config: Config, layer: Layer, choice: Choice) -> LayerRow:
+def _row(model: CostModel, eligible: Eligible, layer: Layer, choice: Choice) -> LayerRow:
     treatment = dict(choice.blocks).get(layer.module_fqn)
     shown = [(technique, words) for technique in choice.run.techniques if (words := _in_row(technique, layer, model))]
     around = [(technique, words) for technique, words in shown if technique.scope != "inside"]
@@ -185,7 +182,7 @@ def _row(model: CostModel, config: Config, layer: Layer, choice: Choice) -> Laye
         techniques, reason = (_words(treatment),), _reason(model, layer.module_fqn, treatment)
     elif around:
         techniques = tuple(word for _, words in around for word in words)
-        reason = _run_reason(around[0][0], Chosen(model, config, choice))
+        reason = _run_reason(around[0][0], Chosen(model, eligible, choice))
     else:
         why = "not needed for the budget" if layer.is_block else "not a block, and kept as it is"
         techniques, reason = (), Reason(why)

@@ -42,7 +42,7 @@ _AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
 """PyTorch's defaults of what `SMALL_PAGES` sets."""
 
 PHASES: tuple[Literal["forward", "after", "backward"], ...] = ("forward", "after", "backward")
-"""Of moments, in the order in which a step comes to them."""
+"""The phases of moments, in the order in which a step comes to them."""
 
 Reach = Callable[[ReleasePoint], None]
 """Called when a step has come to a moment."""

@@ -17,13 +17,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from memscale._config import Config
 from memscale._decide import decide, plan_as_it_is
-from memscale._decide.budget import full_budget
+from memscale._decide.eligible import Eligible
 from memscale._decide.misfit import misfit
-from memscale._decide.policy import Situation, Strategy, choose_strategy
-from memscale._decide.travel import travel_of
-from memscale._hardware import Hardware
+from memscale._decide.policy import Strategy, choose_strategy
 from memscale._plan import Action, FrontPoint, Plan
 from memscale._planning.advice import find_smaller
 from memscale._planning.garbage import few_collections
@@ -48,45 +45,45 @@ def make_plan(
     gets peak against time for everything that the mode allows, whether the plan needed it or not. `on_profile` gets
     what the plain step has shown.
     """
-    config, hardware = job.config, job.hardware
     planner = Planner(job, inputs)
     if on_profile is not None:
         on_profile(planner.profile)
-    strategy = choose_strategy(config, Situation(planner.profile, hardware, full_budget(hardware, config)))
+    strategy = choose_strategy(job.eligible, planner.profile)
     plan = planner.plan(strategy)
     if not plan.fits and strategy.wider is not None:
         strategy = strategy.widened()
         plan = planner.plan(strategy)
     if not plan.fits:
-        advice = find_smaller(planner, strategy.config, plan)
+        advice = find_smaller(planner, strategy.eligible, plan)
         found = (None, "", None, 0) if advice is None else dataclasses.astuple(advice)
         raise misfit(planner.profile, plan, strategy.config, *found)
     if on_front is not None:
-        travelling = planner.by(travel_of(plan, strategy.config, hardware))
+        travelling = planner.by(strategy.eligible.travel_of(plan))
         on_front(travelling.full_front(strategy, plan))
-    return dataclasses.replace(plan, strategy=strategy.reason, other_peaks=other_peaks(planner, plan, strategy.config))
+    peaks = other_peaks(planner, plan, strategy.eligible)
+    return dataclasses.replace(plan, strategy=strategy.reason, other_peaks=peaks)
 
 
-def plan_from(profile: Profile, config: Config, hardware: Hardware, *, margin_bytes: int = 0) -> Plan:
+def plan_from(profile: Profile, eligible: Eligible, *, margin_bytes: int = 0) -> Plan:
     """Strategy and decision for a step that was observed, with so much to spare; `DoesNotFitError` if nothing fits."""
-    strategy = choose_strategy(config, Situation(profile, hardware, full_budget(hardware, config)))
-    plan = _decided(profile, strategy, hardware, margin_bytes)
+    strategy = choose_strategy(eligible, profile)
+    plan = _decided(profile, strategy, margin_bytes)
     if not plan.fits and strategy.wider is not None:
         strategy = strategy.widened()
-        plan = _decided(profile, strategy, hardware, margin_bytes)
+        plan = _decided(profile, strategy, margin_bytes)
     if not plan.fits:
         spared = dataclasses.replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + margin_bytes)
         raise misfit(profile, spared, strategy.config)
     return dataclasses.replace(plan, strategy=strategy.reason)
 
 
-def keep_plan(profile: Profile, config: Config, hardware: Hardware, actions: tuple[Action, ...], rule: str) -> Plan:
+def keep_plan(profile: Profile, eligible: Eligible, actions: tuple[Action, ...], rule: str) -> Plan:
     """What is done already, as a plan for a step that was observed; `DoesNotFitError` if that does not fit."""
-    plan = plan_as_it_is(profile, hardware, config, actions, rule)
+    plan = plan_as_it_is(profile, eligible, actions, rule)
     if not plan.fits:
-        raise misfit(profile, plan, config)
+        raise misfit(profile, plan, eligible.config)
     return plan
 
 
-def _decided(profile: Profile, strategy: Strategy, hardware: Hardware, margin_bytes: int) -> Plan:
-    return decide(profile, hardware, strategy.config, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False)
+def _decided(profile: Profile, strategy: Strategy, margin_bytes: int) -> Plan:
+    return decide(profile, strategy.eligible, strategy.source, margin_bytes=margin_bytes, raise_if_unfit=False)

@@ -12,11 +12,9 @@ import dataclasses
 import logging
 import time
 
-from memscale._config import Config
-from memscale._decide.budget import budget_bytes, needed_bytes
-from memscale._decide.eligible import resolve
+from memscale._decide.budget import needed_bytes
+from memscale._decide.eligible import Eligible
 from memscale._decide.policy import choose_strategy
-from memscale._decide.travel import travel_of
 from memscale._errors import MemScaleError
 from memscale._plan import Plan
 from memscale._planning.planner import Planner
@@ -49,7 +47,7 @@ class Advice:
     """What a step takes at least without any activations, where this is why nothing was looked at; else 0."""
 
 
-def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
+def find_smaller(planner: Planner, eligible: Eligible, plan: Plan) -> Advice | None:
     """A size that fits; None when nothing can be tried, without real data or because a single step is too long.
 
     The planner is that of the size that does not fit, and the plan is the lowest there; tensors travel as it says.
@@ -58,14 +56,14 @@ def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
     num_sizes = MAX_OPERATORS // max(1, num_operators)
     if not planner.rehearsal.is_fake or not num_sizes:
         return None
-    least_bytes = _least_bytes(planner, config)
-    if least_bytes > budget_bytes(planner.hardware, config):
+    least_bytes = _least_bytes(planner, eligible)
+    if least_bytes > eligible.budget.device_bytes:
         return Advice(least_bytes=least_bytes)
     tried: list[str] = []
     for dimension, what in ((0, "batch size"), (1, "sequence length")):
         size = planner.inputs.size(dimension)
         if size is not None and size > 1 and num_sizes > 0:
-            descent = _Descent(planner, config, plan, dimension, min(MAX_SIZES, num_sizes))
+            descent = _Descent(planner, eligible, plan, dimension, min(MAX_SIZES, num_sizes))
             found = descent.largest(size)
             num_sizes -= len(descent.peaks)
             tried += [f"{what} {', '.join(map(str, descent.peaks))}"] if descent.peaks else []
@@ -75,10 +73,10 @@ def find_smaller(planner: Planner, config: Config, plan: Plan) -> Advice | None:
     return Advice("", " and ".join(tried))
 
 
-def _least_bytes(planner: Planner, config: Config) -> int:
-    """What a step takes without any activations: parameters, gradients and optimizer state; 0 where the config allows
-    something that makes them smaller, or lets them wait elsewhere."""
-    techniques = resolve(config, planner.hardware).techniques
+def _least_bytes(planner: Planner, eligible: Eligible) -> int:
+    """What a step takes without any activations: parameters, gradients and optimizer state; 0 where something is
+    eligible that makes them smaller, or lets them wait elsewhere."""
+    techniques = eligible.techniques
     if any(t.travels or t.changes_loop or (t.state is not None and not t.is_exact) for t in techniques):
         return 0
     profile = planner.profile
@@ -88,16 +86,16 @@ def _least_bytes(planner: Planner, config: Config) -> int:
 class _Descent:
     """One plan at ever better sizes of one dimension."""
 
-    def __init__(self, planner: Planner, config: Config, plan: Plan, dimension: int, num_sizes: int) -> None:
-        travel = travel_of(plan, config, planner.hardware)
-        self.planner, self.config, self.plan = planner.by(travel), travel.said_in(config), plan
+    def __init__(self, planner: Planner, eligible: Eligible, plan: Plan, dimension: int, num_sizes: int) -> None:
+        travel = eligible.travel_of(plan)
+        self.planner, self.eligible, self.plan = planner.by(travel), eligible.by(travel), plan
         self.dimension, self.num_sizes = dimension, num_sizes
         self.peaks: dict[int, int] = {}
         self.started_s = time.monotonic()
 
     def largest(self, size: int) -> int:
         """The largest that was found to fit; 0 when none was."""
-        budget = budget_bytes(self.planner.hardware, self.config)
+        budget = self.eligible.budget.device_bytes
         known = {size: needed_bytes(self.plan)}
         found, probe = 0, size // 2
         for _ in range(self.num_sizes):
@@ -122,8 +120,8 @@ class _Descent:
         known = self.planner
         try:
             inputs = known.inputs.resized(self.dimension, size)
-            planner = Planner(known.job.under(self.config), inputs, costs=known.costs)
-            return planner.plan(choose_strategy(self.config.replace(auto_policy=False))).fits
+            planner = Planner(known.job.under(self.eligible.config), inputs, costs=known.costs)
+            return planner.plan(choose_strategy(self.eligible.replace(auto_policy=False))).fits
         except MemScaleError as error:
             logger.debug("size %d was not planned for: %s", size, str(error))
             return False
@@ -137,10 +135,10 @@ class _Descent:
             logger.info("Nothing fits. Looking for a smaller size that does: %s; now %d.", shown, size)
         try:
             inputs = known.inputs.resized(self.dimension, size)
-            planner = Planner(known.job.under(self.config), inputs, costs=known.costs)
+            planner = Planner(known.job.under(self.eligible.config), inputs, costs=known.costs)
             seen = planner.profile
             planner.profile = dataclasses.replace(known.profile, plain=seen.plain, input_bytes=seen.input_bytes)
-            return planner.confirm(self.plan, self.config)
+            return planner.confirm(self.plan, self.eligible)
         except MemScaleError as error:
             logger.debug("size %d was not rehearsed: %s", size, str(error))
             return None

@@ -22,20 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._decide.budget import full_budget
-from memscale._decide.eligible import resolve
+from memscale._decide.eligible import Eligible
 from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError
 from memscale._execute import parking, reserving
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
 from memscale._execute.settings import ExecutionSettings
 from memscale._execute.telemetry import StepRecorder
-from memscale._hardware import Hardware
-from memscale._hardware.detect import detect_hardware
 from memscale._hardware.host import nearest_existing
 from memscale._plan import Plan
 from memscale._planning.full_stack import StackReport
-from memscale._planning.job import Job, device_of
+from memscale._planning.job import Job, device_of, eligible_here
 from memscale._planning.loop.replanning import Replanner
 from memscale._planning.recovery.oom_recovery import Recovery
 from memscale._planning.saved.saved_plans import device_for, refuse_plan
@@ -82,16 +79,16 @@ def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
     config = withheld_from(config, ranks)
     device = device_of(model, config)
     with console.progress(config.enable_logging):
-        hardware = detect_hardware(device, config.offload_dir)
-    executor = Executor(model, _settings(config, device, hardware), given.optimizer)
+        eligible = eligible_here(config, device)
+    hardware, executor = eligible.hardware, Executor(model, _settings(eligible, device), given.optimizer)
     try:
         executor.adopt()
         if given.replica is not None:
             executor.show_on(given.replica)
-        _introduce(executor, config, hardware)
+        _introduce(executor, eligible)
         recorder = _serve_metrics(executor, config)
         known, replacement = _roles(given.optimizer, given.baseline)
-        job = Job(model, config, hardware, known, replacement, given.holds_gradients, ranks)
+        job = Job(model, config, hardware, known, replacement, given.holds_gradients, ranks, resolved=eligible)
         replanner = Replanner(executor, job, given.reporter, given.replica)
         if config.recover_from_oom and device.type != "cpu" and not hardware.unified_memory:
             _recover(model, executor, replanner, device)
@@ -113,11 +110,11 @@ def attach_saved(model: nn.Module, plan: Plan, config: Config, optimizer: Optimi
     warn_of_versions()
     _refuse_parked(model)
     device = device_for(plan, model, config)
-    hardware = detect_hardware(device, config.offload_dir)
-    refuse_plan(plan, hardware, config)
+    eligible = eligible_here(config, device)
+    refuse_plan(plan, eligible)
     _refuse_unusable(model, config)
     _detach_earlier(model)
-    executor = execute_plan(model, plan, _settings(config, device, hardware), optimizer)
+    executor = execute_plan(model, plan, _settings(eligible, device), optimizer)
     try:
         _serve_metrics(executor, config)
     except BaseException:
@@ -162,8 +159,8 @@ def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> N
         raise misfit from error
 
 
-def _settings(config: Config, device: torch.device, hardware: Hardware) -> ExecutionSettings:
-    return ExecutionSettings.from_config(config, device, full_budget(hardware, config).host_bytes)
+def _settings(eligible: Eligible, device: torch.device) -> ExecutionSettings:
+    return ExecutionSettings.from_config(eligible.config, device, eligible.budget.host_bytes)
 
 
 def _detach_earlier(model: nn.Module) -> None:
@@ -179,13 +176,14 @@ def _roles(optimizer: Optimizer | None, baseline: Optimizer | None) -> tuple[str
     return "adamw" if trained_by is None else trained_by, None if trained_by is optimizer else optimizer
 
 
-def _introduce(executor: Executor, config: Config, hardware: Hardware) -> None:
+def _introduce(executor: Executor, eligible: Eligible) -> None:
     """Say where the model will compute, and what of the wishes cannot be followed there."""
+    config = eligible.config
     console.open_log(config, executor.on_detach)
     if config.enable_logging:
-        console.show_hardware(hardware)
-    _warn_of_slow_math(config, hardware)
-    _tell_of_unified_memory(config, hardware)
+        console.show_hardware(eligible.hardware)
+    _warn_of_slow_math(eligible)
+    _tell_of_unified_memory(eligible)
 
 
 def _serve_metrics(executor: Executor, config: Config) -> StepRecorder | None:
@@ -211,18 +209,17 @@ def _serve_metrics(executor: Executor, config: Config) -> StepRecorder | None:
     return recorder
 
 
-def _warn_of_slow_math(config: Config, hardware: Hardware) -> None:
-    if not config.asks_for("use_mixed_precision"):
-        return
-    if resolve(config, hardware).half_type is None:
+def _warn_of_slow_math(eligible: Eligible) -> None:
+    if eligible.config.asks_for("use_mixed_precision") and eligible.half_type is None:
         warnings.warn(
-            f"use_mixed_precision=True is not followed: {hardware.device_name} has no fast 16-bit math, so the model "
-            "stays in full precision",
+            f"use_mixed_precision=True is not followed: {eligible.hardware.device_name} has no fast 16-bit math, so "
+            "the model stays in full precision",
             stacklevel=5,
         )
 
 
-def _tell_of_unified_memory(config: Config, hardware: Hardware) -> None:
+def _tell_of_unified_memory(eligible: Eligible) -> None:
+    config, hardware = eligible.config, eligible.hardware
     if not (hardware.unified_memory and config.enable_offloading):
         return
     text = f"{hardware.device_name} shares its memory with the host: offloading would gain nothing and is left out"

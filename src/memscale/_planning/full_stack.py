@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
+from memscale._decide.eligible import Eligible
 from memscale._execute.executor import Executor
-from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.job import device_of
 from memscale.report import console, outcomes
@@ -41,7 +41,7 @@ class StackReport:
         self.config = config
         self.optimizer_detail = optimizer_detail
 
-    def __call__(self, executor: Executor, plan: Plan, hardware: Hardware) -> None:
-        executor.outcomes = outcomes.outcomes(plan, self.config, hardware, self.optimizer_detail)
+    def __call__(self, executor: Executor, plan: Plan, eligible: Eligible) -> None:
+        executor.outcomes = outcomes.outcomes(plan, self.config, eligible.hindrances, self.optimizer_detail)
         if self.config.enable_logging:
             console.show(outcomes.describe(plan, executor.outcomes))

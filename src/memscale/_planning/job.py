@@ -1,4 +1,7 @@
-"""`Job`: what is to be planned. One object goes through all of planning, instead of the same six values."""
+"""`Job`: what is to be planned. One object goes through all of planning, instead of the same six values.
+
+What its config makes eligible on its hardware is found when it is made, and handed on from there (`job.eligible`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
+from memscale._decide.eligible import Eligible, resolve
 from memscale._hardware import Hardware
 from memscale._hardware.detect import detect_hardware
 from memscale._profile import NOTHING_HELD, LoopHolds
@@ -32,23 +36,36 @@ class Job:
     """Who trains it together."""
     loop: LoopHolds = NOTHING_HELD
     """What else the loop holds, as far as its first steps have shown it."""
+    resolved: dataclasses.InitVar[Eligible | None] = None
+    """What is eligible, where that is known already."""
+    eligible: Eligible = dataclasses.field(init=False)
+    """What the config makes eligible on the hardware."""
+
+    def __post_init__(self, resolved: Eligible | None) -> None:
+        object.__setattr__(self, "eligible", resolved or resolve(self.config, self.hardware))
 
     def under(self, config: Config) -> Job:
         """The same work, with other wishes."""
-        return dataclasses.replace(self, config=config)
+        return dataclasses.replace(self, config=config, resolved=self.eligible.under(config))
+
+
+def eligible_here(config: Config, device: torch.device | None) -> Eligible:
+    """What a config makes eligible on a device of this machine, which is looked at once, here."""
+    return resolve(config, detect_hardware(device, config.offload_dir))
 
 
 def open_job(
     model: nn.Module, config: Config, optimizer: str | Optimizer = "adamw", hardware: Hardware | None = None
 ) -> Job:
-    """The job for this hardware; None: where the model computes, which is looked at once, here.
+    """The job for this hardware; None: where the model computes.
 
     A model on the meta device has no weights anywhere yet: it will compute where this machine computes.
     """
-    if hardware is None:
-        device = device_of(model, config)
-        hardware = detect_hardware(None if device.type == "meta" else device, config.offload_dir)
-    return Job(model, config, hardware, optimizer)
+    if hardware is not None:
+        return Job(model, config, hardware, optimizer)
+    device = device_of(model, config)
+    eligible = eligible_here(config, None if device.type == "meta" else device)
+    return Job(model, config, eligible.hardware, optimizer, resolved=eligible)
 
 
 def device_of(model: nn.Module, config: Config) -> torch.device:

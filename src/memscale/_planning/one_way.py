@@ -23,9 +23,9 @@ from memscale._decide import Kind, Traits, confirmed, decide_on, full_front, kin
 from memscale._decide.admission import Admission
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
-from memscale._decide.budget import Budget, Held, budget_bytes, full_budget, needed_bytes
+from memscale._decide.budget import Budget, Held, needed_bytes
 from memscale._decide.choice import Choice, choice_of
-from memscale._decide.eligible import resolve
+from memscale._decide.eligible import Eligible
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel
 from memscale._errors import quoted
@@ -96,21 +96,20 @@ class OneWay(Trials):
 
     def full_front(self, strategy: Strategy, plan: Plan) -> tuple[FrontPoint, ...]:
         """Peak against time with everything that the strategy allows, also what the plan did not need."""
-        self.look_into_everything(strategy.config)
-        return full_front(self.cost_model(), self.travel.said_in(strategy.config), plan)
+        self.look_into_everything(strategy.eligible)
+        return full_front(self.cost_model(), strategy.eligible.by(self.travel), plan)
 
     # ---- what is tried, and when
 
-    def look_into_everything(self, config: Config) -> None:
-        """Try all that the config allows, whether the budget needs it or not."""
-        config = self.travel.said_in(config)
-        for level in self.levels(config):
-            level(config)
+    def look_into_everything(self, eligible: Eligible) -> None:
+        """Try all that is eligible, whether the budget needs it or not."""
+        eligible = eligible.by(self.travel)
+        for level in self.levels(eligible):
+            level(eligible)
 
-    def levels(self, config: Config) -> list[Callable[[Config], None]]:
+    def levels(self, eligible: Eligible) -> list[Callable[[Eligible], None]]:
         """What is dear to find out, or not exact, is looked into only when nothing else is left."""
-        eligible = resolve(config, self.hardware)
-        levels: list[Callable[[Config], None]] = [self._try_simple]
+        levels: list[Callable[[Eligible], None]] = [self._try_simple]
         if any(technique.is_dear for technique in eligible.techniques):
             levels.append(self._try_dear)
         if not all(technique.is_exact for technique in eligible.techniques):
@@ -119,27 +118,27 @@ class OneWay(Trials):
                 levels.insert(0, self._try_lossy)  # what is tiled inside comes after it, and then in 16 bits, too
         return levels
 
-    def _try_simple(self, config: Config) -> None:
+    def _try_simple(self, eligible: Eligible) -> None:
         """Treatments of blocks, and what else is exact and soon found out."""
-        self.try_variants({TraceKey(treatment): a for treatment, a in self.treatments(config).items()}, config)
-        self._rehearse(config, is_exact=True, is_dear=False)
+        self.try_variants({TraceKey(treatment): a for treatment, a in self.treatments(eligible).items()}, eligible)
+        self._rehearse(eligible, is_exact=True, is_dear=False)
 
-    def _try_dear(self, config: Config) -> None:
-        self._rehearse(config, is_exact=True, is_dear=True)
+    def _try_dear(self, eligible: Eligible) -> None:
+        self._rehearse(eligible, is_exact=True, is_dear=True)
 
-    def _try_lossy(self, config: Config) -> None:
+    def _try_lossy(self, eligible: Eligible) -> None:
         """All that was tried so far, in 16 bits; and optimizer state in 8."""
-        self._try_simple(config)
-        self._rehearse(config, is_exact=False, is_dear=False)
+        self._try_simple(eligible)
+        self._rehearse(eligible, is_exact=False, is_dear=False)
         if self.skipped_inside:
-            self._try_dear(config)  # where it did not help, it may in 16 bits
-            self._rehearse(config, is_exact=False, is_dear=False)
+            self._try_dear(eligible)  # where it did not help, it may in 16 bits
+            self._rehearse(eligible, is_exact=False, is_dear=False)
 
-    def _rehearse(self, config: Config, *, is_exact: bool, is_dear: bool) -> None:
+    def _rehearse(self, eligible: Eligible, *, is_exact: bool, is_dear: bool) -> None:
         """What eligible techniques of this kind want to be tried."""
-        for technique in resolve(config, self.hardware).techniques:
+        for technique in eligible.techniques:
             if technique.rehearse is not None and (technique.is_exact, technique.is_dear) == (is_exact, is_dear):
-                technique.rehearse(self, config)
+                technique.rehearse(self, eligible)
 
     # ---- deciding
 
@@ -149,25 +148,25 @@ class OneWay(Trials):
         What rehearsals have taught of another way that is `like` this one is not found out again. Where no plan is
         expected to fit that is faster than the one to be `beating`, that one is returned.
         """
-        taught = _Taught(self.first_reserve(strategy.config)) if like is None else like.taught.as_it_began()
+        taught = _Taught(self.first_reserve(strategy.eligible)) if like is None else like.taught.as_it_began()
         self.taught = taught
         for attempt in range(_MAX_REHEARSALS + 1):
             decided = self._decide(strategy, taught)
-            if beating is not None and decided.predicted_slowdown >= beating.predicted_slowdown:
+            if beating is not None and not self._beats(decided, beating):
                 return beating
             choice = choice_of(decided.actions, self.profile)
             is_known = choice in taught.plans
-            plan = taught.plans[choice] if is_known else self.confirm(decided, strategy.config)
+            plan = taught.plans[choice] if is_known else self.confirm(decided, strategy.eligible)
             if plan.fits or not decided.fits:
                 break
             taught.by(choice, plan, decided, is_last=is_known or attempt + 2 > _MAX_REHEARSALS)
-        return self._refined(plan, strategy, taught) if plan.fits else self._with_less_reserved(plan, strategy.config)
+        return self._refined(plan, strategy, taught) if plan.fits else self._with_less_reserved(plan, strategy.eligible)
 
     def _decide(self, strategy: Strategy, taught: _Taught) -> Plan:
         with stage("deciding what is done to which block"):
             return decide_on(
                 self.cost_model(),
-                strategy.config,
+                strategy.eligible,
                 strategy.source,
                 margin_bytes=taught.margin_bytes,
                 margins=taught.margins,
@@ -185,52 +184,59 @@ class OneWay(Trials):
         tried = plan
         for _ in range(_MAX_REFINEMENTS if taught.margins and not strategy.config.force_optimize else 0):
             reserved_bytes = tried.predicted_reserved_bytes
-            if reserved_bytes is None or needed_bytes(plan) > plan.budget_bytes * (1 - _WORTH_ASKING):
+            if reserved_bytes is None:
                 break
             taught.hold(choice_of(tried.actions, self.profile), reserved_bytes - tried.predicted_peak_bytes)
-            decided = self._decide(strategy, taught)
-            if not decided.fits or decided.predicted_slowdown >= plan.predicted_slowdown:
+            if needed_bytes(plan) > plan.budget_bytes * (1 - _WORTH_ASKING):
                 break
-            tried = self.confirm(decided, strategy.config)
+            decided = self._decide(strategy, taught)
+            if not decided.fits or not self._beats(decided, plan):
+                break
+            tried = self.confirm(decided, strategy.eligible)
             if tried.fits:
                 plan = tried
             else:
                 taught.plans[choice_of(tried.actions, self.profile)] = tried
         return plan
 
-    def _with_less_reserved(self, plan: Plan, config: Config) -> Plan:
+    def _beats(self, decided: Plan, plan: Plan) -> bool:
+        """Whether it is faster, and exact if the other is."""
+        is_exact, other = (choice_of(one.actions, self.profile).run.is_exact for one in (decided, plan))
+        return is_exact >= other and decided.predicted_slowdown < plan.predicted_slowdown
+
+    def _with_less_reserved(self, plan: Plan, eligible: Eligible) -> Plan:
         """The last resort: releases take time that no model knows, so a plan that needs none is preferred."""
         if not plan.actions or plan.predicted_reserved_bytes is None:
             return plan
-        held = self.held(plan.actions, config)
+        held = self.held(plan.actions, eligible.config)
         assert held is not None, "the plan has its numbers"
-        leaner = self._leaner(held, plan.actions, config)
-        if not leaner.fits(self.hardware, config):
+        leaner = self._leaner(held, plan.actions, eligible.config)
+        if not eligible.has_room_for(leaner):
             return leaner.written_in(plan)
         return leaner.written_in(dataclasses.replace(plan, fits=True, summary=Reason(ASKED, plan.summary.numbers)))
 
-    def confirm(self, plan: Plan, config: Config) -> Plan:
+    def confirm(self, plan: Plan, eligible: Eligible) -> Plan:
         """The number holds: run this very plan on the stage, and promise what that shows."""
         if not plan.actions:
-            return self._confirm_plain(plan, config)
+            return self._confirm_plain(plan, eligible)
         choice = choice_of(plan.actions, self.profile)
         if choice.run.quantizes_optimizer:
             self.cost_in_8_bits()
-        admission = self._admission(choice, plan, full_budget(self.hardware, config))
-        trace = self._rehearsed(plan.actions, config, admission)
+        admission = self._admission(choice, plan, eligible.budget)
+        trace = self._rehearsed(plan.actions, eligible.config, admission)
         peak_bytes, fits = admission.peak_bytes(trace), admission.admits(trace)
-        held = self.held(plan.actions, config) if fits else None
+        held = self.held(plan.actions, eligible.config) if fits else None
         if held is not None:
-            held = self._asking(held, plan.actions, config)
-            fits = held.fits(self.hardware, config)
+            held = self._asking(held, plan.actions, eligible)
+            fits = eligible.has_room_for(held)
         return confirmed(plan, peak_bytes, fits=fits, held=held)
 
-    def _confirm_plain(self, plan: Plan, config: Config) -> Plan:
+    def _confirm_plain(self, plan: Plan, eligible: Eligible) -> Plan:
         """Its live bytes were confirmed by the profile, which was such a run."""
-        held = self.held((), config) if plan.fits else None
+        held = self.held((), eligible.config) if plan.fits else None
         if held is None:
             return dataclasses.replace(plan, rehearsed=True)
-        return confirmed(plan, plan.predicted_peak_bytes, fits=held.fits(self.hardware, config), held=held)
+        return confirmed(plan, plan.predicted_peak_bytes, fits=eligible.has_room_for(held), held=held)
 
     # ---- what the allocator holds
 
@@ -249,11 +255,11 @@ class OneWay(Trials):
         """Whether there is an allocator whose model can be fed: what gathering allocates, and when, is in no log."""
         return self.hardware.has_caching_allocator and self.rehearsal.sharding is None
 
-    def _asking(self, held: Held, actions: tuple[Action, ...], config: Config) -> Held:
+    def _asking(self, held: Held, actions: tuple[Action, ...], eligible: Eligible) -> Held:
         """What is held with what a plan may ask of the allocator before it is given up for another."""
-        if config.force_optimize:
-            return self._leaner(held, actions, config)
-        return held if held.fits(self.hardware, config) else self._leaner(held, actions, config, releases=False)
+        if eligible.config.force_optimize:
+            return self._leaner(held, actions, eligible.config)
+        return held if eligible.has_room_for(held) else self._leaner(held, actions, eligible.config, releases=False)
 
     def _leaner(self, held: Held, actions: tuple[Action, ...], config: Config, *, releases: bool = True) -> Held:
         """What is held with what can be asked, if that saves something; without `releases`, with what takes no time."""
@@ -374,7 +380,16 @@ class OneWay(Trials):
             limit=limit,
             # Passes know nothing of what waits between steps.
             passes=self.stage.passes((self.travel, self.key_of(of_passes), bool(actions), names_modules, tuple(cuts))),
+            inputs_first=self._inputs_come_first,
         )
+
+    @property
+    def _inputs_come_first(self) -> bool:
+        """Whether the batch is on the device already and the model will be placed there later: which holes are left
+        between them depends on that order."""
+        device_type = self.hardware.device_type
+        on_device = any(tensor.device.type == device_type for tensor in self.inputs.tensors())
+        return on_device and all(tensor.device.type != device_type for tensor in self.model.parameters())
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
         """Whether the second step may differ from the first."""
@@ -422,15 +437,15 @@ class OneWay(Trials):
         """Those that weights may have been placed under, too. See NOTE [two starts] in allocations.py."""
         return settings_before_plans() if self.hardware.present else None
 
-    def first_reserve(self, config: Config) -> int:
+    def first_reserve(self, eligible: Eligible) -> int:
         """What is expected to be held above what is live: that of the plain step, where that could be left alone."""
         if not self.hardware.has_caching_allocator:
             return 0
         least_bytes = 2 * self.hardware.workspace_bytes
         baseline_bytes = self.cost_model().evaluate(Choice()).peak_bytes
-        if config.force_optimize or baseline_bytes + least_bytes > budget_bytes(self.hardware, config):
+        if eligible.config.force_optimize or baseline_bytes + least_bytes > eligible.budget.device_bytes:
             return least_bytes
-        held = self.held((), config)
+        held = self.held((), eligible.config)
         return least_bytes if held is None else max(least_bytes, held.reserved_bytes - baseline_bytes)
 
     def trace_of(self, actions: tuple[Action, ...], config: Config) -> StepTrace:

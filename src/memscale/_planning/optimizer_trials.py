@@ -13,8 +13,7 @@ import sys
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._decide.eligible import has_next_tier
-from memscale._decide.travel import Travel, travels
+from memscale._decide.travel import Travel
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.job import Job
 from memscale._planning.reserved.bucket_steps import BucketRules
@@ -57,14 +56,13 @@ class OptimizerCosts:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.travel = travels(job.config, job.hardware)[0]
+        self.travel = job.eligible.travel
         """How state travels to the next tier and back."""
         self._model = job.model
         self._optimizer = job.optimizer
         self._replacement = job.replacement
         self._device_type = job.hardware.device_type
-        self._has_disk = job.config.offload_dir is not None
-        self._has_next_tier = has_next_tier(job.config, job.hardware)
+        self._has_next_tier = job.eligible.has_next_tier
         self._steps_in_backward = job.config.step_in_backward
         if self._steps_in_backward and isinstance(job.optimizer, Optimizer):
             refuse_inseparable(job.optimizer)
@@ -220,7 +218,7 @@ class OptimizerCosts:
             bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else sys.maxsize,
             window_bytes=self.travel.transfers.window_bytes,
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
-            cuts=moves and not eight_bit and not self._has_disk,
+            cuts=moves and not eight_bit and self._device_type != "cpu",
         )
 
 

@@ -1,6 +1,6 @@
 """What is done between training steps has peaks of its own: evaluation, generation, saving and resuming.
 
-    other_peaks(planner, plan, config)      # {"evaluation": 412_304_384, "saving": 301_989_888, ...}
+    other_peaks(planner, plan, eligible)    # {"evaluation": 412_304_384, "saving": 301_989_888, ...}
 
 Each is in live bytes, with the batch that was planned for, and begins where a step ends: gradients are gone, and
 parameters and optimizer state are where the plan keeps them.
@@ -16,7 +16,7 @@ from torch import nn
 
 from memscale._config import Config
 from memscale._decide.choice import choice_of
-from memscale._decide.travel import travel_of
+from memscale._decide.eligible import Eligible
 from memscale._errors import quoted
 from memscale._plan import Plan
 from memscale._planning.one_way import OneWay
@@ -35,16 +35,16 @@ REMEDIES = {
 }
 
 
-def other_peaks(planner: Planner, plan: Plan, config: Config) -> dict[str, int]:
+def other_peaks(planner: Planner, plan: Plan, eligible: Eligible) -> dict[str, int]:
     """Peaks by what is done beside training. What does not run on fake tensors is left out."""
-    way = planner.by(travel_of(plan, config, planner.hardware))
+    way = planner.by(eligible.travel_of(plan))
     model, choice = way.cost_model(), choice_of(plan.actions, way.profile)
     resident_bytes = model.resident_bytes(choice)
     between_bytes = resident_bytes - way.profile.input_bytes
     peaks = {}
     for name, changes in (("evaluation", {}), ("generate", _as_generate_calls(planner.model, planner.inputs))):
         if changes is not None:
-            taken_bytes = _evaluated(way, plan, config, name, changes)
+            taken_bytes = _evaluated(way, plan, eligible.config, name, changes)
             if taken_bytes is not None:
                 peaks[name] = resident_bytes + taken_bytes
     # A checkpoint is written tensor by tensor; read, it lies beside the model until it is copied there.

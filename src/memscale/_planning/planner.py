@@ -25,9 +25,8 @@ from memscale._config import OptimizationMode
 from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
 from memscale._decide.budget import needed_bytes
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import resolve
 from memscale._decide.policy import Strategy
-from memscale._decide.travel import Travel, most_in_flight_bytes, travels, wider
+from memscale._decide.travel import Travel, most_in_flight_bytes, wider
 from memscale._hardware import Hardware
 from memscale._plan import Plan, Reason
 from memscale._planning.job import Job
@@ -53,7 +52,7 @@ class Planner(OneWay):
     ) -> None:
         """`costs`: those of the same optimizer over the same model, and `stage`: that of the same step, where they are
         known."""
-        super().__init__(job, inputs, travels(job.config, job.hardware)[0], costs, stage)
+        super().__init__(job, inputs, job.eligible.travel, costs, stage)
         self._others: dict[Travel, OneWay] = {}
 
     def on(self, hardware: Hardware) -> Planner:
@@ -74,6 +73,7 @@ class Planner(OneWay):
 
     def plan(self, strategy: Strategy) -> Plan:
         """The cheapest plan that fits under this strategy; `plan.fits` is False when there is none."""
+        assert strategy.eligible.hardware == self.hardware, "what is eligible there is another question"
         found = _plan_under(self, strategy)
         if strategy.config.force_optimize or not found.actions or not self.hardware.has_caching_allocator:
             return found
@@ -82,10 +82,10 @@ class Planner(OneWay):
 
 def _or_narrower(planner: Planner, strategy: Strategy, found: Plan) -> Plan:
     """The plan, or a better one of a narrower mode. See NOTE [narrower modes]."""
-    best, travel = found, resolve(strategy.config, planner.hardware).travels[0]
+    best, travel = found, strategy.eligible.travel
     modes = list(OptimizationMode)
     for mode in [strategy.config.mode, *reversed(modes[: modes.index(strategy.config.mode)])]:
-        narrower = dataclasses.replace(strategy, config=strategy.config.under(mode))
+        narrower = dataclasses.replace(strategy, eligible=strategy.eligible.in_mode(mode))
         guess = _Way(planner, travel, narrower).guess()
         if not guess.fits or _preference(guess) >= _preference(best):
             break  # by the peak model, so that rehearsals could only be worse; and narrower modes are no better
@@ -95,7 +95,7 @@ def _or_narrower(planner: Planner, strategy: Strategy, found: Plan) -> Plan:
 
 
 def _plan_under(planner: Planner, strategy: Strategy) -> Plan:
-    ways = [_Way(planner, travel, strategy) for travel in resolve(strategy.config, planner.hardware).travels]
+    ways = [_Way(planner, travel, strategy) for travel in strategy.eligible.travels]
     if not ways[0].needs_optimizing:
         return ways[0].plan()
     if strategy.config.force_optimize:
@@ -113,8 +113,8 @@ class _Way:
 
     def __init__(self, planner: Planner, travel: Travel, strategy: Strategy) -> None:
         self._first, self.travel, self._asked = planner, travel, strategy.config
-        self.config = travel.said_in(strategy.config)
-        self._strategy = dataclasses.replace(strategy, config=self.config)
+        self.eligible = strategy.eligible.by(travel)
+        self._strategy = dataclasses.replace(strategy, eligible=self.eligible)
 
     @property
     def planner(self) -> OneWay:
@@ -123,21 +123,21 @@ class _Way:
 
     @property
     def needs_optimizing(self) -> bool:
-        return needs_optimizing(self.planner.cost_model(), self.config, self.planner.first_reserve(self.config))
+        return needs_optimizing(self.planner.cost_model(), self.eligible, self.planner.first_reserve(self.eligible))
 
     @property
     def num_levels(self) -> int:
-        return len(self.planner.levels(self.config))
+        return len(self.planner.levels(self.eligible))
 
     def look_into(self, num_levels: int | None = None) -> None:
         """Try what so many levels of techniques bring; None: all of them. What was tried is not tried again."""
-        for level in self.planner.levels(self.config)[:num_levels]:
-            level(self.config)
+        for level in self.planner.levels(self.eligible)[:num_levels]:
+            level(self.eligible)
 
     def guess(self) -> Plan:
         """The plan by the peak model, without a rehearsal."""
-        reserve_bytes = self.planner.first_reserve(self.config)
-        return decide_on(self.planner.cost_model(), self.config, self._strategy.source, reserve_bytes=reserve_bytes)
+        reserve_bytes = self.planner.first_reserve(self.eligible)
+        return decide_on(self.planner.cost_model(), self.eligible, self._strategy.source, reserve_bytes=reserve_bytes)
 
     def plan(self) -> Plan:
         return self.planner.decide_and_rehearse(self._strategy)
@@ -156,7 +156,7 @@ class _Way:
         widened = CostModel(model.profile, model.hardware, overlaps=True, window_bytes=travel.transfers.window_bytes)
         guess = decide_on(
             widened,
-            way.config,
+            way.eligible,
             self._strategy.source,
             # What the allocator holds above what is live is taken to be the same for other plans.
             reserve_bytes=needed_bytes(plan) - plan.predicted_peak_bytes,
@@ -172,7 +172,7 @@ class _Way:
             return needed_bytes(plan) - spare_bytes <= plan.budget_bytes
         return may_be_faster_blocking(
             model,
-            self.config,
+            self.eligible,
             plan,
             spare_bytes=spare_bytes,
             # What the allocator holds above what is live is taken to be the same for other plans.

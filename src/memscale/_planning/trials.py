@@ -1,7 +1,7 @@
 """Techniques are tried on the stage, each once and only when a plan needs it, and the profile grows by what they show.
 
     trials = Trials(job, inputs, travel)
-    trials.try_variants({TraceKey(CHECKPOINT): actions}, config)
+    trials.try_variants({TraceKey(CHECKPOINT): actions}, eligible)
     trials.profile                          # the plain step, and every variant that ran
     trials.cost_model()                     # what it says about any choice
 
@@ -24,7 +24,7 @@ from memscale._config import Config
 from memscale._decide import decide, decide_on
 from memscale._decide.choice import block_actions
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import resolve
+from memscale._decide.eligible import Eligible
 from memscale._decide.travel import Travel
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
@@ -105,14 +105,14 @@ class Trials:
         travel = self.travel if any(technique_of(action).travels for action in actions) else None
         return travel, *map(_without_reason, actions)
 
-    def blocks_hold_the_peak(self, config: Config) -> bool:
+    def blocks_hold_the_peak(self, eligible: Eligible) -> bool:
         """Whether the lowest plan would be lower if blocks needed nothing but what they leave behind."""
-        forced = config.replace(force_optimize=True)
-        bound = decide(_without_block_peaks(self.profile), self.hardware, forced, raise_if_unfit=False)
+        forced = eligible.replace(force_optimize=True)
+        bound = decide(_without_block_peaks(self.profile), forced, raise_if_unfit=False)
         return bound.predicted_peak_bytes < decide_on(self.cost_model(), forced).predicted_peak_bytes
 
-    def try_in_16_bits(self, config: Config) -> None:
-        dtype = resolve(config, self.hardware).half_type
+    def try_in_16_bits(self, eligible: Eligible) -> None:
+        dtype = eligible.half_type
         if dtype is not None:
             exact = {key: actions for key, actions in self._exact.items() if key in self.profile.variants}
             self.try_variants(
@@ -120,7 +120,7 @@ class Trials:
                     dataclasses.replace(key, precision=dtype): (*actions, MixedPrecision(dtype))
                     for key, actions in {TraceKey(): (), **exact}.items()
                 },
-                config,
+                eligible,
             )
 
     def cost_in_8_bits(self) -> None:
@@ -128,7 +128,7 @@ class Trials:
         if self.profile.eight_bit_optimizer is None:
             self.learn(eight_bit_optimizer=self.costs.eight_bit())
 
-    def try_variants(self, variants: Mapping[TraceKey, tuple[Action, ...]], config: Config) -> None:
+    def try_variants(self, variants: Mapping[TraceKey, tuple[Action, ...]], eligible: Eligible) -> None:
         """Rehearse what was not rehearsed yet; what does not run is left out of the profile."""
         traces = dict(self.profile.variants)
         for key, actions in variants.items():
@@ -138,17 +138,17 @@ class Trials:
                     self._exact[key] = actions
                 known = self.key_of(actions)
                 if known not in self.stage.tried:
-                    self.stage.tried[known] = self._tried_trace(actions, config)
+                    self.stage.tried[known] = self._tried_trace(actions, eligible.config)
                 trace = self.stage.tried[known]
                 if trace is not None:
                     traces[key] = trace
         self.learn(variants=traces)
 
-    def gains(self, key: TraceKey, actions: tuple[Action, ...], config: Config) -> bool:
+    def gains(self, key: TraceKey, actions: tuple[Action, ...], eligible: Eligible) -> bool:
         """Rehearse this beside the blocks. Whether it rises less high than the plain step anywhere: if it does not, it
         is left out of the profile."""
         if key not in self._tried:
-            self.try_variants({key: actions}, config)
+            self.try_variants({key: actions}, eligible)
             trace, plain = self.profile.variants.get(key), self.profile.plain
             if trace is not None and trace.spans(plain):
                 self.learn(variants={each: found for each, found in self.profile.variants.items() if each != key})
@@ -202,10 +202,9 @@ class Trials:
     def shallow(self) -> ShallowRehearsal | None:
         return self.stage.shallow
 
-    def treatments(self, config: Config) -> dict[Treatment, tuple[Action, ...]]:
+    def treatments(self, eligible: Eligible) -> dict[Treatment, tuple[Action, ...]]:
         """The actions that give each eligible treatment to every block."""
         blocks = tuple(self.rehearsal.blocks)
-        eligible = resolve(config, self.hardware)
         allowed = [treatment for treatment in TREATMENTS if treatment != KEEP and eligible.allows(treatment)]
         if self._compiled:  # who keeps outputs of operators must see them, and the compiler fuses them
             allowed = [treatment for treatment in allowed if treatment.recompute != "selective"]

@@ -10,17 +10,20 @@ import argparse
 import collections
 import contextvars
 import functools
+import gc
 import operator
 import pickle
+import queue
 import sys
 import types
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from memscale._torch.snapshots import ABSENT, set_state, state_of
+from memscale._torch.snapshots import ABSENT, set_state, state_of, version_of
 
 _MAX_ARRAY_BYTES = 1 << 16
 CONTAINER_TYPES = (
@@ -28,6 +31,10 @@ CONTAINER_TYPES = (
 )  # fmt: skip
 CONTAINER_KINDS = (collections.OrderedDict, dict, list, set, collections.deque)
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memscale", "simgpu"})
+_PLAIN_KINDS = (
+    types.SimpleNamespace, argparse.Namespace, queue.Queue, queue.LifoQueue, queue.PriorityQueue,
+)  # fmt: skip
+"""Classes of others whose objects are no more than their attributes. A `SimpleQueue` shows nobody what it holds."""
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module()))
 LruCache = type(functools.lru_cache(lambda: None))
 CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, property)
@@ -213,7 +220,7 @@ class Attributes:
         self.of = owner
 
     def take(self) -> Any:
-        return {name: value for name, value in vars(self.of).items() if is_state(name, value)}
+        return {name: value for name, value in vars(self.of).items() if is_state_of(self.of, name, value)}
 
     def put(self, before: Any) -> None:
         now = self.take()
@@ -269,8 +276,17 @@ def is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def is_state(name: str, value: Any) -> bool:
-    return not (is_special(name) or name in _COMMON_ATTRIBUTES or isinstance(value, CODE))
+def has_slots(cls: type) -> bool:
+    """Whether objects of an own class have attributes that are not in their dictionary."""
+    return bool(_slots_of(cls))
+
+
+def is_state_of(owner: Any, name: str, value: Any) -> bool:
+    """Whether an attribute of a class or an object is compared. The training flags of modules are, elsewhere."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    if isinstance(value, CODE) or (name in _COMMON_ATTRIBUTES and issubclass(kind, nn.Module)):
+        return False
+    return owner is not kind or not is_special(name)
 
 
 def _bind(owner: Any, name: str, value: Any) -> None:
@@ -305,6 +321,31 @@ class CachedCalls:
         return bool(self.take() == before)
 
 
+class TensorNote:
+    """How often a tensor was written to, and which attributes it has. It is held weakly, and cannot be put back."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._before = self.take()
+
+    @property
+    def of(self) -> Any:
+        return self._tensor()
+
+    def take(self) -> Any:
+        tensor = self._tensor()
+        return None if tensor is None else (version_of(tensor), tuple(vars(tensor)))
+
+    def put(self, before: Any) -> None:
+        raise RuntimeError("a tensor that was written to cannot be put back")
+
+    def is_as(self, before: Any) -> bool:
+        return bool(self.take() == before)
+
+    def is_as_noted(self) -> bool:
+        return self.is_as(self._before)
+
+
 FRESH_STATES = (GeneratorState, ArrayValues, BufferValues, CachedCalls)
 """Entries whose state is a copy that nobody else holds."""
 
@@ -329,12 +370,22 @@ def definitions_in(value: Any) -> list[Any] | None:
     if isinstance(value, functools.cached_property):
         return [value.func]
     if isinstance(value, LruCache):
-        return [value.__wrapped__]
+        return [value.__wrapped__, *remembered_by(value)]
     if type(value) in (collections.UserDict, collections.UserList):
         return [value.data]
     if type(value) is collections.ChainMap:
         return [*value.maps]
     return None
+
+
+def remembered_by(cache: Any) -> list[Any]:
+    """The results of calls that an `lru_cache` holds: objects may live there alone. Its own table is not looked at."""
+    held = gc.get_referents(cache)
+    found = [value for each in held for value in (each.values() if type(each) is dict else (each,))]
+    links = [each for each in found if type(each).__name__ == "_lru_list_elem"]
+    found += [value for link in links for value in gc.get_referents(link)]
+    skipped = (type, object, type(links[0])) if links else (type, object)
+    return [each for each in found if each is not cache.__wrapped__ and type(each) not in skipped]
 
 
 def is_own(module_name: str | None) -> bool:
@@ -352,7 +403,7 @@ def is_own_class(value: Any) -> bool:
 
 
 def is_plain_object(value: Any) -> bool:
-    return type(value) in (types.SimpleNamespace, argparse.Namespace) or is_own_class(type(value))
+    return type(value) in _PLAIN_KINDS or is_own_class(type(value))
 
 
 def is_small_array(value: Any) -> bool:

@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from memscale._torch.entries import is_special
+
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -39,7 +41,7 @@ _IMMUTABLE = (
     type(None), type(...), type(NotImplemented), int, float, complex, str, bytes, range, slice, decimal.Decimal,
     fractions.Fraction, re.Pattern, enum.Enum, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
     torch.finfo, torch.iinfo, types.CodeType, types.GenericAlias, types.UnionType, typing.TypeVar,
-    operator.itemgetter, operator.attrgetter, operator.methodcaller, inspect.Signature, inspect.Parameter,
+    operator.itemgetter, inspect.Signature, inspect.Parameter,
 )  # fmt: skip
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _ITERTOOLS = tuple(kind for kind in vars(itertools).values() if isinstance(kind, type))
@@ -86,8 +88,34 @@ _UNSEEN = words(
 HIDDEN_WRITES = frozenset({"data", "grad", "_grad", "set_data", "__array_interface__", "__cuda_array_interface__"})
 """Attributes of tensors by which they are written to without a new version, or whose values a backward changes."""
 
+INTROSPECTION = words(
+    "_version f_back f_locals f_globals f_builtins gi_frame gi_yieldfrom cr_frame ag_frame tb_frame tb_next "
+    "cell_contents"
+)
+"""Attributes that lead to other code's variables, or say how often a tensor was written to, which is not put back."""
+STORED_FLAGS = words("requires_grad default_factory names")
+"""Attributes of tensors and containers that are not compared: code that sets them is not repeated."""
+_SPECIAL = words(
+    "__init__ __new__ __code__ __class__ __name__ __qualname__ __module__ __doc__ __dict__ __version__ __file__ "
+    "__members__ __call__ __len__ __getitem__ __setitem__ __delitem__ __contains__ __iter__ __next__ "
+    "__reversed__ __getattr__ __getattribute__ __setattr__ __delattr__ __enter__ __exit__ __repr__ "
+    "__str__ __format__ __hash__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __bool__ __int__ __float__ "
+    "__index__ __post_init__ __init_subclass__ __torch_function__ __mro__ __bases__ __get__ __set__ "
+    "__missing__ __copy__ __deepcopy__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ "
+    "__rmul__ __imul__ __matmul__ __rmatmul__ __truediv__ __rtruediv__ __itruediv__ __floordiv__ __mod__ "
+    "__pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __and__ __or__ __xor__ __lshift__ __rshift__"
+)
+"""Special names that code may read: methods, which are seen when they are called, and what cannot change."""
+
+
+def refused_names(read: frozenset[str], stored: frozenset[str]) -> set[str]:
+    """The attributes among these by which code may see, or change, what nobody compares."""
+    special = {name for name in read if is_special(name) and name not in _SPECIAL}
+    return special | (read & INTROSPECTION) | (stored & STORED_FLAGS) | set(filter(is_special, stored))
+
+
 _PYTHON_MODULES = words(
-    "functools contextlib collections _collections_abc typing dataclasses enum abc types inspect operator "
+    "functools contextlib collections _collections_abc typing dataclasses enum abc types operator "
     "numbers copy re string warnings random copyreg fractions decimal statistics bisect heapq keyword "
     "reprlib _weakrefset torch._ops torch._compile torch._library.simple_registry "
     "torch.functional torch._tensor torch.autograd.function torch.autograd.grad_mode "
@@ -96,7 +124,8 @@ _PYTHON_MODULES = words(
     "torch.nn torch.nn.functional torch.nn.parameter torch.nn.grad torch.nn._reduction torch.compiler"
 )
 _PYTHON_FAMILIES = (
-    "torch.nn.modules.", "torch.nn.attention", "torch.nn.utils.", "torch.amp.", "torch.distributions.",
+    "torch.nn.modules.", "torch.nn.attention", "torch.nn.utils.rnn", "torch.nn.utils.parametri",
+    "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.amp.", "torch.distributions.",
     "torch.compiler.", "numpy._core.", "re.", "collections.",
 )  # fmt: skip
 _PYTHON_FUNCTIONS = {
@@ -104,6 +133,10 @@ _PYTHON_FUNCTIONS = {
         {"is_tensor", "typename", "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "is_storage"}
     ),
     "torch._dynamo.eval_frame": frozenset({"_fn"}),  # what `torch.compiler.disable` puts around a function
+    "inspect": words(
+        "signature isclass isfunction ismethod isroutine isbuiltin unwrap getfullargspec getmro parameters name kind "
+        "default annotation return_annotation bind bind_partial apply_defaults"
+    ),
     "torch.jit": frozenset({"is_scripting", "is_tracing"}),
     "torch.jit._trace": frozenset({"is_tracing"}),
     "logging": frozenset(["debug", "info", "warning", "isEnabledFor", "getEffectiveLevel", "getLogger"]),
@@ -118,6 +151,10 @@ _REFUSED_PYTHON = {
         "half float double bfloat16 type to_empty apply _apply share_memory compile"
     ),
     "logging": frozenset({"_log", "handle", "callHandlers"}),
+    "warnings": frozenset({"_showwarnmsg", "showwarning"}),
+    "contextlib": frozenset({"push", "push_async_exit"}),
+    "abc": frozenset({"register"}),
+    "copyreg": words("pickle constructor add_extension remove_extension clear_extension_cache"),
     "random": frozenset({"__init__"}),
 }
 """Functions of these modules that change what nobody compares."""
@@ -143,15 +180,23 @@ def _is_numpys(kind: type, *names: str) -> bool:
     return numpy is not None and issubclass(kind, tuple(getattr(numpy, name) for name in names))
 
 
+ATTRIBUTES_OF_INERT = frozenset(vars(logging.Logger(""))) | {"prev", "mode"}
+ATTRIBUTES_OF_TENSORS = frozenset(name for kind in torch.Tensor.__mro__ for name in vars(kind))
+"""What code stores by these names is taken for a tensor's, whose versions are compared."""
+
+
 def is_inert(value: Any) -> bool:
     """Whether it does nothing as long as it is not called, which is seen: a logger for example."""
     kind = type(value)
     is_disabling = kind.__module__ == "torch._dynamo.eval_frame" and kind.__name__ == "DisableContext"
-    return kind in (logging.Logger, logging.RootLogger) or is_disabling
+    is_grad_mode = kind in (torch.no_grad, torch.enable_grad)  # of a function that is decorated: it is copied when used
+    return kind in (logging.Logger, logging.RootLogger) or is_disabling or is_grad_mode
 
 
 def is_defined_in_c(cls: type) -> bool:
     """Whether a class may keep state where Python does not see it: it is no class that a `class` statement made."""
+    if isinstance(cls, enum.EnumMeta):  # it has methods of the class that its members are of
+        return False
     made_by_c = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
     return any(
         isinstance(value, made_by_c)
@@ -240,12 +285,12 @@ def is_harmless_python(module: str, name: str) -> bool:
     if name in _REFUSED_PYTHON.get(module, ()) or (module == "torch.nn.modules.module" and name.endswith("_hook")):
         return False
     if module.startswith("torch.") and name.startswith(_ASKING):
-        return True
+        return "memory" not in name and "memory" not in module  # which is another one when a step is run again
     if module in _PYTHON_FUNCTIONS:
         return name in _PYTHON_FUNCTIONS[module]
     return module in _PYTHON_MODULES or module.startswith(_PYTHON_FAMILIES)
 
 
 def is_never_harmless(module: str, name: str) -> bool:
-    """Whether it does something else whoever calls it: a line that is written to a log."""
-    return module == "logging" and name in _REFUSED_PYTHON["logging"]
+    """Whether it does something else whoever calls it: a line that is written to a log, a warning that is shown."""
+    return module in ("logging", "warnings") and name in _REFUSED_PYTHON[module]

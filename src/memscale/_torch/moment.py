@@ -7,7 +7,27 @@ from collections.abc import Iterator
 
 import torch
 
-from memscale._torch.host_rng import HostRng
+from memscale._torch.host_rng import Fingerprint, HostRng
+
+
+class Draws:
+    """Tells whether somebody has drawn a random number since it was made, for some microseconds."""
+
+    __slots__ = ("_device", "_host", "_states")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = Fingerprint()
+        self._states = self._torch_states()
+
+    def _torch_states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
+
+    def moved(self) -> bool:
+        return self._host.moved() or not all(map(torch.equal, self._states, self._torch_states()))
 
 
 class Moment:

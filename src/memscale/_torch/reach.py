@@ -10,6 +10,7 @@ writer of logs, a data loader) as long as its forward leaves it alone. Code that
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
 import contextvars
 import functools
@@ -19,6 +20,7 @@ import sys
 import threading
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -41,17 +43,20 @@ from memscale._torch.entries import (
     GeneratorState,
     LruCache,
     Slots,
+    TensorNote,
     Variables,
     cell_contents,
     definitions_in,
+    has_slots,
     is_own,
     is_plain_object,
     is_proxy,
     is_small_array,
-    is_state,
+    is_special,
+    is_state_of,
 )
 from memscale._torch.snapshots import ABSENT, is_generator
-from memscale._torch.watched_run import OURS, NotComparable, Uses, Watch, name_of, uses_of
+from memscale._torch.watched_run import OURS, RESETS, NotComparable, Uses, Watch, calls_something, name_of, uses_of
 
 Found: TypeAlias = Callable[[type, Any], Entry | None]
 """Asks for the entry of a kind that was compared, or put back, of an object."""
@@ -112,8 +117,14 @@ def _refuse_ways(code: types.CodeType, namespace: dict[str, Any]) -> None:
     uses, name = uses_of(code), name_of(code, namespace)
     if code.co_name in ("__exit__", "__aexit__"):
         raise NotComparable(f"{name} may handle errors itself")
+    if code.co_name == RESETS and calls_something(code):
+        raise NotComparable(f"{name} may be called after an error, and do something else then")
     if code.co_name == "__del__":
         raise NotComparable(f"{name} runs when an object dies, which is not known beforehand")
+    if refused := harmless.refused_names(uses.attributes, uses.stored_attributes):
+        raise NotComparable(
+            f"{name} uses the attribute {min(refused)!r}, by which it may see or change what is not compared"
+        )
     if hidden := uses.attributes & harmless.HIDDEN_WRITES:
         raise NotComparable(f"{name} uses {min(hidden)!r} of a tensor, by which it may be written to unseen")
     if hooks := uses.attributes & _HOOK_TABLES:
@@ -134,11 +145,15 @@ class _Reach:
         said = [self._attributes, *(uses.globals | uses.texts for uses in used)]
         said += [frozenset(code.co_names) for code in watch.others]
         self._names = frozenset().union(*said)
+        self._stored_anywhere = self._stored.union(*(uses.stored_globals for uses in used))
+        self._settable = self._stored_on_classes - harmless.ATTRIBUTES_OF_TENSORS
         self._is_dynamic = any((uses.attributes | uses.globals) & _DYNAMIC for uses in used)
         self._seen: set[int] = set()
         self._alive: list[Any] = []
         self._waiting: list[tuple[Any, str]] = []
         self._reached: set[types.CodeType] = set()
+        self._verified: set[int] = set()
+        """Tensors whose versions are compared together with what holds them."""
         self._loose: list[str] = []
         """Where tensors were met that are not registered with the model."""
         self._wait_for_model(model)
@@ -168,6 +183,8 @@ class _Reach:
         for part in model.modules():
             kind = type(part)
             self._wait(kind, kind.__name__)
+            if any(base not in _KNOWN_BASES for base in harmless.c_bases_of(kind)) or has_slots(kind):
+                _refuse(kind.__name__, part)
             if not is_own(kind.__module__) and not harmless.is_harmless_python(kind.__module__, "forward"):
                 _refuse(kind.__name__, part)
             for name, value in vars(part).items():
@@ -175,7 +192,7 @@ class _Reach:
                     for hook in value.values() if isinstance(value, dict) else ():
                         self._wait(hook, f"a hook of {kind.__name__}")
                 elif name not in _OF_EVERY_MODULE and self._is_named(name):
-                    self._wait(value, f"{kind.__name__}.{name}")
+                    self._wait_verified(value, f"{kind.__name__}.{name}")
         for tensor in (*model.parameters(), *model.buffers()):
             self._wait(tensor, "a parameter")
             for hook in (tensor._backward_hooks or {}).values():
@@ -195,21 +212,22 @@ class _Reach:
                 self._wait(builtins[each], name)
         for dots, module in uses.imports:
             full = importlib.util.resolve_name("." * dots + module, namespace.get("__package__") or None)
-            for path in {full, full.partition(".")[0]}:
+            for path in {full} if dots else {full, full.partition(".")[0]}:  # the package is bound by `import a.b`
                 if path in sys.modules:
-                    self._visit_module(sys.modules[path], uses, name, set())
+                    self._visit_module(sys.modules[path], uses if path == full else _named_by(uses), name, set())
 
     def _visit_variable(self, namespace: dict[str, Any], each: str, name: str, uses: Uses) -> None:
         value = namespace.get(each)
         if isinstance(value, types.ModuleType) and each not in uses.stored_globals:
             self._visit_module(value, uses, name, set())
             return
-        if not isinstance(value, CODE) or each in uses.stored_globals:
+        is_constant = harmless.is_immutable(value) and each not in self._stored_anywhere
+        if not is_constant and (not isinstance(value, CODE) or each in uses.stored_globals):
             entry = self._found(Variables, namespace)
             is_rebound = isinstance(value, CODE)  # which is not put back, see NOTE [what was loaded stays]
             if entry is None or is_rebound or each not in entry.names:  # type: ignore[attr-defined]
                 raise NotComparable(f"{name} uses {each!r}, which had not been found before it ran")
-        self._wait(value, f"{name}: {each}")
+        self._wait_verified(value, f"{name}: {each}")
 
     def _visit_module(self, module: types.ModuleType, uses: Uses, name: str, seen: set[int]) -> None:
         """What code reads, or writes, by the names of a Python module."""
@@ -220,12 +238,16 @@ class _Reach:
         changed = [n for n in uses.stored_elsewhere if n in namespace or n in vars(type(module))]
         if changed and not owns:
             raise NotComparable(f"{name} may write to {module.__name__}.{changed[0]}")
-        for each in sorted(uses.attributes):
+        # An own module may have been handed on to other code, or asked by `getattr`: names that others said count, too.
+        is_whole = bool((uses.globals | uses.attributes) & _DYNAMIC)
+        said = [each for each in namespace if (is_whole or each in self._names) and not is_special(each)]
+        names = said if owns else uses.attributes
+        for each in sorted(names):
             value = namespace.get(each)
             if isinstance(value, types.ModuleType):
                 self._visit_module(value, uses, name, seen)
             elif each in namespace and owns:
-                self._visit_variable(namespace, each, name, uses)
+                self._visit_variable(namespace, each, f"{name}: {module.__name__}", uses)
             elif each in namespace:
                 self._wait(value, f"{name}: {module.__name__}.{each}")
 
@@ -237,6 +259,12 @@ class _Reach:
             self._seen.add(id(value))
             self._alive.append(value)
             self._waiting.append((value, where))
+
+    def _wait_verified(self, value: Any, where: str) -> None:
+        """Wait for what something holds whose values are compared, with the versions of tensors among them."""
+        if isinstance(value, torch.Tensor):
+            self._verified.add(id(value))
+        self._wait(value, where)
 
     def _wait_all(self, values: Iterable[Any], where: str) -> None:
         for value in values:
@@ -257,6 +285,7 @@ class _Reach:
         elif is_generator(value):
             self._visit_generator(value, where)
         elif kind in CONTAINER_TYPES:
+            self._visit_extras(value, where, ())
             self._visit_container(value, where)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, where)
@@ -264,7 +293,9 @@ class _Reach:
             self._visit_class(value, where)
         elif isinstance(value, types.ModuleType):
             none: frozenset[str] = frozenset()
-            uses = Uses(self._names, self._attributes, none, self._stored, self._stored, none, (), none, none, False)
+            uses = Uses(
+                self._names, self._attributes, none, self._stored, self._stored, none, (), none, none, False, False
+            )
             self._visit_module(value, uses, where, set())
         elif isinstance(value, tuple | frozenset) and not hasattr(value, "__dict__"):
             self._wait_all(value, where)
@@ -272,14 +303,29 @@ class _Reach:
             self._wait_all([*(definitions_in(value) or ()), kind], where)
         elif is_plain_object(value):
             self._visit_object(value, where)
-        elif (
-            not harmless.is_immutable(value) and not harmless.is_inert(value) and not self._visit_callable(value, where)
-        ):
+        elif kind is weakref.ref and id(value()) in self._registered and value.__callback__ is None:
+            return  # an LSTM has such of its parameters
+        elif harmless.is_inert(value):
+            self._visit_extras(value, where, harmless.ATTRIBUTES_OF_INERT)
+        elif not harmless.is_immutable(value) and not self._visit_callable(value, where):
             self._visit_array(value, where)
 
+    def _visit_extras(self, value: Any, where: str, known: Iterable[str]) -> None:
+        """Attributes that own code may have given to an object of others: nobody compares them."""
+        extras = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in frozenset(known)}
+        if changed := self._stored & extras.keys():
+            raise NotComparable(f"{where} may write to {min(changed)!r} of an object of type {type(value).__name__}")
+        self._wait_all((each for name, each in extras.items() if name in self._attributes), where)
+
     def _visit_tensor(self, tensor: torch.Tensor, where: str) -> None:
+        if tensor.is_inference():
+            raise NotComparable(
+                f"{where} holds a tensor of inference mode, of which it is not known when it is written to"
+            )
         if id(tensor) not in self._registered:
             self._loose.append(where)
+            if id(tensor) not in self._verified and self._found(TensorNote, tensor) is None:
+                raise NotComparable(f"{where} holds a tensor that was written to, or was not there at first")
         if is_own(type(tensor).__module__):
             self._wait(type(tensor), where)
         for name, value in vars(tensor).items():
@@ -305,13 +351,18 @@ class _Reach:
         self._wait_all(kinds, where)
 
     def _visit_generator(self, generator: Any, where: str) -> None:
+        if is_own(type(generator).__module__) or getattr(generator, "__dict__", {}).keys() - {"gauss_next"}:
+            _refuse(where, generator)
         if self._found(GeneratorState, generator) is None and not _is_global_generator(generator):
             _refuse(where, generator)
 
     def _visit_container(self, container: Any, where: str) -> None:
         if self._found(Contents, container) is None:
             _refuse(where, container)
-        self._wait_all(Contents(container).elements(), where)
+        for element in Contents(container).elements():
+            self._wait_verified(element, where)
+        if isinstance(container, collections.defaultdict):
+            self._wait(container.default_factory, where)
         if isinstance(container, dict):
             self._wait_all(dict.keys(container), where)
 
@@ -321,6 +372,8 @@ class _Reach:
             return
         self._reached.add(code)
         owns, cells = is_own(module) or not module, function.__closure__ or ()
+        if not owns:
+            self._visit_extras(function, where, ())
         if not owns and code in self._watch.others and not harmless.is_harmless_python(module, code.co_name):
             raise NotComparable(f"{where} uses {module}.{code.co_name}, which is not known to change nothing else")
         if code not in self._watch.own and code not in self._watch.others:
@@ -334,7 +387,7 @@ class _Reach:
             if isinstance(held, CODE) and name in stored:  # which is not put back
                 raise NotComparable(f"{where} binds {name!r} around it to a function or a class")
             if held is not ABSENT:
-                self._wait(held, where)
+                self._wait_verified(held, where) if owns else self._wait(held, where)
         if owns:
             self._wait_all([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], where)
             if function.__dict__:
@@ -348,6 +401,8 @@ class _Reach:
                 _refuse(where, cls)
             return
         owns = is_own(cls.__module__)
+        if not owns and (changed := self._settable & vars(cls).keys()):
+            raise NotComparable(f"{where} may write to {cls.__name__}.{min(changed)}")
         if owns and self._found(Attributes, cls) is None and not self._is_constant(cls):
             raise NotComparable(f"{where} uses {cls.__name__}, which had not been found before it ran")
         if owns and "__del__" in vars(cls):
@@ -361,7 +416,9 @@ class _Reach:
 
     def _is_constant(self, cls: type) -> bool:
         """Whether a class that nobody compared has only attributes that cannot change, and that no code sets."""
-        state = {name: value for name, value in vars(cls).items() if is_state(name, value) and name not in _SKIPPED}
+        state = {
+            name: value for name, value in vars(cls).items() if is_state_of(cls, name, value) and name not in _SKIPPED
+        }
         fixed = (*_DEFINITIONS, types.MemberDescriptorType)
         return not self._stored_on_classes & state.keys() and all(
             harmless.is_immutable(value) or isinstance(value, fixed) for value in state.values()
@@ -372,7 +429,7 @@ class _Reach:
         if owns and isinstance(value, (*CODE, *_DEFINITIONS)):
             return not isinstance(value, type | types.ModuleType) or self._is_named(name)
         is_used = self._is_named(name) if owns else name in self._attributes
-        return is_used and is_state(name, value) and name not in _SKIPPED
+        return is_used and not isinstance(value, CODE) and not is_special(name) and name not in _SKIPPED
 
     def _visit_object(self, value: Any, where: str) -> None:
         kind = type(value)
@@ -389,10 +446,11 @@ class _Reach:
                 if name in self._stored and isinstance(each, CODE):  # which is not put back
                     raise NotComparable(f"{where} may bind {name!r} of an object anew")
                 if self._is_named(name):
-                    self._wait(each, f"{where}.{name}")
+                    self._wait_verified(each, f"{where}.{name}")
         if self._found(Slots, value) is None:
             _refuse(where, value)
-        self._wait_all(Slots(value).take(), where)
+        for each in Slots(value).take():
+            self._wait_verified(each, where)
         self._wait(kind, where)
 
     def _visit_callable(self, value: Any, where: str) -> bool:
@@ -410,19 +468,25 @@ class _Reach:
         elif isinstance(value, LruCache):
             if self._found(CachedCalls, value) is None:
                 _refuse(where, value)
-            self._wait(value.__wrapped__, where)
+            self._wait_all(definitions_in(value) or (), where)
+            self._visit_extras(value, where, vars(value.__wrapped__))
         elif isinstance(value, contextvars.ContextVar):
             if self._found(ContextValue, value) is None:
                 _refuse(where, value)
             self._wait(value.get(None), where)
         elif (inside := definitions_in(value)) is not None:
+            self._visit_extras(value, where, ("data", "maps"))
             self._wait_all(inside, where)
         else:
             return bool(harmless.is_harmless_dispatcher(value)) or harmless.is_harmless_operator(value)
         return True
 
     def _visit_array(self, value: Any, where: str) -> None:
-        if is_small_array(value) and not value.dtype.hasobject:
+        if (
+            is_small_array(value)
+            and not value.dtype.hasobject
+            and not (value.base is not None and self._is_named("base"))
+        ):
             kind: type = ArrayValues
         elif isinstance(value, bytearray | array.array):
             kind = BufferValues
@@ -437,6 +501,11 @@ def _refuse(where: str, value: Any) -> None:
         value.__qualname__ if isinstance(value, type | types.BuiltinFunctionType) else f"of type {type(value).__name__}"
     )
     raise NotComparable(f"{where} uses what cannot be compared: an object {name}")
+
+
+def _named_by(uses: Uses) -> Uses:
+    """The same without `getattr`: of a package that code imports a part of, it asks nothing."""
+    return uses._replace(globals=uses.globals - _DYNAMIC, attributes=uses.attributes - _DYNAMIC)
 
 
 def _is_global_generator(generator: Any) -> bool:

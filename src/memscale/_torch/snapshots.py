@@ -68,6 +68,15 @@ class KeptTensor:
         assert self.copy is not None
         return self.copy.clone()
 
+    def put_back(self) -> torch.Tensor:
+        """The tensor itself, with the values that it had, so that others which share its memory have them, too."""
+        if self.is_changed:
+            if self.copy is None or self.tensor.requires_grad:
+                raise RuntimeError("a tensor that an attribute holds was changed in place, and cannot be put back")
+            with torch.no_grad():
+                self.tensor.copy_(self.copy)
+        return self.tensor
+
 
 def snapshot(value: Any, *, may_be_large: bool = True) -> Any:
     """Containers and tensors are changed in place, so what they hold is remembered; else the object itself."""

@@ -14,11 +14,12 @@ generators, small arrays and attributes of plain objects, slots included.
 
 NOTE [what was loaded stays]: a name that is bound to a function, a class or a module by then is left so: code that was
 loaded is loaded, and whoever loaded it may remember that where we do not see it. For the same reason an `lru_cache`
-that was filled is emptied if anything else had to be put back: what its function has set up is gone.
+that was filled is emptied if anything else had to be put back: what its function has set up is gone. So is one that
+remembers a container or an object by then: what has changed in there is known to nobody else.
 
-Known limits: iterators, Python generators, queues and context variables that held nothing cannot be set back; names
-that code makes up (`globals()[name]`, `setattr`), memory of extension modules, thread-locals, weak dictionaries,
-containers of over 100,000 elements and what is further away than a few steps are not seen.
+Known limits: iterators, Python generators, `queue.SimpleQueue` and context variables that held nothing cannot be set
+back; names that code makes up (`globals()[name]`, `setattr`), memory of extension modules, thread-locals, weak
+dictionaries, containers of over 100,000 elements and what is further away than a few steps are not seen.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ from memscale._torch.entries import (
     is_proxy,
     is_small_array,
     is_special,
-    is_state,
+    is_state_of,
+    remembered_by,
 )
 from memscale._torch.snapshots import is_generator
 
@@ -80,6 +82,8 @@ class Beside:
         self.entries: list[Entry] = []
         self.others: list[Any] = []
         """What was met and not looked into, containers that are too large for that included."""
+        self.tensors: list[torch.Tensor] = []
+        """Those that were met. They are no entries: what they hold is not taken."""
         self.is_cut = False
         """There is more, further away or in containers of very many elements."""
         self.lru_caches: list[Any] = []
@@ -124,8 +128,8 @@ class Beside:
             for entry, state in changed:
                 entry.put(state)
             for cache, known in zip(self.lru_caches, misses, strict=True):
-                if changed and cache.cache_info().misses != known:  # see NOTE [what was loaded stays]
-                    cache.cache_clear()
+                if cache.cache_info().misses != known and (changed or _remembers_state(cache)):
+                    cache.cache_clear()  # see NOTE [what was loaded stays]
 
     # ---- looking
 
@@ -136,7 +140,12 @@ class Beside:
             self.is_cut = True
 
     def _visit(self, value: Any, depth: int) -> None:
-        if id(value) in self._seen or is_proxy(type(value)) or isinstance(value, _UNINTERESTING):
+        if id(value) in self._seen or is_proxy(type(value)):
+            return
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            self._wait(vars(value).values(), depth + 1)
+        if isinstance(value, _UNINTERESTING) and not (isinstance(value, _SUBCLASSED) and is_own_class(type(value))):
             return
         self._seen.add(id(value))
         self._alive.append(value)
@@ -174,7 +183,7 @@ class Beside:
             self._visit_container(Contents(value), depth)
         if isinstance(getattr(value, "__dict__", None), dict):
             self.entries.append(Attributes(value))
-            self._wait([each for name, each in vars(value).items() if is_state(name, each)], depth + 1)
+            self._wait([each for name, each in vars(value).items() if is_state_of(value, name, each)], depth + 1)
         slots = Slots(value)
         self.entries.append(slots)
         self._wait([each for each in slots.take() if not isinstance(each, CODE)], depth + 1)
@@ -185,6 +194,8 @@ class Beside:
             self.others.append(contents.of)
             return
         self.entries.append(contents)
+        if isinstance(contents.of, collections.defaultdict):
+            self._wait([contents.of.default_factory], depth + 1)
         if len(contents) <= _MAX_LOOKED_INTO:
             self._wait(contents.elements(), depth + 1)
         elif not holds_scalars(contents.elements()):
@@ -194,7 +205,7 @@ class Beside:
         self.entries.append(Attributes(cls))
         self._wait(cls.__mro__[1:], depth + 1)
         for name, value in vars(cls).items():
-            if is_state(name, value) or is_special(name) or name in self._names:
+            if is_state_of(cls, name, value) or is_special(name) or name in self._names:
                 self._wait([value], depth + 1)
             else:
                 self._methods.setdefault(name, []).append((value, depth + 1))
@@ -254,6 +265,8 @@ class _Inside(Beside):
         """Do not look into it: its attributes belong to other objects as well."""
 
 
+_SUBCLASSED = (int, float, complex, str, bytes)
+"""Objects of own classes that are derived from these have attributes: members of an enumeration."""
 _UNINTERESTING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, types.ModuleType, torch.dtype)
 
 
@@ -267,6 +280,10 @@ def _roots(model: nn.Module) -> Iterator[Any]:
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             )
             yield from (each for each in values if callable(each) and not isinstance(each, nn.Module))
+
+
+def _remembers_state(cache: Any) -> bool:
+    return any(type(value) in CONTAINER_TYPES or is_plain_object(value) for value in remembered_by(cache))
 
 
 def _is_own_function(value: Any) -> bool:

@@ -43,7 +43,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -53,8 +53,10 @@ from memscale._torch.entries import (
     FRESH_STATES,
     CachedCalls,
     Cell,
+    Contents,
     ContextValue,
     Entry,
+    TensorNote,
     cell_contents,
     holds_scalars,
     is_small_array,
@@ -126,13 +128,15 @@ def _parts_of(value: Any) -> Iterable[Any]:
     return () if is_module else getattr(value, "__dict__", {}).values()
 
 
-def _leads_to_tensors(value: Any) -> bool:
-    """Whether holding it would hold memory of a device: then it is not held."""
+def _leads_to_tensors(value: Any, known: frozenset[int] = frozenset()) -> bool:
+    """Whether holding it would hold memory of a device: then it is not held. `known`: ids of tensors that are alive
+    anyway, those of the model."""
     waiting, seen = [(value, 0)], 0
     while waiting:
         value, depth = waiting.pop()
         seen += 1
-        if seen > _MAX_SEARCHED or (issubclass(type(value), torch.Tensor) and value.device.type != "cpu"):
+        is_tensor = issubclass(type(value), torch.Tensor) and id(value) not in known
+        if seen > _MAX_SEARCHED or (is_tensor and value.device.type != "cpu"):
             return True
         if depth >= _MAX_DEPTH or issubclass(type(value), (*_SCALARS, *CODE)):
             continue
@@ -165,10 +169,10 @@ class _State:
         """What it holds now."""
         return _State(self.entry)
 
-    def leads_to_tensors(self) -> bool:
+    def leads_to_tensors(self, known: frozenset[int]) -> bool:
         owner = self.entry.of
         is_alive_anyway = isinstance(owner, (*CODE, nn.Module)) or _is_namespace(owner)
-        return not is_alive_anyway and _leads_to_tensors(owner)
+        return not is_alive_anyway and _leads_to_tensors(owner, known)
 
     def is_now(self) -> bool:
         if isinstance(self.entry, FRESH_STATES):
@@ -181,7 +185,7 @@ class _State:
 
     def is_lost(self) -> bool:
         """Whether something that it held is gone, and cannot be put back."""
-        if isinstance(self.entry, CachedCalls):
+        if isinstance(self.entry, CachedCalls) or _is_set(self.entry):
             return True
         if isinstance(self.entry, ContextValue) and self._state[0].get() is ABSENT:
             return True
@@ -192,6 +196,11 @@ class _State:
         fresh = self._is_plain or isinstance(self.entry, FRESH_STATES)
         state = self._state if fresh else _map(_Held.get, self._state)
         self.entry.put(state[0] if isinstance(self.entry, _SINGLE) else state)
+
+
+def _is_set(entry: Entry) -> bool:
+    """The order of a set's elements depends on what was in it before, so one that has changed is not put back."""
+    return isinstance(entry, Contents) and isinstance(entry.of, set)
 
 
 def _taken(entry: Entry) -> Any:
@@ -255,6 +264,8 @@ class StepsBeside:
         """What everything held at the first forward."""
         self._moving: set[_Key] = set()
         """What changes."""
+        self._tensors: dict[int, TensorNote] = {}
+        """Tensors that were there at the first forward."""
         self._num_forwards = 0
         self._watch = Watch()
 
@@ -280,8 +291,9 @@ class StepsBeside:
         taken.after = {key: self._first[key].again() for key in changed}
 
     def _look(self) -> None:
-        beside = self._beside()
-        found = [*_entries_of(beside), *_entries_of(Beside.inside(self._attributes()))]
+        beside, inside = self._beside(), Beside.inside(self._attributes())
+        found = [*_entries_of(beside), *_entries_of(inside)]
+        self._tensors = {id(tensor): TensorNote(tensor) for tensor in (*beside.tensors, *inside.tensors)}
         self._first = {_key(entry): _State(entry) for entry in found}
         self._drop_tensors()
 
@@ -292,7 +304,10 @@ class StepsBeside:
 
     def _drop_tensors(self) -> None:
         """Do not hold what leads to memory of the device: a list to which a hook appends. See `refuse_changes`."""
-        held = [key for key, state in self._first.items() if state.leads_to_tensors()]
+        model = self._model()
+        assert model is not None, "its step runs"
+        known = frozenset(map(id, (*model.parameters(), *model.buffers())))
+        held = [key for key, state in self._first.items() if state.leads_to_tensors(known)]
         for key in held:
             del self._first[key]
             self._moving.discard(key)
@@ -362,8 +377,12 @@ class StepsBeside:
         refuse_unknown(watch, model, self._found)  # the watch is kept for the backward
 
     def _found(self, kind: type, owner: Any) -> Entry | None:
+        if kind is TensorNote:
+            note = self._tensors.get(id(owner))
+            is_as_noted = note is not None and note.of is owner and note.is_as_noted()
+            return cast(Entry, note) if is_as_noted else None
         state = self._first.get((kind, id(owner)))
-        return None if state is None else state.entry
+        return None if state is None or state.entry.of is not owner else state.entry
 
 
 def _entries_of(beside: Beside) -> list[Entry]:

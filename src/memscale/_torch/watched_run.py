@@ -22,7 +22,7 @@ it uses, and what they lead to. Of the others it is known which functions are ha
 
 NOTE [errors that are handled]: the first run may have caught an error that the second one did not meet. So code that
 may catch an error for lack of memory is a refusal if memory was allocated while it ran, and so are context managers of
-own classes.
+own classes. A `finally` ran in the failing run, too, perhaps with other values: it may assign, not call.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Watch:
     def _note_own(self, frame: types.FrameType) -> None:
         uses = uses_of(frame.f_code)
         self.own.setdefault(frame.f_code, frame.f_globals)
-        if uses.catches:
+        if uses.catches or uses.cleans_up:
             self._entered.setdefault(id(frame), _num_allocations())
         if uses.stored_attributes:
             kinds = list(map(type, frame.f_locals.values()))
@@ -200,6 +200,8 @@ class Uses(NamedTuple):
     """Globals that it calls where it reads them, and does nothing else with: if it does, the call is seen."""
     catches: bool
     """See NOTE [errors that are handled]."""
+    cleans_up: bool
+    """A `finally` of it may do other things after a failure than without one."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -234,6 +236,7 @@ def uses_of(code: types.CodeType) -> Uses:
         frozenset(_texts_in(code.co_consts)),
         _called(steps),
         _catches(steps),
+        _cleans_up(steps),
     )
 
 
@@ -267,12 +270,55 @@ def _catches(steps: list[dis.Instruction]) -> bool:
     """Whether it may catch an error for lack of memory: by `except`, not by `with` or `finally`."""
     for place, step in enumerate(steps):
         if step.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "CHECK_EG_MATCH"):
-            caught = steps[place - 1]
-            if not (caught.opname in ("LOAD_GLOBAL", "LOAD_NAME") and caught.argval in _NEVER_MEMORY):
+            unknown = [name for name in _caught(steps, place) if name not in _NEVER_MEMORY]
+            if unknown:
                 return True
         if step.opname == "PUSH_EXC_INFO" and steps[place + 1].opname == "POP_TOP":
             return True
         if step.opname == "SETUP_FINALLY" and _is_bare(steps, step.argval):
+            return True
+    return False
+
+
+def _caught(steps: list[dis.Instruction], place: int) -> list[str]:
+    """The names of the errors that a handler is compared with at this place; one that is empty if it is not known."""
+    last, first = steps[place - 1], place - 1
+    if last.opname == "BUILD_TUPLE":
+        first = place - 1 - int(last.arg or 0)
+    named = steps[first : place - 1] if last.opname == "BUILD_TUPLE" else [last]
+    return [str(each.argval) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") else "" for each in named]
+
+
+RESETS = "reset"
+"""A `finally` may call a method of this name, if own code of this name only assigns: a context variable is reset."""
+
+
+def _calls(step: dis.Instruction) -> bool:
+    """Whether it prepares a call, but for that of a method that resets. Whatever is called is loaded before."""
+    if step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        is_method = step.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and bool((step.arg or 0) & 1))
+        return is_method and step.argval != RESETS
+    return step.opname == "PUSH_NULL" or (step.opname == "LOAD_GLOBAL" and _is_called(step))
+
+
+def calls_something(code: types.CodeType) -> bool:
+    """Whether a function does more than to assign, and to reset."""
+    return any(step.opname in ("FOR_ITER", "SEND") or _calls(step) for step in dis.get_instructions(code))
+
+
+def _is_called(step: dis.Instruction) -> bool:
+    return sys.version_info < (3, 11) or bool((step.arg or 0) & 1)
+
+
+def _cleans_up(steps: list[dis.Instruction]) -> bool:
+    """Whether what a `finally` does after an error is more than assignments: it calls something."""
+    starts = [place + 1 for place, step in enumerate(steps) if step.opname == "PUSH_EXC_INFO"]
+    handlers = {step.argval for step in steps if step.opname == "SETUP_FINALLY"}  # of Python 3.10
+    starts += [place for place, step in enumerate(steps) if step.offset in handlers and step.opname != "DUP_TOP"]
+    ends = ("RERAISE", "CHECK_EXC_MATCH", "WITH_EXCEPT_START")
+    for start in starts:
+        body = itertools.takewhile(lambda step: step.opname not in ends, steps[start:])
+        if any(step.opname in ("FOR_ITER", "SEND") or _calls(step) for step in body):
             return True
     return False
 

@@ -105,8 +105,8 @@ def _print_estimate(subject: Subject, result: Estimate, together: Together, *, a
 def _snapshot_of(subject: Subject, config: Config, planned: Plan | None) -> bytes:
     from memscale._planning.questions.snapshot import step_snapshot
 
-    planner, config = planner_of(subject, config, planned)
-    return step_snapshot(planner, () if planned is None else planned.actions, config)
+    planner = planner_of(subject, config, planned)
+    return step_snapshot(planner, () if planned is None else planned.actions, planner.job.config)
 
 
 # ---- sequences of several lengths

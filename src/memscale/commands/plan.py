@@ -55,13 +55,14 @@ def make_plan_of(subject: Subject, config: Config, *, with_front: bool) -> Plan:
     return dataclasses.replace(made, front=fronts[0], front_note="") if with_front else made
 
 
-def planner_of(subject: Subject, config: Config, planned: Plan | None) -> tuple[Planner, Config]:
-    """What rehearses steps under this plan, and the config that has tensors travel as the plan says."""
-    from memscale._decide.travel import travel_of
+def planner_of(subject: Subject, config: Config, planned: Plan | None) -> Planner:
+    """What rehearses steps under this plan, with tensors that travel as the plan says."""
     from memscale._planning.planner import Planner
 
-    config = config if planned is None else travel_of(planned, config, subject.hardware).said_in(config)
-    return Planner(subject.job(config), subject.inputs), config
+    job = subject.job(config)
+    if planned is not None:
+        job = job.under(job.eligible.travel_of(planned).said_in(config))
+    return Planner(job, subject.inputs)
 
 
 def _write_plan(made: Plan, output: pathlib.Path | None, pareto: pathlib.Path | None) -> None:

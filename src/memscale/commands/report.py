@@ -44,7 +44,7 @@ def _report_of(subject: Subject, config: Config) -> Report:
     with progress(f"planning {subject.name} on fake tensors"), quiet():
         made = make_plan_of(subject, config, with_front=True)
     with progress("rehearsing a step with the plan and one without"), quiet():
-        planner, travelling = planner_of(subject, config, made)
-        plain = step_memory(planner, (), travelling)
-        under = step_memory(planner, made.actions, travelling, made.allocator)
-        return Report(made, plain, under, times=step_times(planner, made.actions, travelling))
+        planner = planner_of(subject, config, made)
+        plain = step_memory(planner, (), planner.job.config)
+        under = step_memory(planner, made.actions, planner.job.config, made.allocator)
+        return Report(made, plain, under, times=step_times(planner, made.actions, planner.job.eligible))

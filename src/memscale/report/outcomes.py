@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from memscale._config import Config
-from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._units import show_bytes
 from memscale.techniques import TECHNIQUES, by_technique
@@ -29,19 +29,22 @@ class Outcome:
         return f"{self.technique}: {self.detail if self.applied else f'skipped, {self.detail}'}"
 
 
-def outcomes(plan: Plan, config: Config, hardware: Hardware, optimizer_detail: str | None) -> tuple[Outcome, ...]:
-    """Every family of techniques. `optimizer_detail` says what 8 bits came to where that is known already."""
+def outcomes(
+    plan: Plan, config: Config, hindrances: Mapping[str, str], optimizer_detail: str | None
+) -> tuple[Outcome, ...]:
+    """Every family of techniques. `hindrances` say why some could not be used where the plan was made, by their names;
+    `optimizer_detail` says what 8 bits came to where that is known already."""
     families: dict[str, list[Technique]] = {}
     for technique in sorted(TECHNIQUES, key=lambda technique: technique.outcome_rank):
         if technique.modes or getattr(config, technique.switch):  # what no mode turns on is said when the user does
             families.setdefault(technique.family, []).append(technique)
-    found = {name: _of_family(family, plan, config, hardware) for name, family in families.items()}
+    found = {name: _of_family(family, plan, config, hindrances) for name, family in families.items()}
     if optimizer_detail is not None:
         found[EIGHT_BIT.family] = Outcome(EIGHT_BIT.family, True, optimizer_detail)
     return tuple(found.values())
 
 
-def _of_family(family: list[Technique], plan: Plan, config: Config, hardware: Hardware) -> Outcome:
+def _of_family(family: list[Technique], plan: Plan, config: Config, hindrances: Mapping[str, str]) -> Outcome:
     name, switch, done = family[0].family, family[0].switch, by_technique(plan.actions)
     parts = [technique.outcome(done[technique.name]) for technique in family if technique.name in done]
     if parts:
@@ -51,8 +54,8 @@ def _of_family(family: list[Technique], plan: Plan, config: Config, hardware: Ha
         return Outcome(name, True, f"{sum(others)} streamed blocks are recomputed in backward")
     if not getattr(config, switch):
         return Outcome(name, False, f"{switch}=False")
-    hindrances = [technique.hindrance(config, hardware) for technique in family]
-    return Outcome(name, False, hindrances[0] if all(hindrances) else NO_GAIN)
+    is_hindered = all(technique.name in hindrances for technique in family)
+    return Outcome(name, False, hindrances[family[0].name] if is_hindered else NO_GAIN)
 
 
 def describe(plan: Plan, found: tuple[Outcome, ...]) -> str:

@@ -186,7 +186,7 @@ class Technique:
     """An action for a batch between two sizes, from those for both and the line through two numbers; None: the action
     does not depend on the size."""
 
-    rehearse: Callable[[Trials, Config], None] | None = None
+    rehearse: Callable[[Trials, Eligible], None] | None = None
     """What is tried for it beside its treatments of blocks, which are always tried; None: nothing."""
     is_dear: bool = False
     """Trying it takes long: that is done only when nothing else suffices."""

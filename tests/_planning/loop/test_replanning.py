@@ -18,8 +18,7 @@ import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config, DoesNotFitError
 from memscale._execute.executor import executor_of
-from memscale._planning import attaching, job
-from memscale._planning.loop import standing_job
+from memscale._planning import job
 from tests.models import case, small, square_loss
 from tests.parity import assert_same, attached_plan, seed, train
 
@@ -445,14 +444,13 @@ def test_a_sample_does_not_outlive_its_planning() -> None:
 
 def test_wrapping_looks_at_the_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    detect = attaching.detect_hardware
+    detect = job.detect_hardware
 
     def counted(*args: Any) -> memscale.Hardware:
         looks.append(args)
         return detect(*args)
 
-    for module in (attaching, job, standing_job):
-        monkeypatch.setattr(module, "detect_hardware", counted)
+    monkeypatch.setattr(job, "detect_hardware", counted)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     memscale.wrap(model, memscale.Config(enable_logging=False), sample_input=torch.ones(2, 4))
     memscale.detach(model)

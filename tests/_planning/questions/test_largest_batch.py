@@ -121,7 +121,8 @@ def test_the_answer_is_the_largest_when_sizes_are_checked_one_by_one(name: str, 
     answer = found.by_mode[OptimizationMode(mode)].size
     assert found.plain.size == plain_size < answer
     for size in range(answer - reach, answer + reach + 1):
-        plan = Planner(Job(build(), config, hardware), inputs_of(size)).plan(choose_strategy(config))
+        job = Job(build(), config, hardware)
+        plan = Planner(job, inputs_of(size)).plan(choose_strategy(job.eligible))
         assert plan.fits is (size <= answer), f"{size} where the answer is {answer}"
 
 
@@ -193,7 +194,8 @@ def test_no_batch_is_named_where_none_fits() -> None:
 @pytest.mark.slow
 def test_the_estimate_gives_advice_when_no_mode_fits() -> None:
     exact = Config(use_mixed_precision=False, use_8bit_optimizer=False, enable_tiling=False)
-    lowest = Planner(Job(rows(), exact, HARDWARE), rows_of(2)).plan(choose_strategy(exact.replace(force_optimize=True)))
+    job = Job(rows(), exact, HARDWARE)
+    lowest = Planner(job, rows_of(2)).plan(choose_strategy(job.eligible.replace(force_optimize=True)))
     config = exact.replace(memory_budget_gb=1.02 * lowest.predicted_peak_bytes / 1e9)
     estimate = memscale.estimate(rows(), rows_of(512), config=config, hardware=HARDWARE)
     assert estimate.recommended_mode is None

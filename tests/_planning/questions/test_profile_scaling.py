@@ -30,7 +30,7 @@ def encoder() -> nn.Module:
 def profile_at(model: nn.Module, batch: int) -> Profile:
     inputs = Inputs((torch.zeros(batch, 32, 64, device="meta"),))
     planner = Planner(Job(model, Config(), HARDWARE), inputs)
-    planner.look_into_everything(Config())
+    planner.look_into_everything(planner.job.eligible.under(Config()))
     return planner.profile
 
 

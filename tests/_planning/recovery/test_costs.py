@@ -21,7 +21,7 @@ from memscale._torch import snapshots, steps_beside
 from tests.parity import seed
 from tests.techniques.offload.runs import DEVICE, Gpt, tokens
 
-CONFIG = memscale.Config(enable_logging=False, recover_from_oom=True)
+CONFIG = memscale.Config(enable_logging=False, recover_from_oom=True, mode="conservative")
 SHAPE = (2, 16)
 pytestmark = pytest.mark.usefixtures("no_races", "no_leaks")
 

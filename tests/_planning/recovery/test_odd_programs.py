@@ -13,6 +13,7 @@ from torch import nn
 import memscale
 import simgpu
 from tests import lanes
+from tests._planning.recovery import odd_places
 from tests._planning.recovery.odd_programs import PROGRAMS, Odd
 from tests.techniques.offload.runs import DEVICE
 
@@ -26,11 +27,12 @@ REPEATED = (
     "small_numpy_array", "arrays_of_bytes", "list_in_a_named_tuple", "heap", "generator_function",
     "simple_namespace", "derived_dictionary", "abstract_class", "context_manager_function", "quiet_log",
     "attribute_of_an_enumeration", "loss_without_weights", "copied_object", "random_state_that_is_seeded",
+    *odd_places.REPEATED,
 )  # fmt: skip
 """Those that are worth it: counters, lists and generators of one's own are common in forwards."""
 
 
-UNPROFILED = ("tensor_written_through_numpy",)
+UNPROFILED = ("tensor_written_through_numpy", "slot_of_a_module", "average_on_a_parameter")
 """Those that do not run on fake tensors: they are planned from the first steps."""
 
 

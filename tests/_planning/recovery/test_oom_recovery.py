@@ -222,7 +222,7 @@ def test_what_might_not_be_exact_is_refused_with_the_reason(simgpu_device: Any) 
     loss, logits = model(ids, ids)
     refused("one of which depends on another", loss + logits.sum())
     del loss, logits
-    assert executor.plan is plan
+    assert executor.plan.predicted_peak_bytes < plan.predicted_peak_bytes, "steps after refusals are planned for less"
     loss = loss_of(model, ids, ids.clone(), inside=False)
     ids.add_(0)
     refused("was written to after its forward", loss)  # before backward comes to the embedding and sees it

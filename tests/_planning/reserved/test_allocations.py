@@ -132,6 +132,17 @@ def test_a_step_leaves_what_it_should() -> None:
     assert left_bytes(log.steps[1], live) == 3 * parameter_bytes + features(0).nbytes
 
 
+@pytest.mark.parametrize("inputs_first", [True, False])
+def test_what_is_there_before_a_step_comes_in_its_order(inputs_first: bool) -> None:
+    """A model that is on the host yet is placed behind a batch that is on the device: other holes are left."""
+    model = small()
+    rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
+    log = record_steps(rehearsal, model, "sgd", inputs_first=inputs_first)
+    phases = [event.place.phase for event in log.before if isinstance(event, Allocated) and event.place is not None]
+    assert phases == sorted(phases, reverse=not inputs_first)
+    assert set(phases) == {"inputs", "parameters"}
+
+
 def test_counters_of_a_fused_step_are_on_the_device() -> None:
     model = small()
     plain = torch.optim.AdamW(model.parameters(), foreach=False)

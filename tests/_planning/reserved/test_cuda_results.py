@@ -80,8 +80,14 @@ def test_what_was_predicted_there(row: dict[str, Any]) -> None:
     assert row["versions"]["commit"]
 
 
-HELD_ABOVE = {("gpt2", "conservative-sync"): 1.077, ("gpt2-medium", "balanced-async"): 1.056}
-"""Rows in which more is held for what is allocated than the bar says, and how much."""
+HELD_ABOVE = {
+    ("bert-base", "conservative-sync"): 1.064,
+    ("gpt2", "conservative-sync"): 1.077,
+    ("gpt2-medium", "balanced-async"): 1.057,
+}
+"""Rows in which more is held for what is allocated than the bar says, and how much. Weights lie in ordinary segments
+with 2 MiB unused in each 20, and gradients lie between what was recomputed when they came: pages that are partly used
+do not go back."""
 
 
 @pytest.mark.unit
@@ -114,7 +120,7 @@ def test_what_is_predicted_now(row: dict[str, Any]) -> None:
         assert held is not None
         allocated_bytes, reserved_bytes = held.allocated_bytes, held.reserved_bytes
     else:
-        plan = planner.plan(choose_strategy(config))
+        plan = planner.plan(choose_strategy(planner.job.eligible.under(config)))
         assert what_is_done(plan) == row["what"], "another plan than the one that was measured: run `make cuda` again"
         assert plan.predicted_allocated_bytes is not None
         assert plan.predicted_reserved_bytes is not None

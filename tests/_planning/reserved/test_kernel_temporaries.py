@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from memscale import Hardware
+from memscale._planning.reserved.allocation_log import Allocated, Freed
 from memscale._planning.reserved.kernel_temporaries import KernelTemporaries, temporary_bytes, threads_of
+from memscale._planning.reserved.recording import record_steps
+from memscale._profile.inputs import Inputs
+from memscale._profile.rehearsal import FakeRehearsal
 
 pytestmark = pytest.mark.unit
 SUM = torch.ops.aten.sum.dim_IntList
@@ -127,7 +131,7 @@ def convolved(memory_format: torch.memory_format, groups: int = 1) -> list[tuple
     kernels = KernelTemporaries(CARD)
     return [
         *kernels.inside(aten.convolution.default, forward, result),
-        *kernels.inside(
+        *kernels.after_each(
             aten.convolution_backward.default, backward, (torch.empty_like(x), torch.empty_like(weight), None)
         ),
     ]
@@ -135,9 +139,24 @@ def convolved(memory_format: torch.memory_format, groups: int = 1) -> list[tuple
 
 def test_convolutions_copy_what_is_not_channels_last() -> None:
     images, weights = 8 * 64 * 56 * 56 * 4, 64 * 64 * 9 * 4
-    assert convolved(torch.contiguous_format) == [(2 * images + weights,)] * 2
-    assert convolved(torch.channels_last) == []
+    assert convolved(torch.contiguous_format) == [(2 * images + weights,)] * 3
+    assert convolved(torch.channels_last) == [(), ()]
 
 
 def test_a_convolution_of_one_channel_a_group_is_pytorchs_own() -> None:
-    assert convolved(torch.contiguous_format, groups=64) == []
+    assert convolved(torch.contiguous_format, groups=64) == [(), ()]
+
+
+def test_the_backward_of_a_convolution_has_a_workspace_after_each_result() -> None:
+    """As PyTorch allocates on the emulated card: the gradient of the input, its kernel's, that of the weight, its."""
+    images, weights = 2 * 4 * 16 * 16 * 4, 4 * 4 * 9 * 4
+    model = torch.nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    batch = torch.zeros(2, 4, 16, 16, requires_grad=True)
+    log = record_steps(FakeRehearsal(model, Inputs((batch,), {}), "cuda"), model, "none", hardware=CARD)
+    events = [event for event in log.steps[0] if isinstance(event, Allocated | Freed)]
+    first = next(n for n, event in enumerate(events) if "convolution_backward" in str(getattr(event, "place", "")))
+    sizes = {event.serial: event.num_bytes for event in events if isinstance(event, Allocated)}
+    of_kernel = 2 * images + weights
+    seen = [(type(event), sizes[event.serial]) for event in events[first:] if event.serial in sizes]
+    kernel = [(Allocated, of_kernel), (Freed, of_kernel)]
+    assert seen[:6] == [(Allocated, images), *kernel, (Allocated, weights), *kernel]

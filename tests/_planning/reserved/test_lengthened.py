@@ -71,7 +71,7 @@ def test_the_log_is_that_of_the_whole_model(kind: str, overlaps: bool) -> None:
         "one sends a little": (*block_actions(blocks[0], CHECKPOINT_OFFLOAD), *streamed(blocks[1:])),
     }
     if kind == "offloaded":
-        planner.try_variants({TraceKey(OFFLOAD): actions[kind]}, planner.job.config)  # how much is offloaded
+        planner.try_variants({TraceKey(OFFLOAD): actions[kind]}, planner.job.eligible)  # how much is offloaded
     short = planner._steps_short(actions[kind], planner.job.config)
     assert short is not None
     recorded = planner._record(actions[kind], planner.job.config)

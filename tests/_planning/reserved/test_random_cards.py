@@ -22,30 +22,18 @@ CASES: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[3] / "docs" / "results" / "random_cards.json").read_text()
 )["cases"]
 TRAINED = [case for case in CASES if case["outcome"] == "trained"]
-BELOW = {
-    (1, 49): -0.106,
-    (1, 74): -0.078,
-    (1, 135): -0.076,
-    (1, 139): -0.082,
-    (1, 169): -0.032,
-    (1, 186): -0.062,
-    (1, 194): -0.046,
-}
-"""Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. In loops that add
-up gradients (135, 139) the first batch is trained by a plan that does not count them: what it allocated last lies in
-segments that the next plan holds beside its own. In 186 an earlier plan placed the weights before it switched to
-segments that grow, and the later one is played as if they lay in such segments, too. Of 49, 169 and 194, which have an
-earlier plan as well, and of 74 the cause was not found."""
+BELOW = {(1, 91): -0.124, (1, 135): -0.096, (1, 139): -0.065}
+"""Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. All are loops
+that add up gradients: their first batch is trained by a plan that does not count them. Those gradients lie in segments
+that this plan has made, and the next plan holds them beside its own, which is not in its prediction."""
 ABOVE = {
     (1, 44): (0.006, 0.03),
-    (1, 64): (0.005, 0.048),
     (1, 73): (0.022, 0.03),
-    (1, 74): (0.006, 0.03),
-    (1, 91): (0.005, 0.037),
-    (1, 113): (0.005, 0.038),
+    (1, 186): (0.005, 0.036),
 }
-"""Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve. The
-causes were not found."""
+"""Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve. In 186
+an earlier plan may have placed the weights in segments of either kind, and the higher figure of both is promised. Of
+the others the causes were not found."""
 
 
 def name(case: dict[str, Any]) -> str:

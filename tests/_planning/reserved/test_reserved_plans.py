@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memscale import Config, Hardware, Plan
+from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
 from memscale._errors import DoesNotFitError
 from memscale._planning import make_plan
@@ -39,7 +40,7 @@ def planned(hardware: Hardware = CARD, **fields: object) -> Plan:
     config = Config(enable_logging=False, async_offload=False, **fields)  # type: ignore[arg-type]
     job = Job(stack(), config, hardware, "adamw")
     planner = Planner(job, Inputs((torch.empty(4096, 512, device="meta"),), {}))
-    return planner.plan(choose_strategy(config))
+    return planner.plan(choose_strategy(planner.job.eligible.under(config)))
 
 
 def test_a_plain_plan_states_three_numbers() -> None:
@@ -102,7 +103,7 @@ def test_a_saved_plan_is_refused_where_its_reserved_bytes_do_not_fit() -> None:
     assert plan.predicted_reserved_bytes is not None
     config = Config(memory_budget_gb=(plan.predicted_reserved_bytes - 1) / 1e9, enable_logging=False)
     with pytest.raises(DoesNotFitError, match="reserves"):
-        refuse_plan(plan, CARD, config)
+        refuse_plan(plan, resolve(config, CARD))
 
 
 def test_what_does_not_fit_says_how_much_would_be_reserved() -> None:
@@ -128,7 +129,7 @@ def test_the_lowest_plan_asks_the_allocator() -> None:
 def planned_as_it_comes() -> Plan:
     config = Config(enable_logging=False, async_offload=False, mode="conservative", force_optimize=True)
     planner = Planner(Job(stack(), config, CARD, "adamw"), Inputs((torch.empty(4096, 512, device="meta"),), {}))
-    plan = planner.plan(choose_strategy(config))
+    plan = planner.plan(choose_strategy(planner.job.eligible.under(config)))
     held = planner.held(plan.actions, config)
     assert held is not None
     return held.written_in(plan)
@@ -160,7 +161,10 @@ def test_a_mode_that_allows_more_is_never_slower() -> None:
     held = planner.held((), job.config)
     assert held is not None
     wishes = {"memory_budget_gb": 0.9 * held.reserved_bytes / 1e9, "enable_logging": False}
-    narrow, wide = (planner.plan(choose_strategy(Config(mode=m, **wishes))) for m in ("conservative", "balanced"))  # type: ignore[arg-type]
+    narrow, wide = (
+        planner.plan(choose_strategy(planner.job.eligible.under(Config(mode=m, **wishes))))
+        for m in ("conservative", "balanced")
+    )  # type: ignore[arg-type]
     assert narrow.fits
     assert wide.fits
     assert wide.predicted_slowdown <= narrow.predicted_slowdown

@@ -16,6 +16,7 @@ from torch import nn
 from memscale import Config, Hardware
 from memscale._decide import plan_as_it_is
 from memscale._decide.allocator.settings import parse_settings
+from memscale._decide.eligible import resolve
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
@@ -151,12 +152,17 @@ def test_a_plan_that_live_bytes_rule_out_is_not_recorded_to_its_end(monkeypatch:
     )
     tight = config.replace(memory_budget_gb=0.02)
     actions = actions_of("some streamed", planner)
-    planner.look_into_everything(config)
-    shown = planner.confirm(plan_as_it_is(planner.profile, planner.hardware, tight, actions, ""), tight)
+    planner.look_into_everything(planner.job.eligible.under(config))
+    shown = planner.confirm(
+        plan_as_it_is(planner.profile, resolve(tight, planner.hardware), actions, ""), planner.job.eligible.under(tight)
+    )
     assert not shown.fits
     assert shown.predicted_reserved_bytes is None
     assert recorded[-1].steps == []
-    roomy = planner.confirm(plan_as_it_is(planner.profile, planner.hardware, config, actions, ""), config)
+    roomy = planner.confirm(
+        plan_as_it_is(planner.profile, resolve(config, planner.hardware), actions, ""),
+        planner.job.eligible.under(config),
+    )
     assert roomy.fits
     assert roomy.predicted_reserved_bytes is not None
     assert len(recorded[-1].steps) == 2

@@ -16,6 +16,7 @@ from torch import nn
 
 import memscale
 from memscale import Config, DoesNotFitError, Plan, PlanError
+from memscale._decide.eligible import resolve
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint, MixedPrecision, OffloadActivations, StreamParameters
 from memscale._planning import make_plan
@@ -183,11 +184,11 @@ def test_a_disk_is_asked_for(tmp_path: pathlib.Path) -> None:
 def test_less_host_memory_and_no_bfloat16_say_so() -> None:
     card = memscale.Hardware.from_name("T4")
     plan = plan_of([], device_type="cuda", host_bytes=2_000_000)
-    refuse_plan(plan, card, QUIET)
+    refuse_plan(plan, resolve(QUIET, card))
     with pytest.raises(DoesNotFitError, match=r"2\.0 MB wait on the host"):
-        refuse_plan(plan, card, QUIET.replace(max_cpu_offload_gb=0.001))
+        refuse_plan(plan, resolve(QUIET.replace(max_cpu_offload_gb=0.001), card))
     with pytest.raises(PlanError, match="bfloat16, which T4 cannot"):
-        refuse_plan(plan_of([MixedPrecision("bfloat16")]), card, QUIET)
+        refuse_plan(plan_of([MixedPrecision("bfloat16")]), resolve(QUIET, card))
 
 
 @pytest.mark.parametrize("wrong", ["plan.json", None, nn.Linear(2, 2)], ids=lambda value: type(value).__name__)

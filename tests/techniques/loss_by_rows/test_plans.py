@@ -14,6 +14,7 @@ import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
 from memscale._decide import decide
 from memscale._decide.choice import RunOptions
+from memscale._decide.eligible import resolve
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Plan
@@ -170,7 +171,9 @@ def test_where_it_gains_nothing_it_is_in_no_plan() -> None:
     without = full_profile(blocks)
     with_it = full_profile(blocks, variants={**without.variants, TraceKey(loss_by_rows=True): without.plain})
     for config in (Config(force_optimize=True), Config(memory_budget_gb=0.3)):
-        plans = [decide(profile, hardware_of(), config, raise_if_unfit=False) for profile in (without, with_it)]
+        plans = [
+            decide(profile, resolve(config, hardware_of()), raise_if_unfit=False) for profile in (without, with_it)
+        ]
         assert plans[0].actions == plans[1].actions
 
 
@@ -179,12 +182,12 @@ def test_it_is_chosen_before_anything_is_computed_again() -> None:
     profile = full_profile(blocks)
     lower = trace_of(blocks, KEEP, head=1)
     profile = full_profile(blocks, variants={**profile.variants, TraceKey(loss_by_rows=True): lower})
-    baseline = decide(profile, hardware_of(), Config()).baseline_peak_bytes
+    baseline = decide(profile, resolve(Config(), hardware_of())).baseline_peak_bytes
     config = Config(mode="conservative", memory_budget_gb=(baseline - 1) / 1e9, enable_bucketed_step=False)
-    plan = decide(profile, hardware_of(), config)
+    plan = decide(profile, resolve(config, hardware_of()))
     assert [type(action) for action in plan.actions] == [LossByRows]
     assert plan.actions[0].reason.numbers["frees_bytes"] > 0
-    off = decide(profile, hardware_of(), config.replace(enable_loss_by_rows=False))
+    off = decide(profile, resolve(config.replace(enable_loss_by_rows=False), hardware_of()))
     assert off.predicted_slowdown > plan.predicted_slowdown
     assert not any(isinstance(action, LossByRows) for action in off.actions)
 

@@ -18,6 +18,7 @@ from memscale._config import AsyncOffloadConfig
 from memscale._decide import decide
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import resolve
 from memscale._decide.search import search
 from memscale._errors import MemScaleError, PlanError
 from memscale._execute.executor import Executor
@@ -216,11 +217,11 @@ ASKED = Config(enable_kept_offload=True, force_optimize=False)
 def test_it_is_planned_only_where_the_user_asks_for_it() -> None:
     profile, hardware = profile_with(6), hardware_of(link_bytes_per_s=2e8)
     for config in (Config(), Config(mode="aggressive", use_8bit_optimizer=False)):
-        plan = decide(profile, hardware, config.replace(memory_budget_gb=0.5), raise_if_unfit=False)
+        plan = decide(profile, resolve(config.replace(memory_budget_gb=0.5), hardware), raise_if_unfit=False)
         assert not any(isinstance(action, OffloadKept) for action in plan.actions)
     without = full_profile(6)
     budget = config.replace(memory_budget_gb=0.5)
-    assert decide(profile, hardware, budget).to_json() == decide(without, hardware, budget).to_json()
+    assert decide(profile, resolve(budget, hardware)).to_json() == decide(without, resolve(budget, hardware)).to_json()
 
 
 def test_it_is_chosen_where_it_helps_and_its_plan_can_be_saved() -> None:
@@ -229,7 +230,7 @@ def test_it_is_chosen_where_it_helps_and_its_plan_can_be_saved() -> None:
     profile = profile_with({f"blocks.{i}": Block(time=1000) for i in range(6)})
     chosen = {}
     for link in (2e8, 1e11):
-        plan = decide(profile, hardware_of(link_bytes_per_s=link), config)
+        plan = decide(profile, resolve(config, hardware_of(link_bytes_per_s=link)))
         chosen[link] = sum(isinstance(action, OffloadKept) for action in plan.actions)
         assert Plan.from_json(plan.to_json()) == plan
         if chosen[link]:

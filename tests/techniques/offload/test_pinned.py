@@ -9,6 +9,7 @@ from torch import nn
 import simgpu
 from memscale import Config
 from memscale._decide import decide
+from memscale._decide.eligible import resolve
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.offload.pinned import LANDING_BYTES, SEGMENT_BYTES, arriving_bytes, segments_bytes
 from memscale.techniques.offload.store.host import HostStore
@@ -55,7 +56,7 @@ def test_a_plan_counts_it_where_transfers_overlap_and_within_the_budget() -> Non
 
     def waiting(host_gb: float | None = None, *, overlaps: bool) -> int:
         config = Config(force_optimize=True, max_cpu_offload_gb=host_gb, async_offload=overlaps)
-        plan = decide(profile, hardware, config, raise_if_unfit=False)
+        plan = decide(profile, resolve(config, hardware), raise_if_unfit=False)
         return plan.host_bytes + plan.movable_bytes
 
     blocking, overlapping = waiting(overlaps=False), waiting(overlaps=True)

@@ -17,22 +17,28 @@ from __future__ import annotations
 import dataclasses
 
 from memscale._config import Config
+from memscale._decide.eligible import Eligible
 from memscale._decide.policy import learned, rules
 from memscale._decide.policy.situation import Situation as Situation
 from memscale._decide.policy.strategies import SHORTLISTS, STRATEGIES, WIDEST
 from memscale._plan import DecisionSource, Reason
+from memscale._profile import Profile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Strategy:
     """What stage 2 may use, who said so, and why."""
 
-    config: Config
+    eligible: Eligible
     source: DecisionSource
     reason: Reason | None = None
     """Why it was chosen; None: it is the user's own."""
-    wider: Config | None = None
-    """What a policy would allow where nothing fits under `config`."""
+    wider: Eligible | None = None
+    """What a policy would allow where nothing fits with `eligible`."""
+
+    @property
+    def config(self) -> Config:
+        return self.eligible.config
 
     def widened(self) -> Strategy:
         """The strategy that allows everything, the last resort."""
@@ -42,25 +48,27 @@ class Strategy:
         return Strategy(self.wider, self.source, reason)
 
 
-def choose_strategy(config: Config, situation: Situation | None = None) -> Strategy:
-    """The user's own config, or what a policy makes of it; without a situation there is nothing to choose by."""
-    if not config.auto_policy:
-        return Strategy(config, "user_config")
-    if situation is None:
-        return Strategy(config, "rule_fallback", Reason("no profile to choose by: the mode as it is"))
-    if config.auto_policy == "rule":
+def choose_strategy(eligible: Eligible, profile: Profile | None = None) -> Strategy:
+    """What the user's own config makes eligible, or what a policy makes of it; without the profile of a plain step
+    there is nothing to choose by."""
+    if not eligible.config.auto_policy:
+        return Strategy(eligible, "user_config")
+    if profile is None:
+        return Strategy(eligible, "rule_fallback", Reason("no profile to choose by: the mode as it is"))
+    situation = Situation(profile, eligible)
+    if eligible.config.auto_policy == "rule":
         name, reason = rules.choose(situation)
-        return _strategy(config, situation, name, "rule", reason)
+        return _strategy(eligible, name, "rule", reason)
     try:
-        name, reason = learned.choose(config, situation)
+        name, reason = learned.choose(situation)
     except learned.NotCovered as error:
         name, reason = rules.choose(situation)
         fallen = dataclasses.replace(reason, rule=f"{reason.rule} (no learned policy: {error})")
-        return _strategy(config, situation, name, "rule_fallback", fallen)
-    return _strategy(config, situation, name, "ml", reason)
+        return _strategy(eligible, name, "rule_fallback", fallen)
+    return _strategy(eligible, name, "ml", reason)
 
 
-def _strategy(config: Config, situation: Situation, name: str, source: DecisionSource, reason: Reason) -> Strategy:
+def _strategy(own: Eligible, name: str, source: DecisionSource, reason: Reason) -> Strategy:
     options = STRATEGIES | SHORTLISTS
-    chosen, widest = (options[n].under(config, situation.hardware) for n in (name, WIDEST))
-    return Strategy(chosen, source, reason, wider=None if chosen == widest else widest)
+    chosen, widest = (options[n].under(own) for n in (name, WIDEST))
+    return Strategy(chosen, source, reason, wider=None if chosen.config == widest.config else widest)

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memscale._config import Config
 from memscale._decide.choice import RunOptions
-from memscale._decide.eligible import resolve
 from memscale._decide.policy.situation import Situation
 from memscale._decide.policy.strategies import STRATEGIES, WIDEST
-from memscale._decide.travel import travels
 from memscale._profile import KEEP, Segment
 
 LEARNED_SWITCHES = {
@@ -31,9 +28,9 @@ _MOST = 1_000_000
 """No feature is larger."""
 
 
-def features_of(situation: Situation, config: Config) -> dict[str, int]:
+def features_of(situation: Situation) -> dict[str, int]:
     """The features by name, always in the same order."""
-    found = {**_bytes(situation), **_times(situation), **_room(situation), **_eligible(situation, config)}
+    found = {**_bytes(situation), **_times(situation), **_room(situation), **_eligible(situation)}
     return {name: max(-_MOST, min(_MOST, value)) for name, value in found.items()}
 
 
@@ -125,12 +122,12 @@ def _room(situation: Situation) -> dict[str, int]:
     }
 
 
-def _eligible(situation: Situation, config: Config) -> dict[str, int]:
+def _eligible(situation: Situation) -> dict[str, int]:
     """What the hardware has, and what the user has not ruled out."""
-    eligible = resolve(STRATEGIES[WIDEST].under(config, situation.hardware), situation.hardware)
-    switches = {technique.switch for technique in eligible.techniques}
+    widest = STRATEGIES[WIDEST].under(situation.eligible)
+    switches = {technique.switch for technique in widest.techniques}
     return {
         "on_cpu": int(situation.hardware.device_type == "cpu"),
         **{feature: int(switch in switches) for feature, switch in LEARNED_SWITCHES.items()},
-        "overlaps": int(travels(config, situation.hardware)[0].overlaps),
+        "overlaps": int(situation.eligible.overlaps),
     }

@@ -84,15 +84,16 @@ def first_sure(odds: dict[str, int], threshold: int) -> str:
     return next((name for name, likely in odds.items() if likely >= threshold), WIDEST)
 
 
-def choose(config: Config, situation: Situation) -> tuple[str, Reason]:
+def choose(situation: Situation) -> tuple[str, Reason]:
     """The name of a strategy, and why; `NotCovered` where the policy has not learned what is asked."""
+    config = situation.eligible.config
     if config.force_optimize:
         raise NotCovered("it looks for the fastest plan, and force_optimize for the smallest")
     if any(config.asks_for(technique.switch) for technique in TECHNIQUES if not technique.is_exact):
         raise NotCovered("it has not seen plans that must be inexact")
     artifact = load(ARTIFACT)
     numbers = numbers_of(situation)
-    name, odds = artifact.choose(features_of(situation, config))
+    name, odds = artifact.choose(features_of(situation))
     if name == WIDEST:
         return name, Reason("no shorter list is sure to do: everything is rehearsed", {**numbers, "strategy": name})
     rule = "the shortest list of techniques that is likely to be as good as all"

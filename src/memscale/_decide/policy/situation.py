@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
+from memscale._decide.budget import Budget
 from memscale._decide.choice import Choice, Outcome
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import Eligible
 from memscale._hardware import Hardware
 from memscale._profile import Profile
-
-if TYPE_CHECKING:
-    from memscale._decide.budget import Budget
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """One model's plain step on one hardware, under one budget."""
+    """One model's plain step, and what is eligible for it as the user's config has it."""
 
     profile: Profile
-    hardware: Hardware
-    budget: Budget
+    eligible: Eligible
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.eligible.hardware
+
+    @property
+    def budget(self) -> Budget:
+        return self.eligible.budget
 
     @functools.cached_property
     def model(self) -> CostModel:

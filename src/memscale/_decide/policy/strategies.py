@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from memscale._config import Config, OptimizationMode
-from memscale._hardware import Hardware
+from memscale._config import OptimizationMode
+from memscale._decide.eligible import Eligible
 from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, KEEP, OFFLOAD, SELECTIVE, STREAM, Treatment
 from memscale.techniques import TECHNIQUES, TREATMENTS
 
@@ -30,15 +30,16 @@ class Option:
     """Nothing is looked into that is dear to find out: tensors travel in the way that is tried first, and blocks are
     not tiled inside."""
 
-    def under(self, config: Config, hardware: Hardware) -> Config:
-        """The user's config with this eligible; what the user set by name stays as it is."""
+    def under(self, own: Eligible) -> Eligible:
+        """What the user's config makes eligible with this; what the user set by name stays as it is."""
+        config, hardware = own.config, own.hardware
         changes: dict[str, bool] = {} if self.tiles is None else {"enable_tiling": self.tiles}
         if self.mode is OptimizationMode.AGGRESSIVE:
             changes["use_mixed_precision"] = hardware.has_fast_16bit
         if self.is_short and config.async_offload is None and hardware.has_streams:
             changes["async_offload"] = True
         chosen = config.under(self.mode, **changes)
-        return chosen.without(chosen.withheld | self._passed_over())
+        return own.under(chosen.without(chosen.withheld | self._passed_over()))
 
     def _passed_over(self) -> set[str]:
         """The names of what is not worth a rehearsal."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from memscale._decide.budget import full_budget
 from memscale._errors import DoesNotFitError
 from memscale._plan import Plan
 from memscale._planning.loop.plan_maker import PlanMaker
@@ -48,7 +47,7 @@ class AgreedPlans:
         plans.turn_to(job.device(model))
         meeting = Meeting(group, type(model).__name__)
         try:
-            needs = meeting.gather(Need(inputs.specs(), full_budget(job.hardware, job.config).device_bytes))
+            needs = meeting.gather(Need(inputs.specs(), job.eligible.budget.device_bytes))
             largest = largest_of([need.specs for need in needs])
             if largest is None:
                 logger.info("the batches of the ranks are of different kinds: each rank plans by itself")
@@ -67,10 +66,10 @@ class AgreedPlans:
         """Plan for all, within the smallest budget, and tell them; also where no plan is found."""
         plans, job = self._maker.plans, self._maker.plans.job
         answer: dict[str, Any] = {"error": "planning failed there; its own message says why"}
-        own = job.config
+        own = job.eligible
         try:
-            if budget_bytes < full_budget(job.hardware, own).device_bytes:
-                job.config = own.replace(memory_budget_gb=budget_bytes / 1e9)
+            if budget_bytes < own.budget.device_bytes:
+                job.eligible = own.replace(memory_budget_gb=budget_bytes / 1e9)
             self._maker.plan(model, common, inside=True, begun=begun)
             plan = plans.now
             is_for_all = plan is not None and not plan.provisional and not plans.deciding.names
@@ -79,7 +78,7 @@ class AgreedPlans:
             answer = {"misfit": str(error)}
             raise
         finally:
-            job.config = own
+            job.eligible = own
             meeting.answer(answer)
         return True
 

@@ -20,9 +20,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from memscale._config import Config
 from memscale._decide.choice import choice_of
-from memscale._decide.travel import travel_of
+from memscale._decide.eligible import Eligible
 from memscale._plan import Plan
 from memscale._planning.loop.shapes import look_into
 from memscale._planning.planner import Planner
@@ -87,15 +86,15 @@ def held_bytes(model: nn.Module) -> int:
     return sum(gradient.nbytes for gradient in map(held_gradient, leaves) if gradient is not None)
 
 
-def counted_for(planner: Planner, plan: Plan, config: Config) -> Plan:
+def counted_for(planner: Planner, plan: Plan, eligible: Eligible) -> Plan:
     """The plan, with what it takes of the planner's step and loop. `plan.fits` says whether that fits."""
-    travel = travel_of(plan, config, planner.hardware)
-    way, config = planner.by(travel), travel.said_in(config)
-    look_into(way, plan.actions, config)
+    travel = eligible.travel_of(plan)
+    way, eligible = planner.by(travel), eligible.by(travel)
+    look_into(way, plan.actions, eligible)
     model = way.cost_model()
     expected = model.evaluate(choice_of(plan.actions, way.profile)).peak_bytes
     baseline = model.evaluate(choice_of((), way.profile)).peak_bytes
     expecting = dataclasses.replace(plan, predicted_peak_bytes=expected, baseline_peak_bytes=baseline)
-    counted = way.confirm(expecting, config)
-    held = None if counted.fits else way.held(plan.actions, config)
+    counted = way.confirm(expecting, eligible)
+    held = None if counted.fits else way.held(plan.actions, eligible.config)
     return counted if held is None else dataclasses.replace(held.written_in(counted), allocator=plan.allocator)

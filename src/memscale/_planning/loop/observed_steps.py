@@ -1,6 +1,6 @@
 """Plans for models that cannot be rehearsed: the user's own first steps are observed, and the plan is made from them.
 
-    steps = ObservedSteps(model, config, hardware, costs)
+    steps = ObservedSteps(model, eligible, costs)
     executor.apply(steps.careful)               # every block recomputed; see `careful_plan`
     steps.open(model, inputs, demand, traffic)  # at the beginning of each of these forwards
     plan = steps.make_plan(model, costs)        # when enough of them have been seen; `DoesNotFitError` where none fits
@@ -22,14 +22,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._config import Config
-from memscale._decide.budget import full_budget
 from memscale._decide.choice import block_actions, choice_of
 from memscale._decide.cost_model import CostModel
-from memscale._decide.eligible import Eligible, resolve
-from memscale._decide.travel import travels
+from memscale._decide.eligible import Eligible
 from memscale._decide.write_plan import conditions_of
-from memscale._hardware import Hardware
 from memscale._plan import Action, Plan, Reason
 from memscale._planning import keep_plan, plan_from
 from memscale._planning.loop.demand import Demand
@@ -59,13 +55,12 @@ MAX_FAILED_TRIES = 8
 """Steps in a row that could not be observed to their end."""
 
 
-def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> tuple[Plan, Treatment]:
+def careful_plan(model: nn.Module, eligible: Eligible, costs: OptimizerCosts) -> tuple[Plan, Treatment]:
     """What is done while nothing is known yet: as little memory as exact techniques need, as far as the mode goes.
 
     Every block is recomputed. Where what is there all the time takes more than half of the budget, and the mode
     offloads, optimizer state waits on the next tier; where that does not suffice, the blocks' parameters are streamed.
     """
-    eligible = resolve(config, hardware)
     budget_bytes = eligible.budget.device_bytes
     weights = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
     state, treatment = costs.cost(), _careful_treatment(eligible, weights > budget_bytes * ROOM_SHARE)
@@ -78,7 +73,7 @@ def careful_plan(model: nn.Module, config: Config, hardware: Hardware, costs: Op
         streams=treatment.streams,
     )
     actions = tuple(dataclasses.replace(action, reason=reason) for action in (*blocks, *careful_actions(known)))
-    return _provisional(model, config, hardware, actions, state.name, budget_bytes), treatment
+    return _provisional(model, eligible, actions, state.name), treatment
 
 
 def _careful_treatment(eligible: Eligible, weights_are_large: bool) -> Treatment:
@@ -87,15 +82,9 @@ def _careful_treatment(eligible: Eligible, weights_are_large: bool) -> Treatment
     return STREAM if weights_are_large and eligible.allows(STREAM) else CHECKPOINT
 
 
-def _provisional(
-    model: nn.Module,
-    config: Config,
-    hardware: Hardware,
-    actions: tuple[Action, ...],
-    optimizer_name: str,
-    budget_bytes: int,
-) -> Plan:
+def _provisional(model: nn.Module, eligible: Eligible, actions: tuple[Action, ...], optimizer_name: str) -> Plan:
     """A plan whose peak nobody knows: what is named is what the parameters alone take."""
+    hardware, budget_bytes = eligible.hardware, eligible.budget.device_bytes
     least_bytes = sum({id(p): p.nbytes for p in model.parameters()}.values())
     return Plan(
         actions=actions,
@@ -105,7 +94,7 @@ def _provisional(
         budget_bytes=budget_bytes,
         fits=least_bytes <= budget_bytes,
         decision_source="user_config",
-        mode=config.mode.value,
+        mode=eligible.config.mode.value,
         device_type=hardware.device_type,
         device_name=hardware.device_name,
         optimizer_name=optimizer_name,
@@ -115,21 +104,20 @@ def _provisional(
         summary=Reason("the model cannot be rehearsed: its first training steps are observed"),
         rows=(),
         provisional=True,
-        conditions=conditions_of(config, hardware),
+        conditions=conditions_of(eligible),
     )
 
 
 class ObservedSteps(StepWatcher):
     """A model's first training steps, under the careful plan and then under the one that is made from them."""
 
-    def __init__(self, model: nn.Module, config: Config, hardware: Hardware, costs: OptimizerCosts) -> None:
-        ways = travels(config, hardware)
-        self.travel = ways[-1]
+    def __init__(self, model: nn.Module, eligible: Eligible, costs: OptimizerCosts) -> None:
+        self.travel = eligible.ways[-1]
         """One way for all plans, the most careful: what overlapping takes is known only from rehearsals."""
-        self._blocking = UNREHEARSED if ways[0].overlaps and not self.travel.overlaps else None
-        self.config = self.travel.said_in(config)
-        self.hardware = hardware
-        careful, self._treatment = careful_plan(model, self.config, hardware, costs.by(self.travel))
+        self._blocking = UNREHEARSED if eligible.overlaps and not self.travel.overlaps else None
+        self.eligible = eligible.by(self.travel)
+        self.hardware = eligible.hardware
+        careful, self._treatment = careful_plan(model, self.eligible, costs.by(self.travel))
         self.careful = self._saying_why(careful)
         self.plan: Plan | None = None
         """None while the careful plan is in force."""
@@ -213,7 +201,7 @@ class ObservedSteps(StepWatcher):
         if self.plan is not None:
             return bool(self._seen)
         is_covered = any(seen.covers(demand) for seen in self.demands)
-        return is_covered and len(self._seen) >= max(1, self.config.warmup_steps)
+        return is_covered and len(self._seen) >= max(1, self.eligible.config.warmup_steps)
 
     def make_plan(self, model: nn.Module, costs: OptimizerCosts) -> Plan:
         """The profile of what was seen under the careful plan; the highest of these steps counts."""
@@ -226,7 +214,7 @@ class ObservedSteps(StepWatcher):
 
     def _decide(self) -> Plan:
         plan = self._chosen_plan()
-        eligible, used = resolve(self.config, self.hardware), {technique_of(action) for action in plan.actions}
+        eligible, used = self.eligible, {technique_of(action) for action in plan.actions}
         kept = ((action, technique_of(action)) for action in self.careful.actions)
         asked = [action for action, technique in kept if eligible.must_use(technique) and technique not in used]
         self.plan = self._saying_why(dataclasses.replace(plan, actions=(*plan.actions, *asked)))
@@ -241,16 +229,16 @@ class ObservedSteps(StepWatcher):
     def _chosen_plan(self) -> Plan:
         """NOTE [no way back]: to stream other blocks, parameters and their state come to the device in between. Where
         they do not fit there, what is streamed stays streamed."""
-        profile, config, hardware = self._profile, self.config, self.hardware
+        profile, eligible = self._profile, self.eligible
         assert profile is not None
-        if self._treatment == STREAM and profile.static_bytes > full_budget(hardware, config).device_bytes:
+        if self._treatment == STREAM and profile.static_bytes > eligible.budget.device_bytes:
             rule = "careful from the first step on: parameters and optimizer state alone exceed the budget"
-            return keep_plan(profile, config, hardware, self.careful.actions, rule)
-        return plan_from(profile, config, hardware, margin_bytes=self._margin_bytes)
+            return keep_plan(profile, eligible, self.careful.actions, rule)
+        return plan_from(profile, eligible, margin_bytes=self._margin_bytes)
 
     def _with_optimizer(self, model: nn.Module, profile: Profile, costs: OptimizerCosts) -> Profile:
         """The profile with what the optimizer costs in 8 bits, and over what is left when blocks are streamed."""
-        if self.config.use_8bit_optimizer:
+        if self.eligible.config.use_8bit_optimizer:
             profile = dataclasses.replace(profile, eight_bit_optimizer=costs.eight_bit())
         if TraceKey(STREAM) in profile.variants:
             blocks = tuple(layer.module_fqn for layer in profile.layers if layer.is_block)

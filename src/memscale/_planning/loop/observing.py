@@ -52,7 +52,7 @@ class Observing:
             logger.info("%s Its first training steps are observed, and the plan is made from them.", error)
             self.is_needed = error.needs_values
         plans.deciding.names = frozenset()  # what was seen is what counts
-        self._steps = ObservedSteps(model, plans.job.config, plans.job.hardware, plans.job.costs(model))
+        self._steps = ObservedSteps(model, plans.job.eligible, plans.job.costs(model))
         if self._num_exceeded > _MAX_EXCEEDED:
             self._steps.give_up("what they showed was exceeded by later ones, above the budget")
         plans.put_in_force(self._steps.careful, inputs if inside else None)

@@ -86,11 +86,11 @@ class PlanMaker:
     def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
         """Plan for this batch, and for all that come, within a smaller budget. If nothing fits, all stays as it is."""
         plans, job = self.plans, self.plans.job
-        earlier = job.config, plans.known
-        job.config = job.config.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False)
+        earlier = job.eligible, plans.known
+        job.eligible = job.eligible.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False)
         plans.forget()
         try:
             self.plan(model, inputs, inside=inside)
         except BaseException:
-            job.config, plans.known = earlier
+            job.eligible, plans.known = earlier
             raise

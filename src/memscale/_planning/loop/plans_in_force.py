@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._decide.eligible import Eligible
 from memscale._errors import StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.reserving import empty_cache
-from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.job import Job
 from memscale._planning.loop.deciding_values import DecidingValues
@@ -31,7 +31,7 @@ from memscale.report import console
 
 logger = logging.getLogger("memscale")
 
-Report = Callable[[Executor, Plan, Hardware], None]
+Report = Callable[[Executor, Plan, Eligible], None]
 """A function that is called after every plan."""
 
 
@@ -146,7 +146,7 @@ class PlansInForce:
         if self.job.config.enable_logging:
             console.show_plan(plan)
         if self._reporter is not None:
-            self._reporter(self.executor, plan, self.job.hardware)
+            self._reporter(self.executor, plan, self.job.eligible)
         if not self._has_warned:
             self._has_warned = True
             warn_of_other_peaks(plan)

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._config import Config
 from memscale._decide import plan_as_it_is
-from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import choice_of
-from memscale._decide.travel import travel_of
+from memscale._decide.eligible import Eligible
 from memscale._errors import DoesNotFitError, MemScaleError, shown
 from memscale._plan import Action, LayerAction, Plan
 from memscale._planning.loop.demand import Demand
@@ -159,16 +157,16 @@ def _key(action: Action) -> Hashable:
     return type(action), *(getattr(action, name) for name in names)
 
 
-def loosened(planner: Planner, plan: Plan, config: Config) -> Plan | None:
+def loosened(planner: Planner, plan: Plan, eligible: Eligible) -> Plan | None:
     """The plan, without what the planner's batch does not need; None where it needs all of it.
 
     What is left out first is left out of the blocks that come last.
     """
-    travel = travel_of(plan, config, planner.hardware)
-    way, config = planner.by(travel), travel.said_in(config)
+    travel = eligible.travel_of(plan)
+    way, eligible = planner.by(travel), eligible.by(travel)
     rungs = _rungs(plan.actions)
-    look_into(way, plan.actions, config)
-    spare_bytes = budget_bytes(way.hardware, config) - way.first_reserve(config)
+    look_into(way, plan.actions, eligible)
+    spare_bytes = eligible.budget.device_bytes - way.first_reserve(eligible)
     model, profile = way.cost_model(), way.profile
     choice = choice_of(plan.actions, profile)
     if not (model.can_run(choice.run) and all(model.can_treat(choice.run, t) for _, t in choice.blocks)):
@@ -178,17 +176,17 @@ def loosened(planner: Planner, plan: Plan, config: Config) -> Plan | None:
         len(rungs),
     )
     for rung in rungs[first : first + _MAX_REHEARSALS]:
-        shown = way.confirm(plan_as_it_is(profile, way.hardware, config, rung, LOOSENED), config)
+        shown = way.confirm(plan_as_it_is(profile, eligible, rung, LOOSENED), eligible)
         if shown.fits:
             return dataclasses.replace(shown, strategy=plan.strategy, decision_source=plan.decision_source)
     return None
 
 
-def predicted_ms(planner: Planner, plan: Plan, config: Config) -> float:
+def predicted_ms(planner: Planner, plan: Plan, eligible: Eligible) -> float:
     """How long a step with the planner's batch is predicted to take under a plan that was made for another."""
-    travel = travel_of(plan, config, planner.hardware)
-    way, config = planner.by(travel), travel.said_in(config)
-    look_into(way, plan.actions, config)
+    travel = eligible.travel_of(plan)
+    way, eligible = planner.by(travel), eligible.by(travel)
+    look_into(way, plan.actions, eligible)
     return way.cost_model().evaluate(choice_of(plan.actions, way.profile)).step_ms
 
 
@@ -210,14 +208,14 @@ def _group(action: Action) -> str:
     return f"({technique.name})"
 
 
-def look_into(planner: OneWay, actions: tuple[Action, ...], config: Config) -> None:
+def look_into(planner: OneWay, actions: tuple[Action, ...], eligible: Eligible) -> None:
     """Try what the plan does, and nothing else."""
     choice = choice_of(actions, planner.profile)
-    treatments = planner.treatments(config)
+    treatments = planner.treatments(eligible)
     used = {treatment for _, treatment in choice.blocks}
     if any(technique_of(action).places_model for action in actions):
         used.add(STREAM)  # what streams the rest goes by whether blocks can be streamed
-    planner.try_variants({TraceKey(t): treatments[t] for t in used if t in treatments}, config)
+    planner.try_variants({TraceKey(t): treatments[t] for t in used if t in treatments}, eligible)
     for technique in dict.fromkeys(technique_of(action) for action in actions):
         if technique.rehearse is not None:
-            technique.rehearse(planner, config)
+            technique.rehearse(planner, eligible)

@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from memscale._config import Config
-from memscale._decide.budget import full_budget
-from memscale._decide.travel import travel_of
+from memscale._decide.eligible import Eligible
 from memscale._errors import StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
-from memscale._hardware.detect import detect_hardware
+from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning import make_plan
 from memscale._planning.garbage import few_collections
-from memscale._planning.job import Job, device_of
+from memscale._planning.job import Job, device_of, eligible_here
 from memscale._planning.loop.held_gradients import Stay, counted_for
 from memscale._planning.loop.shapes import loosened
 from memscale._planning.loop.trained_by import TrainedBy
@@ -48,7 +47,8 @@ class StandingJob:
 
     def __init__(self, executor: Executor, job: Job) -> None:
         self._executor = executor
-        self.config, self.hardware, self.trained_by = job.config, job.hardware, TrainedBy(job.optimizer)
+        self.eligible, self.trained_by = job.eligible, TrainedBy(job.optimizer)
+        """What is eligible for the next plan: the model may be moved, and the budget may change."""
         self.replacement, self.holds_gradients, self.ranks = job.replacement, job.holds_gradients, job.ranks
         self.loop = self.seen_loop = job.loop
         """What the loop holds, as plans count it and as it was seen: some of it may have fitted no plan."""
@@ -56,19 +56,37 @@ class StandingJob:
 
     def of(self, model: nn.Module) -> Job:
         """The job of the next plan."""
-        config, optimizer = self._travelling(), self.trained_by.find(model)
-        return Job(model, config, self.hardware, optimizer, self.replacement, self.holds, self.ranks, self.loop)
+        eligible, optimizer = self._travelling(), self.trained_by.find(model)
+        return Job(
+            model,
+            eligible.config,
+            eligible.hardware,
+            optimizer,
+            self.replacement,
+            self.holds,
+            self.ranks,
+            self.loop,
+            resolved=eligible,
+        )
+
+    @property
+    def config(self) -> Config:
+        return self.eligible.config
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.eligible.hardware
 
     def costs(self, model: nn.Module) -> OptimizerCosts:
         return OptimizerCosts(self.of(model))
 
-    def _travelling(self) -> Config:
+    def _travelling(self) -> Eligible:
         """What waits in memory that is not pinned goes on to block: to be moved, it would have to fit the device."""
         plan = self._executor.plan
         blocks = plan is not None and plan.conditions is not None and not plan.conditions.async_offload
         if plan is None or not blocks or not self._executor.keeps_waiting:
-            return self.config
-        return travel_of(plan, self.config, self.hardware).said_in(self.config)
+            return self.eligible
+        return self.eligible.by(self.eligible.travel_of(plan))
 
     def device(self, model: nn.Module) -> torch.device:
         """Where the model computes. Streamed parameters do not tell: between visits they are at home, on the host."""
@@ -101,14 +119,14 @@ class StandingJob:
     def train_with(self, ranks: Ranks) -> None:
         """What these ranks cannot do with a model is not planned for it."""
         self.ranks = ranks
-        self.config = withheld_from(self.config, ranks)
+        self.eligible = self.eligible.under(withheld_from(self.config, ranks))
 
     def turn_to(self, device: torch.device) -> bool:
         """Plan for this device from here on. True: it is another than before."""
-        self.hardware = detect_hardware(device, self.config.offload_dir)
+        self.eligible = eligible_here(self.config, device)
         if self._executor.settings.device == device:
             return False
-        host_bytes = full_budget(self.hardware, self.config).host_bytes
+        host_bytes = self.eligible.budget.host_bytes
         self._executor.turn_to(ExecutionSettings.from_config(self.config, device, host_bytes))
         return True
 
@@ -138,7 +156,7 @@ class StandingJob:
             with self._planning(f"planning {type(model).__name__} for a shape"):
                 job = self.of(model)
                 planner = Planner(job, largest, OptimizerCosts(job))
-                looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.config)
+                looser = None if planner.profile.deciding_inputs else loosened(planner, plan, self.eligible)
         except StaticProfileError as error:  # a size that the model does not take, though smaller ones do
             logger.debug("no plan for this shape: %s", str(error))
             return None
@@ -148,7 +166,7 @@ class StandingJob:
         """The plan with its numbers as the job stands now; None where that cannot be rehearsed."""
         try:
             with self._planning(f"counting what {type(model).__name__} takes"):
-                return counted_for(Planner(self.of(model), inputs), plan, self.config)
+                return counted_for(Planner(self.of(model), inputs), plan, self.eligible)
         except StaticProfileError as error:
             logger.debug("gradients of earlier batches are not counted: %s", str(error))
             return None

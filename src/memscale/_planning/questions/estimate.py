@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from memscale import _json
 from memscale._config import Config, OptimizationMode
-from memscale._decide.budget import budget_bytes, full_budget
 from memscale._decide.choice import Choice
+from memscale._decide.eligible import Eligible
 from memscale._decide.policy import choose_strategy
 from memscale._errors import MemScaleError
 from memscale._hardware import Hardware
@@ -128,22 +128,22 @@ def estimate(
 def estimate_job(job: Job, inputs: Inputs) -> Estimate:
     """What a step of this job would peak at, on each of the ranks that train it."""
     job = job.under(withheld_from(job.config, job.ranks))
-    planner, config = Planner(job, inputs), job.config
-    by_mode = {mode: _estimate_mode(planner, config.replace(mode=mode, auto_policy=False)) for mode in OptimizationMode}
+    planner, own = Planner(job, inputs), job.eligible
+    by_mode = {mode: _estimate_mode(planner, own.replace(mode=mode, auto_policy=False)) for mode in OptimizationMode}
     profile, hardware = planner.profile, planner.hardware
     baseline = planner.cost_model().peak_of(profile.plain, Choice())
-    held = planner.held((), config)
-    budget = budget_bytes(hardware, config)
+    held = planner.held((), own.config)
+    budget = own.budget.device_bytes
     recommended = recommended_of(by_mode)
     widest = next(reversed(by_mode))
     advice = None
     if recommended is None:
-        advice = find_smaller(planner, config.replace(mode=widest), by_mode[widest].plan)
+        advice = find_smaller(planner, own.replace(mode=widest), by_mode[widest].plan)
     return Estimate(
         baseline_peak_bytes=baseline,
         breakdown=breakdown_at_peak(profile, baseline),
         budget_bytes=budget,
-        baseline_fits=baseline <= budget and (held is None or held.fits(hardware, config)),
+        baseline_fits=baseline <= budget and (held is None or own.has_room_for(held)),
         by_mode=by_mode,
         recommended_mode=recommended,
         device_name=hardware.device_name,
@@ -169,10 +169,10 @@ def recommended_of(by_mode: dict[OptimizationMode, ModeEstimate]) -> Optimizatio
     return next(mode for mode in exact if by_mode[mode].predicted_slowdown <= fastest * _AS_FAST)
 
 
-def _estimate_mode(planner: Planner, config: Config) -> ModeEstimate:
-    plan = planner.plan(choose_strategy(config))
+def _estimate_mode(planner: Planner, eligible: Eligible) -> ModeEstimate:
+    plan = planner.plan(choose_strategy(eligible))
     waiting_bytes = plan.host_bytes + plan.movable_bytes
-    on_host_bytes = min(waiting_bytes, max(plan.host_bytes, full_budget(planner.hardware, config).host_bytes))
+    on_host_bytes = min(waiting_bytes, max(plan.host_bytes, eligible.budget.host_bytes))
     return ModeEstimate(
         plan.predicted_peak_bytes,
         plan.predicted_slowdown,

@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 
 from memscale._config import SWITCHES, Config, OptimizationMode
 from memscale._decide import decide
-from memscale._decide.budget import budget_bytes, needed_bytes
+from memscale._decide.budget import needed_bytes
 from memscale._decide.choice import Choice
-from memscale._decide.eligible import resolve
+from memscale._decide.eligible import Eligible
 from memscale._decide.policy import choose_strategy
-from memscale._decide.travel import travels
 from memscale._errors import ProfileError
 from memscale._hardware import Hardware
 from memscale._hardware.detect import detect_hardware
@@ -86,8 +85,9 @@ def fit(
     """The largest size in each mode. `inputs_at` makes the batch of a size, `limit` is what the model can take."""
     config = (config or Config()).replace(force_optimize=False)
     hardware = hardware or detect_hardware(config.device, config.offload_dir)
-    search = _Search(model, inputs_at, config, optimizer, hardware, _anchors(vary, limit), limit, on_progress)
-    plain = search.largest(config.replace(**_PLAIN), "plain")
+    job = Job(model, config, hardware, optimizer)
+    search, own = _Search(job, inputs_at, _anchors(vary, limit), limit, on_progress), job.eligible
+    plain = search.largest(own.replace(**_PLAIN), "plain")
     if vary == "batch" and plain.size > search.anchors[0]:
         search.anchors = (
             plain.size,
@@ -95,8 +95,8 @@ def fit(
         )  # tiny batches fit into transfer windows: nothing is drawn from them
     by_mode, best = {}, plain
     for mode in (mode for mode in OptimizationMode if mode in modes):  # each may do all that the one before may
-        best = by_mode[mode] = search.largest(config.replace(mode=mode), mode.value, best)
-    return Fit(vary, budget_bytes(hardware, config), hardware.device_name, plain, by_mode)
+        best = by_mode[mode] = search.largest(own.replace(mode=mode), mode.value, best)
+    return Fit(vary, own.budget.device_bytes, hardware.device_name, plain, by_mode)
 
 
 class _Search:
@@ -104,20 +104,15 @@ class _Search:
 
     def __init__(
         self,
-        model: nn.Module,
+        job: Job,
         inputs_at: Callable[[int], Inputs],
-        config: Config,
-        optimizer: str | Optimizer,
-        hardware: Hardware,
         anchors: tuple[int, int],
         limit: int | None,
         on_progress: Callable[[str], None],
     ) -> None:
         self.inputs_at = inputs_at
-        self.hardware = hardware
         self.limit = limit or MAX_SIZE
         self.on_progress = on_progress
-        job = Job(model, config, hardware, optimizer)
         costs = OptimizerCosts(job)  # the same at every size
         self.planner_at: Callable[[int], Planner] = functools.cache(
             lambda size: Planner(job, inputs_at(size), costs=costs)
@@ -125,36 +120,36 @@ class _Search:
         self.anchors = anchors
         self._plans: dict[tuple[int, Config], Plan] = {}
 
-    def largest(self, config: Config, name: str, at_least: Fitting | None = None) -> Fitting:
+    def largest(self, eligible: Eligible, name: str, at_least: Fitting | None = None) -> Fitting:
         """The largest size that has a plan which fits: the next size has none."""
-        lean = self._leanest(config)
+        lean = self._leanest(eligible)
         self._look_into_everything(lean, name)
         known = at_least.size if at_least is not None else 0
         guess = max(known, self._guess(lean, name, known))
-        low, high = self._bracket(guess, config, name)
+        low, high = self._bracket(guess, eligible, name)
         while low + 1 < high:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle, config, name) else (low, middle)
+            low, high = (middle, high) if self._fits(middle, eligible, name) else (low, middle)
         if not low:
             return _none()
-        return _fitting(low, self._full_plan(low, config, name), is_limited=low == self.limit)
+        return _fitting(low, self._full_plan(low, eligible, name), is_limited=low == self.limit)
 
-    def _leanest(self, config: Config) -> Config:
-        """The config with tensors that travel in the way that takes the least memory: what fits in any way fits in that
+    def _leanest(self, eligible: Eligible) -> Eligible:
+        """The same with tensors that travel in the way that takes the least memory: what fits in any way fits in that
         one."""
-        return resolve(config, self.hardware).travels[-1].said_in(config)
+        return eligible.by(eligible.travels[-1])
 
-    def _guess(self, config: Config, name: str, known: int) -> int:
+    def _guess(self, eligible: Eligible, name: str, known: int) -> int:
         """The largest size that drawn profiles, each rehearsed at its size, were found to fit at; 0 where none was."""
-        budget = budget_bytes(self.hardware, config)
+        budget = eligible.budget.device_bytes
         share, upper, best = 1.0, self.limit, known
         anchors = self.anchors
         for _ in range(_MAX_ROUNDS):
-            size, plan = self._solve(config, int(budget * share), upper)
+            size, plan = self._solve(eligible, int(budget * share), upper)
             if plan is None or size <= best:
                 break
             self.on_progress(f"{name}: rehearsing at {size}")
-            confirmed = self._confirmed(size, plan, config)
+            confirmed = self._confirmed(size, plan, eligible)
             # What was drawn from small sizes is wrong by a share of the size.
             share = plan.predicted_peak_bytes / max(1, needed_bytes(confirmed))
             if confirmed.fits:
@@ -163,16 +158,16 @@ class _Search:
                 upper = size - 1
                 if share < _WORTH_LOOKING and self.anchors == anchors and size > 2:
                     self.anchors, share = (size // 2, size), 1.0
-                    self._look_into_everything(config, name)
+                    self._look_into_everything(eligible, name)
         self.anchors = anchors
         return best
 
-    def _bracket(self, guess: int, config: Config, name: str) -> tuple[int, int]:
+    def _bracket(self, guess: int, eligible: Eligible, name: str) -> tuple[int, int]:
         """A size that fits, or 0, and a larger one that does not: by ever longer strides from the guess."""
         low, high, stride = 0, self.limit + 1, 1
         size = min(max(guess, 1), self.limit)
         while low < size < high:
-            if self._fits(size, config, name):
+            if self._fits(size, eligible, name):
                 low, size = size, min(size + stride, self.limit)
             else:
                 high, size = size, size - stride
@@ -181,35 +176,35 @@ class _Search:
             stride *= 2
         return low, high
 
-    def _fits(self, size: int, config: Config, name: str) -> bool:
-        return self._full_plan(size, self._leanest(config), name).fits
+    def _fits(self, size: int, eligible: Eligible, name: str) -> bool:
+        return self._full_plan(size, self._leanest(eligible), name).fits
 
-    def _full_plan(self, size: int, config: Config, name: str) -> Plan:
+    def _full_plan(self, size: int, eligible: Eligible, name: str) -> Plan:
         """What `wrap` would do with a batch of this size."""
-        key = (size, config)
+        key = (size, eligible.config)
         if key not in self._plans:
             self.on_progress(f"{name}: planning for {size}")
-            self._plans[key] = self.planner_at(size).plan(choose_strategy(config))
+            self._plans[key] = self.planner_at(size).plan(choose_strategy(eligible))
         return self._plans[key]
 
-    def _look_into_everything(self, config: Config, name: str) -> None:
+    def _look_into_everything(self, eligible: Eligible, name: str) -> None:
         self.on_progress(f"{name}: profiling at {self.anchors[0]} and {self.anchors[1]}")
         for size in self.anchors:
-            self._planner(size, config).look_into_everything(config)
-        small, large = (self._planner(size, config).profile for size in self.anchors)
+            self._planner(size, eligible).look_into_everything(eligible)
+        small, large = (self._planner(size, eligible).profile for size in self.anchors)
         if not can_scale(small, large):
             raise ProfileError("a step of this model has other pieces at another size: it cannot be scaled")
 
-    def _solve(self, config: Config, device_bytes: int, upper: int) -> tuple[int, Plan | None]:
+    def _solve(self, eligible: Eligible, device_bytes: int, upper: int) -> tuple[int, Plan | None]:
         """The largest size at which the drawn profiles have a plan within so many bytes, found by halving."""
         if device_bytes <= 0:
             return 0, None
-        config = config.replace(memory_budget_gb=device_bytes / 1e9)
+        eligible = eligible.replace(memory_budget_gb=device_bytes / 1e9)
         low, plan = 0, None
         high = upper + 1
         probe = min(self.anchors[1], upper)
         while low + 1 < high:
-            made = self._plan_at(probe, config)
+            made = self._plan_at(probe, eligible)
             if made.fits:
                 low, plan = probe, made
             else:
@@ -219,33 +214,32 @@ class _Search:
             probe = max(low + 1, probe)
         return low, plan
 
-    def _planner(self, size: int, config: Config) -> OneWay:
-        """The planner of one size, with tensors that travel as this config says."""
-        return self.planner_at(size).by(travels(config, self.hardware)[0])
+    def _planner(self, size: int, eligible: Eligible) -> OneWay:
+        """The planner of one size, with tensors that travel in the way that is tried first."""
+        return self.planner_at(size).by(eligible.travel)
 
-    def _profile_at(self, size: int, config: Config) -> Profile:
-        small, large = (self._planner(anchor, config).profile for anchor in self.anchors)
+    def _profile_at(self, size: int, eligible: Eligible) -> Profile:
+        small, large = (self._planner(anchor, eligible).profile for anchor in self.anchors)
         return at_size(small, large, self.anchors, size)
 
-    def _plan_at(self, size: int, config: Config) -> Plan:
-        return decide(
-            self._profile_at(size, config), self.hardware, config, choose_strategy(config).source, raise_if_unfit=False
-        )
+    def _plan_at(self, size: int, eligible: Eligible) -> Plan:
+        profile, strategy = self._profile_at(size, eligible), choose_strategy(eligible)
+        return decide(profile, eligible, strategy.source, raise_if_unfit=False)
 
-    def _confirmed(self, size: int, plan: Plan, config: Config) -> Plan:
+    def _confirmed(self, size: int, plan: Plan, eligible: Eligible) -> Plan:
         """This very plan at this very size; its peak is the rehearsal's."""
-        planner = self._planner(size, config)
-        budget = budget_bytes(self.hardware, config)
+        planner = self._planner(size, eligible)
+        budget = eligible.budget.device_bytes
         if plan.actions:
             seen = planner.profile
             if size not in self.anchors:  # what the techniques cost there was drawn, not tried
-                drawn = self._profile_at(size, config)
+                drawn = self._profile_at(size, eligible)
                 planner.profile = dataclasses.replace(drawn, plain=seen.plain, input_bytes=seen.input_bytes)
-            confirmed = planner.confirm(plan, config)
+            confirmed = planner.confirm(plan, eligible)
             planner.profile = seen  # what was tried: it may be planned for in full
         else:
             peak_bytes = planner.cost_model().evaluate(Choice()).peak_bytes
-            confirmed = planner.confirm(dataclasses.replace(plan, predicted_peak_bytes=peak_bytes), config)
+            confirmed = planner.confirm(dataclasses.replace(plan, predicted_peak_bytes=peak_bytes), eligible)
         fits = confirmed.fits and confirmed.predicted_peak_bytes <= budget
         return dataclasses.replace(confirmed, budget_bytes=budget, fits=fits)
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from memscale._decide.budget import budget_bytes, full_budget
 from memscale._decide.choice import Choice
-from memscale._decide.policy import Situation, choose_strategy
+from memscale._decide.policy import choose_strategy
 from memscale._errors import MemScaleError
 from memscale._plan import Plan
 from memscale._planning.job import Job
@@ -71,23 +70,22 @@ def estimate_lengths(job: Job, inputs: Inputs, lengths: Mapping[int, int]) -> Le
         row = _row(Planner(job, inputs.resized(1, top)), job, top, share, largest)
         largest = largest or row.plan
         rows.append(row)
-    budget = budget_bytes(job.hardware, job.config)
+    budget = job.eligible.budget.device_bytes
     return LengthEstimate(tuple(rows), budget, job.hardware.device_name, job.config.mode.value)
 
 
 def _row(planner: Planner, job: Job, top: int, share: float, largest: Plan | None) -> LengthRow:
     """`largest`: the plan for the longest batches that fit."""
     plain = planner.cost_model().evaluate(Choice())
-    plan = _chosen(planner, job) if largest is None else loosened(planner, largest, job.config) or largest
+    plan = _chosen(planner, job) if largest is None else loosened(planner, largest, job.eligible) or largest
     if plan is None:
         return LengthRow(top, share, plain.peak_bytes, plain.step_ms, None, None, None)
     if plan is largest:  # all of it is needed here, too
-        plan = planner.confirm(plan, job.config)
-    planned_ms = predicted_ms(planner, plan, job.config)
+        plan = planner.confirm(plan, job.eligible)
+    planned_ms = predicted_ms(planner, plan, job.eligible)
     return LengthRow(top, share, plain.peak_bytes, plain.step_ms, plan, plan.predicted_peak_bytes, planned_ms)
 
 
 def _chosen(planner: Planner, job: Job) -> Plan | None:
-    situation = Situation(planner.profile, job.hardware, full_budget(job.hardware, job.config))
-    plan = planner.plan(choose_strategy(job.config, situation))
+    plan = planner.plan(choose_strategy(job.eligible, planner.profile))
     return plan if plan.fits else None

@@ -12,6 +12,9 @@ the model is put back before the repetition, and what cannot be compared is refu
 not run out of memory nothing is held on the device that the plan does not count: a copy of buffers that change, and of
 outputs and their gradients up to `LARGEST_GRADIENT_BYTES`, goes to the host.
 
+NOTE [run twice]: after a failing forward nothing is known of what it would have given. So the forward is then run
+twice, and both must give the same bits: state that is not seen, and so not put back, shows itself. The second counts.
+
 NOTE [what is not repeated]: where the repetition might not be exact, the error is raised with the reason: the loss
 reaches parameters beside the model's output, or its own backward ran out of memory; the forward uses parameters that
 are not registered with the model; a node ran a backward pass of its own, so that gradients may have come in part; an
@@ -25,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,18 +52,22 @@ from memscale._planning.recovery.repeated_step import (
     Attributes,
     Step,
     gradients_of,
+    is_given_back,
     is_of_model,
     let_go,
     reached_outputs,
+    refuse_draws,
     refuse_hooks,
     refuse_other_containers,
+    refuse_other_outputs,
     refuse_other_values,
     refuse_unused_outputs,
+    shown_values,
     without_gradient,
 )
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
-from memscale._torch.moment import Moment
+from memscale._torch.moment import Draws, Moment
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
 from memscale._torch.snapshots import num_elements_in
@@ -99,6 +106,8 @@ class Recovery:
         self._outputs_again: list[Any] | None = None
         self._lowest: Plan | None = None
         """A plan for which a tighter one was looked for in vain."""
+        self._refused_under: Plan | None = None
+        """The plan under which the latest step ran out of memory and was not run again."""
         self._hindrance: str | None = None
         """Why no step of this model is run again, whatever happens. Nothing is noted then."""
 
@@ -141,6 +150,39 @@ class Recovery:
         raw, self._raw = self._raw, None
         if raw is None or self._is_again:
             return inner()(*args, **kwargs)
+        self._tighten_after_refusal(module, Inputs(args, kwargs))
+        with self._noting_refusals():
+            return self._run_step(module, inner, args, kwargs, raw)
+
+    @contextlib.contextmanager
+    def _noting_refusals(self) -> Iterator[None]:
+        plan = self._executor.plan
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._refused_under = plan if self._executor.plan is plan else None
+            raise
+
+    def _tighten_after_refusal(self, module: nn.Module, inputs: Inputs) -> None:
+        """The step before ran out of memory and was not run again: the loop goes on, and this one needs less."""
+        plan, self._refused_under = self._refused_under, None
+        if plan is None or plan is not self._executor.plan:
+            return
+        (device,) = self.devices()
+        now = Moment(device)
+        try:
+            self._refuse_unrepeatable(module)
+            changed = self._tighten(module, inputs, inside=True)
+        except NotRepeatable as reason:
+            logger.warning("no tighter plan was made after a step that ran out of memory: %s", str(reason))
+        else:
+            logger.warning("after a step that ran out of memory and was not run again, %s", changed)
+        finally:
+            now.restore()
+
+    def _run_step(
+        self, module: nn.Module, inner: Callable[[], Callable[..., Any]], args: Any, kwargs: Any, raw: Any
+    ) -> Any:
         (device,) = self.devices()
         taken = self._taken()
         if taken is None:
@@ -160,15 +202,36 @@ class Recovery:
             refuse_other_containers(given, (args, kwargs))
             self._prepare(module, step, Inputs(*given), failure, "forward")
         try:
-            with in_words(failure, "forward", self._numbers), in_other_words(failure), self._beside.ran() as check:
-                output = inner()(*args, **kwargs)  # themselves: the loop may look into a list that it gave
-                check()
+            with in_words(failure, "forward", self._numbers), in_other_words(failure):
+                with self._beside.ran() as check:
+                    output = inner()(*args, **kwargs)  # themselves: the loop may look into a list that it gave
+                    check()
+                if is_given_back(given, (args, kwargs)) and self._can_be_put_back(step):
+                    shown = shown_values(output)
+                    del output
+                    self._put_back(step)
+                    output = inner()(*args, **kwargs)
+                    refuse_other_outputs(shown, output)
         except torch.OutOfMemoryError as error:
             failure = unless_in_words(error)
         else:
             self._remember(step, *raw)
             return output
         raise in_numbers(failure, "The batch was run again, and ran out of memory again", self._numbers())
+
+    def _can_be_put_back(self, step: Step) -> bool:
+        """Whether all that a repeated forward changed is known to change, so that it can run once more."""
+        try:
+            self._beside.refuse_changes(step.taken)
+            self._state.refuse_lost(step.memory)
+        except RuntimeError:  # something has changed for the first time in this step
+            return False
+        return not step.has_changed
+
+    def _put_back(self, step: Step) -> None:
+        self._state.restore(step.memory)
+        self._beside.show_before(step.taken)
+        step.moment.restore()
 
     def _taken(self) -> Taken | None:
         """The Python state beside the model; None where that is too much. See NOTE [no work that grows]."""
@@ -324,12 +387,17 @@ class Recovery:
             found = step.memory.values[step.memory.layout.parameters]
             parameters = [p for p in found if p is not None and p.requires_grad and p.is_leaf]
             step.before = {id(p): (p.grad, 0 if p.grad is None else p.grad._version) for p in parameters}
+            step.draws = Draws(*self.devices())
 
     def end(self) -> None:
         if self._step is not None and self._step.is_reached and not self._is_again:
             self._step = None
 
     def rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
+        with self._noting_refusals():
+            return self._rescue(call, error)
+
+    def _rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
         step = self._step
         if self._hindrance is not None and is_of_model(call, self._executor.model):
             raise self._refusal(error, "backward")
@@ -344,6 +412,7 @@ class Recovery:
             if step.problem is not None:
                 raise NotRepeatable(step.problem)
             self._refuse_backward(call)
+            refuse_draws(step)
             refuse_hooks(model, step)
             refuse_unused_outputs(call, step)
             gradients = gradients_of(step, reached)
@@ -386,8 +455,10 @@ class Recovery:
                 chosen = [(outputs[place], gradient.to(outputs[place].device)) for place, gradient in gradients.items()]
                 del outputs
                 with in_other_words(failure), self._beside.ran(backward_of=device) as check:
+                    step.draws = Draws(device)
                     _go_back(chosen, rest)
                     check()
+                refuse_draws(step)
                 self._refuse_changes(step)
         except torch.OutOfMemoryError as error:
             again = unless_in_words(error)

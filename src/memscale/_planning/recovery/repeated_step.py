@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from memscale._planning.recovery.not_repeatable import NotRepeatable
 from memscale._torch import private
-from memscale._torch.moment import Moment
+from memscale._torch.moment import Draws, Moment
 from memscale._torch.snapshots import versions_of
 from memscale._torch.steps_beside import Taken
 from memscale.techniques.recompute.backward_errors import BackwardCall
@@ -75,6 +75,8 @@ class Step:
     """What those outputs were."""
     before: dict[int, tuple[torch.Tensor | None, int]] = dataclasses.field(default_factory=dict)
     """Gradients before the backward with their versions, by the id of the parameter."""
+    draws: Draws | None = None
+    """Whether random numbers were drawn since the backward began."""
     is_reached: bool = False
     """A gradient has come to an output."""
     versions: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
@@ -172,9 +174,46 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def refuse_other_containers(before: Any, now: Any) -> None:
     """What the failed forward put into a list of the loop's own would stay there, beside what the next one puts."""
-    (first, first_spec), (second, second_spec) = tree_flatten(before), tree_flatten(now)
-    if first_spec != second_spec or not all(map(operator.is_, first, second)):
+    if not is_given_back(before, now):
         raise NotRepeatable("the forward changed a list or a dictionary that it was given")
+
+
+def is_given_back(before: Any, now: Any) -> bool:
+    """Whether the containers of a batch hold what they held."""
+    (first, first_spec), (second, second_spec) = tree_flatten(before), tree_flatten(now)
+    return first_spec == second_spec and all(map(operator.is_, first, second))
+
+
+def refuse_draws(step: Step) -> None:
+    """Where a backward draws random numbers, a second one would draw others."""
+    if step.draws is not None and step.draws.moved():
+        raise NotRepeatable("its backward draws random numbers")
+
+
+def shown_values(output: Any) -> list[Any]:
+    """What a forward gave, on the host. Tensors of other classes, and large ones that are not in one piece, are left
+    out: copying them takes memory of the device."""
+    return [_shown(leaf) for leaf in tree_leaves(output)]
+
+
+def _shown(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf if isinstance(leaf, int | float | complex | str | bytes) else None
+    is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+    return leaf.detach().cpu() if is_plain and (leaf.is_contiguous() or leaf.nbytes <= LARGEST_GRADIENT_BYTES) else None
+
+
+def refuse_other_outputs(first: list[Any], output: Any) -> None:
+    """See NOTE [run twice]."""
+    second = shown_values(output)
+    if len(first) != len(second) or not all(map(_is_shown_again, first, second)):
+        raise NotRepeatable("the forward gave other values when it was run again in what should be the same state")
+
+
+def _is_shown_again(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return _is_same(first, second)
+    return type(first) is type(second) and (first is second or repr(first) == repr(second))
 
 
 def refuse_unused_outputs(call: BackwardCall, step: Step) -> None:

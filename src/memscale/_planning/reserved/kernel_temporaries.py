@@ -150,10 +150,19 @@ class KernelTemporaries:
         is_split = func in _SUMS and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor)
         if is_split and (sizes := self._of_split_sum(args[0], result, args[1] if len(args) > 1 else None)):
             yield sizes
-        is_convolution = func in (_aten.convolution.default, _aten.convolution_backward.default)
-        if is_convolution and (sizes := _of_convolution(args, result)):
-            yield sizes
+        if func is _aten.convolution.default and not _has_own_kernels(args[1], args[8]):
+            yield from _workspace(args[0], args[1], result)
         yield from attention_temporaries.groups(func, args, self._architecture)
+
+    def after_each(self, func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[int, ...]]:
+        """What a convolution's backward allocates and frees after it has allocated each of its results, of which each
+        has a kernel of its own; nothing for other operators."""
+        if not self._has_card or func is not _aten.convolution_backward.default:
+            return
+        gradient, input, weight, groups = *args[:3], args[9]
+        for other, found in zip((weight, input), result, strict=False):
+            has_workspace = found is not None and not _has_own_kernels(weight, groups)
+            yield next(_workspace(gradient, other, found), ()) if has_workspace else ()
 
     def _of_split_sum(self, summed: torch.Tensor, result: torch.Tensor, dims: Any) -> tuple[int, ...]:
         """The buffers of a sum over the rows of a matrix, which are far apart, or over everything."""
@@ -190,19 +199,16 @@ class KernelTemporaries:
         return accumulated * num_outputs * num_blocks * beside, _SEMAPHORE_BYTES * grid
 
 
-def _of_convolution(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """See NOTE [workspaces of convolutions]. Of backward, the larger of both its kernels'."""
-    if isinstance(result, torch.Tensor):
-        kernels, weight, groups = [(args[0], args[1], result)], args[1], args[8]
-    else:
-        gradient, input, weight, groups = *args[:3], args[9]
-        of_input, of_weight = result[:2]
-        kernels = [(gradient, weight, of_input)] if of_input is not None else []
-        kernels += [(gradient, input, of_weight)] if of_weight is not None else []
-    if groups == weight.shape[0] > 1:
-        return ()
-    num_bytes = max((sum(map(_bytes_to_turn, tensors)) for tensors in kernels), default=0)
-    return (num_bytes,) if num_bytes else ()
+def _has_own_kernels(weight: torch.Tensor, groups: int) -> bool:
+    """Whether PyTorch's own kernels compute this convolution."""
+    return bool(groups == weight.shape[0] > 1)
+
+
+def _workspace(*tensors: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """The workspace of a convolution's kernel, if it needs one. See NOTE [workspaces of convolutions]."""
+    num_bytes = sum(map(_bytes_to_turn, tensors))
+    if num_bytes:
+        yield (num_bytes,)
 
 
 def _bytes_to_turn(tensor: torch.Tensor) -> int:

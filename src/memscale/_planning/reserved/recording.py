@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -115,6 +116,8 @@ class EventRecorder(LogRecorder):
         self.log = self._both = _Both(self.storages, log)
         self._kernels = KernelTemporaries(hardware)
         self._is_dropout = self._has_seed = False
+        self._call: tuple[Any, tuple[Any, ...]] | None = None
+        """The operator whose results are seen, and its arguments, where something is allocated between them."""
         self.thread: Thread = "forward"
         self.is_optimizing = False
         self._has_card_kernels = rehearsal.target_type == CARD_TYPE
@@ -124,6 +127,8 @@ class EventRecorder(LogRecorder):
             return self._run_opened(func, args, kwargs)
         self._is_dropout = func is _aten.native_dropout.default
         self._has_seed = self._has_card_kernels and func is _EFFICIENT
+        is_between = self._has_card_kernels and func is _aten.convolution_backward.default
+        self._call = (func, args) if is_between else None
         self.events.place = self._place_of(func)
         result = super().run(func, args, kwargs)
         if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
@@ -179,7 +184,16 @@ class EventRecorder(LogRecorder):
         self.events.sum_up(private.storage_key(result.untyped_storage()), alike)
 
     def see_all(self, tree: Any, kind: Kind | None = None) -> None:
-        """The mask of a dropout is allocated before its result; seeds of attention are not the device's."""
+        """A dropout's mask is allocated before its result; seeds of attention are not the device's; the backward of
+        a convolution has a kernel with a workspace of its own for each of its results."""
+        if self._call is not None:
+            (func, args), self._call = self._call, None
+            for leaf, sizes in itertools.zip_longest(
+                tree, list(self._kernels.after_each(func, args, tree)), fillvalue=()
+            ):
+                super().see_all([leaf], kind)
+                self.events.pass_by(sizes)
+            return
         tree = tree[:2] if self._has_seed else tree
         super().see_all(tree[::-1] if self._is_dropout else tree, kind)
 
@@ -205,6 +219,7 @@ def record_steps(
     known: KnownSteps | None = None,
     limit: Limit | None = None,
     passes: KnownPasses | None = None,
+    inputs_first: bool = False,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
@@ -217,14 +232,14 @@ def record_steps(
     them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
     `limit` is asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer
     does not step, and the log has levels and no steps. `passes`: those that a recording of the same plan but for
-    the optimizer's step has filled; or none yet.
+    the optimizer's step has filled; or none yet. `inputs_first`: the batch is on the device before the model.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
-        _see_what_is_there(rehearsal, recorder)
+        _see_what_is_there(rehearsal, recorder, inputs_first=inputs_first)
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
@@ -245,10 +260,17 @@ def record_steps(
     return log
 
 
-def _see_what_is_there(rehearsal: FakeRehearsal, recorder: EventRecorder) -> None:
-    """Take down what lives all the time: parameters, buffers and the batch."""
+def _see_what_is_there(rehearsal: FakeRehearsal, recorder: EventRecorder, *, inputs_first: bool = False) -> None:
+    """Take down what lives all the time, in the order in which it came: parameters, buffers and the batch."""
+    if inputs_first:
+        _see_inputs(rehearsal, recorder)
     recorder.events.place = Place("parameters")
     recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
+    if not inputs_first:
+        _see_inputs(rehearsal, recorder)
+
+
+def _see_inputs(rehearsal: FakeRehearsal, recorder: EventRecorder) -> None:
     recorder.events.place = Place("inputs")
     recorder.see_all(rehearsal.inputs.tensors(), "other")
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memscale import _json
-from memscale._decide.budget import Held, full_budget
+from memscale._decide.budget import Held
 from memscale._errors import MemScaleError
 from memscale._hardware.user_cache import cache_dir, read_json, write_json
 from memscale._plan import Plan
@@ -64,16 +64,16 @@ class PlanSlot:
 
     def _as_of_now(self, plan: Plan) -> Plan | None:
         """The plan with the budget of now; raises `MemScaleError` where it does not fit any more."""
-        hardware, config = self._job.hardware, self._job.config
-        budget_bytes = full_budget(hardware, config).device_bytes
+        eligible = self._job.eligible
+        budget_bytes = eligible.budget.device_bytes
         if plan.actions and budget_bytes > plan.budget_bytes * (1 + _DRIFT):
             return None
-        refuse_plan(plan, hardware, config)
+        refuse_plan(plan, eligible)
         plan = dataclasses.replace(plan, budget_bytes=budget_bytes)
         if plan.predicted_allocated_bytes is None or plan.predicted_reserved_bytes is None:
             return plan
-        held = Held.on(hardware, plan.predicted_allocated_bytes, plan.predicted_reserved_bytes)
-        return held.written_in(plan) if held.fits(hardware, config) else None
+        held = Held.on(eligible.hardware, plan.predicted_allocated_bytes, plan.predicted_reserved_bytes)
+        return held.written_in(plan) if eligible.has_room_for(held) else None
 
     def write(self, plan: Plan) -> None:
         """Keep a plan where that is possible; one that cannot be kept is made again."""

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from memscale._config import Config
-from memscale._decide.budget import full_budget
 from memscale._decide.choice import Outcome
+from memscale._decide.eligible import Eligible
 from memscale._errors import DoesNotFitError, PlanError
-from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.job import device_of
 from memscale._units import show_bytes
@@ -37,17 +36,17 @@ def _is_here(device_type: str) -> bool:
     return device_type == "cpu" or (accelerator is not None and accelerator.type == device_type)
 
 
-def refuse_plan(plan: Plan, hardware: Hardware, config: Config) -> None:
+def refuse_plan(plan: Plan, eligible: Eligible) -> None:
     """What this device, its host or its disk cannot hold or do."""
-    _refuse_misfit(plan, hardware, config)
+    _refuse_misfit(plan, eligible)
     for actions in by_technique(plan.actions).values():
-        refusal = technique_of(actions[0]).refusal(actions, config, hardware)
+        refusal = technique_of(actions[0]).refusal(actions, eligible.config, eligible.hardware)
         if refusal:
             raise PlanError(refusal)
 
 
-def _refuse_misfit(plan: Plan, hardware: Hardware, config: Config) -> None:
-    here = full_budget(hardware, config)
+def _refuse_misfit(plan: Plan, eligible: Eligible) -> None:
+    here, hardware = eligible.budget, eligible.hardware
     reserved_bytes = plan.predicted_reserved_bytes if hardware.has_caching_allocator else None
     needed_bytes = max(plan.predicted_peak_bytes, reserved_bytes or 0)
     needed, device, host, disk = map(show_bytes, (needed_bytes, here.device_bytes, here.host_bytes, here.disk_bytes))

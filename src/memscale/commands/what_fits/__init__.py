@@ -255,7 +255,7 @@ class _Subject:
         hardware = with_host(Hardware.from_name(question.card), host_gb)
         try:
             self._planner = planner = self._planner_on(hardware, question)
-            plan = planner.plan(choose_strategy(planner.job.config))
+            plan = planner.plan(choose_strategy(planner.job.eligible))
         except MemScaleError as error:
             return Answer(question, self.num_parameters, False, error=shortened(str(error)))
         return _answer_of(question, self.num_parameters, plan, time.perf_counter() - start)

@@ -36,20 +36,38 @@ class Cell:
     is_final: bool
     """Whether no larger model of the family fits."""
 
+    @property
+    def smallest(self) -> Question:
+        return Question(CARDS[self.size], FAMILIES[self.family][0], self.kind)
+
 
 def cells(log: Log, kind: Kind) -> list[Cell]:
-    """The cells that something is known of."""
+    """All cells, also those that nothing is known of."""
     found = []
     for size, card in CARDS.items():
         for family, models in FAMILIES.items():
             questions = [Question(card, model, kind) for model in models]
             known = [fits(log, question) for question in questions]
-            if any(each is not None for each in known):
-                planned = [place for place, question in enumerate(questions) if _was_planned(log, question)]
-                best = log.answer(questions[planned[-1]]) if planned else None
-                is_final = all(each is False for each in known[planned[-1] + 1 if planned else 0 :])
-                found.append(Cell(size, family, kind, best, is_final))
+            planned = [place for place, question in enumerate(questions) if _was_planned(log, question)]
+            best = log.answer(questions[planned[-1]]) if planned else None
+            is_final = all(each is False for each in known[planned[-1] + 1 if planned else 0 :])
+            found.append(Cell(size, family, kind, best, is_final))
     return found
+
+
+def _why_empty(cell: Cell, log: Log) -> str:
+    """Why a cell has no figures."""
+    if cell.is_final:
+        too_large = cell.smallest.cannot_fit(log.host_gb)
+        return "none: weights and moments alone exceed card and host" if too_large else "none: no plan fits"
+    questions = [Question(CARDS[cell.size], model, cell.kind) for model in FAMILIES[cell.family]]
+    errors = [answer.error for answer in map(log.answer, questions) if answer is not None and answer.error]
+    if errors:
+        return f"not known: {errors[0]}"
+    known = [question.model for question in questions if fits(log, question)]
+    return (
+        f"{known[-1]} or larger, as a smaller card trains it: not planned for yet" if known else "not planned for yet"
+    )
 
 
 def _was_planned(log: Log, question: Question) -> bool:
@@ -64,7 +82,7 @@ def lines(log: Log) -> list[str]:
     for kind in KINDS:
         rows = [_row(cell, log) for cell in cells(log, kind)]
         parts += ["", f"{_TITLES[kind]}: {_what_is_trained(kind)}", ""]
-        parts += table([_HEADER, *rows], left=(0, 1, 2, 6, 7)) if rows else ["nothing was planned yet"]
+        parts += table([_HEADER, *rows], left=(0, 1, 2, 6, 7))
     return [*parts, "", _legend()]
 
 
@@ -72,7 +90,7 @@ def _row(cell: Cell, log: Log) -> tuple[str, ...]:
     thumb = rule_of_thumb(cell.family, cell.kind, cell.size) or "none"
     best = cell.best
     if best is None:
-        return (f"{cell.size} GB", cell.family, "none" if cell.is_final else "not known yet", "", "", "", "", thumb)
+        return (f"{cell.size} GB", cell.family, _why_empty(cell, log), "", "", "", "", thumb)
     return (
         f"{cell.size} GB",
         cell.family,
@@ -124,8 +142,7 @@ def markdown(log: Log) -> str:
         "",
         f"{_caption(log)} Only exact techniques are used: a model trains as it would without MemScale, bit for bit.",
         f"Written by `memscale table` (memscale {log.version}) from [what_fits.json](what_fits.json), which answers "
-        f"{num_known} of {len(_all_questions())} questions; the others were not planned for yet: a cell says so, or its"
-        " row is left out.",
+        f"{num_known} of {len(_all_questions())} questions. {_how_full(log)}",
         "Every figure is of a plan for that very card. That a larger model does not fit follows from a plan for it, for"
         " a smaller one or for a larger card; or from its weights and moments alone, where card and host have less.",
         "Of SDXL and FLUX, the network that is trained: text encoders and VAE run before it, and are not counted.",
@@ -145,7 +162,7 @@ def markdown(log: Log) -> str:
             "",
             f"### Commands: {_TITLES[kind].lower()}",
             "",
-            "Each gives the plan of its cell, with every choice.",
+            "Each gives the plan of its cell, with every choice; `memscale table` fills a cell that is not final.",
             "",
         ]
         parts += ["```sh", *(_command(log, cell) for cell in cells(log, kind)), "```"]
@@ -162,10 +179,19 @@ def _all_questions() -> list[Question]:
     ]
 
 
+def _how_full(log: Log) -> str:
+    """How many cells have figures, and what the others lack."""
+    every = [cell for kind in KINDS for cell in cells(log, kind)]
+    num_filled = sum(cell.best is not None or cell.is_final for cell in every)
+    return f"{num_filled} of {len(every)} cells have their answer; each of the others says what is not known."
+
+
 def _command(log: Log, cell: Cell) -> str:
-    """The command for the largest model that fits; where none does, for the smallest."""
-    question = Question(CARDS[cell.size], FAMILIES[cell.family][0], cell.kind)
-    return (cell.best.question if cell.best is not None else question).command(log.host_gb)
+    """The command for the largest model that fits, or for the smallest where none does; else the one that finds out."""
+    if cell.best is not None or cell.is_final:
+        return (cell.best.question if cell.best is not None else cell.smallest).command(log.host_gb)
+    where = f"--card {cell.size} --family {cell.family} --kind {cell.kind}"
+    return f"memscale table --log docs/results/what_fits.json {where}"
 
 
 def _markdown_table(rows: list[tuple[str, ...]]) -> list[str]:

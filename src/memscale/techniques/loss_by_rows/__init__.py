@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memscale._config import Config
 from memscale._plan import Action, Reason, check_count
 from memscale._profile import Profile, TraceKey
 from memscale.techniques.technique import RunOption, Technique, Traced
@@ -61,16 +60,16 @@ def _reason(chosen: Chosen) -> Reason:
     return Reason(rule, chosen.part(loss_by_rows=False))
 
 
-def _rehearse(trials: Trials, config: Config) -> None:
+def _rehearse(trials: Trials, eligible: Eligible) -> None:
     """Where the loss gains nothing, the step is as it was, and nothing else is tried."""
     if trials.is_compiled:  # the compiler would trace through what must run at every step
         return
     by_rows = (LossByRows(CHUNK_BYTES),)
-    if not trials.gains(TraceKey(loss_by_rows=True), by_rows, config):
+    if not trials.gains(TraceKey(loss_by_rows=True), by_rows, eligible):
         return
     rest = trials.rest_actions()
     if rest:
-        trials.try_variants({TraceKey(streams_rest=True, loss_by_rows=True): (*by_rows, *rest)}, config)
+        trials.try_variants({TraceKey(streams_rest=True, loss_by_rows=True): (*by_rows, *rest)}, eligible)
 
 
 LOSS_BY_ROWS = Technique(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memscale._config import Config
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer, Reason
 from memscale._profile import Profile
 from memscale.techniques.technique import RunOption, StateRule, Technique, Traced
@@ -49,7 +48,7 @@ def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_8bit_optimizer", numbers)
 
 
-def _rehearse(trials: Trials, config: Config) -> None:
+def _rehearse(trials: Trials, eligible: Eligible) -> None:
     trials.cost_in_8_bits()
 
 

@@ -87,8 +87,8 @@ def _reason(chosen: Chosen) -> Reason:
     return chosen.reason_of_lossy("use_mixed_precision", chosen.part(precision=""))
 
 
-def _rehearse(trials: Trials, config: Config) -> None:
-    trials.try_in_16_bits(config)
+def _rehearse(trials: Trials, eligible: Eligible) -> None:
+    trials.try_in_16_bits(eligible)
 
 
 PRECISION = Technique(

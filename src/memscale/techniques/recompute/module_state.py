@@ -309,16 +309,20 @@ class ModuleState:
             shown.contents = tensors_beside.show(memory.beside)
         return shown
 
-    def restore(self, memory: Memory) -> None:
-        """Let the module be as that forward found it, for good. Refuses before it changes anything."""
-        layout = memory.layout
-        if versions_of(memory.values[layout.parameters]) != memory.versions:
+    def refuse_lost(self, memory: Memory) -> None:
+        """Raise unless the module can be as that forward found it."""
+        if versions_of(memory.values[memory.layout.parameters]) != memory.versions:
             _refuse_changed(memory)
         for slot, value, version in memory.buffers:
             if version_of(value) != version:
-                _refuse_buffer(layout, slot)
+                _refuse_buffer(memory.layout, slot)
         self._attributes.refuse_changed(memory)
         self._held.refuse_lost(memory)
+
+    def restore(self, memory: Memory) -> None:
+        """Let the module be as that forward found it, for good. Refuses before it changes anything."""
+        layout = memory.layout
+        self.refuse_lost(memory)
         _show_others(memory, Shown())
         before = dict(zip(layout.slots, memory.values, strict=True))
         with torch.no_grad():
@@ -327,7 +331,7 @@ class ModuleState:
                     before[slot].copy_(copied)
         _put((layout.table(slot[0]), slot[1], before[slot]) for slot in memory.copies if slot in before)
         for slot, kept in memory.attributes.items():  # what objects and containers held is put back below
-            value = kept.stand_in() if isinstance(kept, KeptTensor) else before.get(slot, ABSENT)
+            value = kept.put_back() if isinstance(kept, KeptTensor) else before.get(slot, ABSENT)
             _put([(layout.table(slot[0]), slot[1], value)])
         for generator, state in memory.generators:
             set_state(generator, state)

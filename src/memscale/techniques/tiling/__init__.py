@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from memscale._config import Config
 from memscale._plan import Reason, TileAttention, TileHead, TileMlp
 from memscale._profile import Layer, Profile, TraceKey
 from memscale.techniques.technique import RunOption, Technique, Traced
@@ -72,7 +71,7 @@ def _head_reason(chosen: Chosen) -> Reason:
     return Reason("tile the head", {**chosen.part(head_rows=0), "rows": chosen.choice.run.head_rows})
 
 
-def _rehearse_head(trials: Trials, config: Config) -> None:
+def _rehearse_head(trials: Trials, eligible: Eligible) -> None:
     """The smallest tiles and the largest: what lies between, the peak model knows."""
     head = trials.tiles.head
     if head is None:
@@ -81,9 +80,9 @@ def _rehearse_head(trials: Trials, config: Config) -> None:
     rest = trials.rest_actions()
     for rows in trials.tiles.head_rows:
         tiled = (dataclasses.replace(head, rows=rows),)
-        trials.try_variants({TraceKey(head_rows=rows): tiled}, config)
+        trials.try_variants({TraceKey(head_rows=rows): tiled}, eligible)
         if rest:
-            trials.try_variants({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, config)
+            trials.try_variants({TraceKey(head_rows=rows, streams_rest=True): (*tiled, *rest)}, eligible)
 
 
 HEAD = Technique(
@@ -204,18 +203,18 @@ def _inside_reason(chosen: Chosen) -> Reason:
     return Reason("tile attention and MLPs inside the layers", {**part, "tiles": num_tiles})
 
 
-def _rehearse_inside(trials: Trials, config: Config) -> None:
+def _rehearse_inside(trials: Trials, eligible: Eligible) -> None:
     """Rehearse tiles inside blocks, only in blocks that are recomputed in full, and where blocks make up the peak."""
     inside = trials.tiles.inside
-    trials.skipped_inside = bool(inside) and not trials.blocks_hold_the_peak(config)
+    trials.skipped_inside = bool(inside) and not trials.blocks_hold_the_peak(eligible)
     if not inside or trials.skipped_inside:
         return
     trials.learn(inside=inside)
-    smallest = {t: actions for t, actions in trials.treatments(config).items() if t.recompute == "full"}
+    smallest = {t: actions for t, actions in trials.treatments(eligible).items() if t.recompute == "full"}
     for num_tiles in trials.tiles.num_inside:
         cut = cut_inside(inside, num_tiles)
         named = {TraceKey(t, num_tiles=num_tiles): (*cut, *actions) for t, actions in smallest.items()}
-        trials.try_variants(named, config)
+        trials.try_variants(named, eligible)
 
 
 def _inside_words(action: Inside) -> str:

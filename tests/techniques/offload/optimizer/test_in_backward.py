@@ -18,6 +18,7 @@ import memscale
 from memscale import Config, Plan
 from memscale._decide import decide
 from memscale._decide.choice import RunOptions
+from memscale._decide.eligible import resolve
 from memscale._errors import ConfigError, PartialStepError, StepInBackwardError
 from memscale._execute.executor import Executor, execute
 from memscale._plan import Checkpoint, OffloadOptimizer, StepInBuckets, StreamParameters
@@ -627,7 +628,7 @@ def test_what_steps_after_backward_is_not_planned_beside_it() -> None:
     profile = full_profile(6)
     for budget_gb in (0.9, 0.5, 0.2, 0.1):
         config = ASKED.replace(memory_budget_gb=budget_gb)
-        plan = decide(_steppable(profile), hardware_of(), config, raise_if_unfit=False)
+        plan = decide(_steppable(profile), resolve(config, hardware_of()), raise_if_unfit=False)
         kinds = {type(action) for action in plan.actions}
         assert StepInBackward in kinds
         assert not kinds & {StreamParameters, OffloadOptimizer, StepInBuckets}
@@ -641,7 +642,7 @@ def _steppable(profile: Profile) -> Profile:
 def test_a_larger_budget_is_never_slower() -> None:
     profile, slowdowns = _steppable(full_profile(6)), []
     for budget_gb in (0.1, 0.2, 0.3, 0.5, 0.9, 2.0):
-        plan = decide(profile, hardware_of(), ASKED.replace(memory_budget_gb=budget_gb), raise_if_unfit=False)
+        plan = decide(profile, resolve(ASKED.replace(memory_budget_gb=budget_gb), hardware_of()), raise_if_unfit=False)
         slowdowns.append(plan.predicted_slowdown)
     assert slowdowns == sorted(slowdowns, reverse=True)
 

@@ -21,7 +21,7 @@ import torch
 from memscale._errors import ChecksumError, MemScaleError, StoreFullError, StoreIOError
 from memscale.techniques.offload.store import disk as disk_module
 from memscale.techniques.offload.store.disk import BLOCK_BYTES, CHUNK_BYTES, DiskStore, sweep_stale
-from memscale.techniques.offload.store.stores import Layout
+from memscale.techniques.offload.store.stores import Layout, Ticket
 
 MIB = 1 << 20
 
@@ -110,6 +110,70 @@ def test_the_page_cache_would_have_been_filled_otherwise(tmp_path, monkeypatch):
     store.close()
 
 
+# -------------------------------------------------------------------------------------------------------- parts
+
+CUTS = (0, 512, 512 + CHUNK_BYTES + 2048, 3 * MIB + CHUNK_BYTES + 17)
+NUM_BYTES = 20 * MIB + 3
+
+
+def part(store: DiskStore, ticket: Ticket, index: int) -> Ticket:
+    ends = (*CUTS[1:], NUM_BYTES)
+    line = torch.empty(ends[index] - CUTS[index], dtype=torch.uint8, device="meta")
+    return store.part_of(ticket, Layout.of(line), CUTS[index])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_parts_come_and_go_by_themselves(direct, tmp_path):
+    """Wherever they are cut, and in whatever pieces the memory comes that the whole is read into."""
+    store = DiskStore(tmp_path, direct=direct, verify=True)
+    other = store.put(torch.ones(100, dtype=torch.uint8))
+    data = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8)
+    ticket = store.reserve(Layout.of(data), CUTS)
+    after = store.put(torch.ones(100, dtype=torch.uint8))
+    store.write(ticket, data.split([5 * MIB + 4096, 4097, NUM_BYTES - 5 * MIB - 8193]))
+    for index in (2, 0, 3, 1):
+        one = part(store, ticket, index)
+        line = torch.empty(one.num_bytes, dtype=torch.uint8)
+        store.read(one, [line])
+        assert torch.equal(line, data[slice(*one.place)])
+        store.write(one, [255 - line])
+    given = []
+
+    def memory():
+        for size in (CHUNK_BYTES, 100, NUM_BYTES - CHUNK_BYTES - 100):
+            line = torch.empty(size, dtype=torch.uint8)
+            yield line
+            given.append(line.clone())  # who gives the memory uses it before the next is asked for
+
+    store.read(ticket, memory())
+    assert torch.equal(torch.cat(given), 255 - data)
+    assert torch.equal(store.get(ticket), 255 - data)
+    assert torch.equal(store.get(other), store.get(after))
+    assert store.counters.held_bytes == NUM_BYTES + 200
+    for one in (ticket, other, after):
+        store.free(one)
+    assert store.counters.held_bytes == 0
+    assert store.room_bytes() >= store.counters.allocated_bytes
+    assert store._extents.free_bytes == store.counters.allocated_bytes, "all of it is free again"
+    store.close()
+
+
+def test_a_changed_byte_is_found_in_its_part_and_in_the_whole(store):
+    data = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    ticket = store.reserve(Layout.of(data), CUTS)
+    store.fill(ticket, data)
+    store.write(part(store, ticket, 2), [torch.ones(CUTS[3] - CUTS[2], dtype=torch.uint8)])
+    flip_a_byte(store, ticket.spot[2].offset + 1000)
+    for index in (0, 1):
+        store.read(part(store, ticket, index), [torch.empty(CUTS[index + 1] - CUTS[index], dtype=torch.uint8)])
+    with pytest.raises(ChecksumError, match="came back changed"):
+        store.read(part(store, ticket, 2), [torch.empty(CUTS[3] - CUTS[2], dtype=torch.uint8)])
+    with pytest.raises(ChecksumError, match="came back changed"):
+        store.get(ticket)
+    store.write(part(store, ticket, 2), [torch.ones(CUTS[3] - CUTS[2], dtype=torch.uint8)])
+    assert int(store.get(ticket).sum()) == CUTS[3] - CUTS[2]
+
+
 # ----------------------------------------------------------------------------------------------------- failures
 
 
@@ -122,7 +186,7 @@ def flip_a_byte(store: DiskStore, offset: int) -> None:
 
 def test_a_changed_byte_is_found(store):
     ticket = store.put(torch.zeros(CHUNK_BYTES + 100, dtype=torch.uint8))
-    flip_a_byte(store, ticket.spot + CHUNK_BYTES + 50)
+    flip_a_byte(store, ticket.spot[0].offset + CHUNK_BYTES + 50)
     with pytest.raises(ChecksumError, match="came back changed"):
         store.get(ticket)
 
@@ -131,7 +195,7 @@ def test_without_verify_nobody_looks(tmp_path):
     """That the test above tests the checksum."""
     store = DiskStore(tmp_path, verify=False)
     ticket = store.put(torch.zeros(100, dtype=torch.uint8))
-    flip_a_byte(store, ticket.spot)
+    flip_a_byte(store, ticket.spot[0].offset)
     assert int(store.get(ticket)[0]) == 1
     store.close()
 

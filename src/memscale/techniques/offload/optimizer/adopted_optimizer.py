@@ -209,7 +209,7 @@ class AdoptedOptimizer:
             split = split_into_buckets(sizes, self.sizes.of(place.has_guests, place in resident))
             of_buckets = [sum(sizes[index] for index in indices) for indices in split]
             share = self.sizes.resident_share if place in resident else 0.0
-            cuts = self._cuts(optimizer)
+            cuts = self._cuts(optimizer, place.device)
             for indices, stays in zip(split, self._staying(of_buckets, share, cuts=cuts), strict=True):
                 chosen = [parameter for index in indices for parameter in units[index]]
                 self._add_bucket(chosen, place, stays=stays, cuts=cuts)
@@ -221,12 +221,10 @@ class AdoptedOptimizer:
         limit = None if cuts else self.sizes.resident_bytes
         return choose_resident(bucket_bytes, share, limit or sum(bucket_bytes))
 
-    def _cuts(self, optimizer: Optimizer) -> bool:
+    def _cuts(self, optimizer: Optimizer, device: torch.device) -> bool:
         """Whether large parameters that travel are stepped in stretches. See NOTE [stretches] in buckets.py."""
-        store = self.visits.store
-        if store is None or self.choose is not None or not steps_each_element(optimizer):
-            return False
-        return all(leaf.in_memory for leaf in store.leaves())
+        travels = self.visits.store is not None and self.choose is None
+        return travels and device.type != "cpu" and steps_each_element(optimizer)
 
     def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool, cuts: bool) -> None:
         moves = not stays and self.visits.tier_of(place.device) is not None

@@ -149,9 +149,9 @@ class Visits:
                 entries[parameter] = bucket.wait_for(index, state[parameter], entries.get(parameter))
 
     def _reserve(self, bucket: Bucket, slots: tuple[Slot, ...]) -> None:
-        """Give the bucket these slots, and drop its ticket if their size differs."""
+        """Give the bucket these slots, and drop its ticket if they do not fit it: by their size, or their stretches."""
         num_bytes = sum(rounded(slot.span_bytes) for slot in slots)
-        if num_bytes != bucket.num_bytes:
+        if num_bytes != bucket.num_bytes or (bucket.stretches and slots != bucket.slots):
             self.drop(bucket)
         self._count(bucket.slots, -1)
         self._count(slots, +1)
@@ -175,7 +175,8 @@ class Visits:
         tier = self.tier_of(bucket.device)
         if slots and bucket.ticket is None:
             assert tier is not None
-            bucket.ticket = tier.reserve(Layout(torch.uint8, (offset,), (1,), bucket.device, offset, False))
+            layout = Layout(torch.uint8, (offset,), (1,), bucket.device, offset, False)
+            bucket.ticket = tier.reserve(layout, bucket.cuts())
 
     def _count(self, slots: tuple[Slot, ...], sign: int) -> None:
         for slot in slots:
@@ -188,7 +189,7 @@ class Visits:
         if bucket.ticket is None:
             tier = self.tier_of(bucket.device)
             assert tier is not None
-            bucket.ticket = tier.reserve(Layout.of(memory))
+            bucket.ticket = tier.reserve(Layout.of(memory), bucket.cuts())
         self.transfers.send(memory, bucket.ticket)
         self.stats.bytes_to_store += bucket.num_bytes
 
@@ -207,23 +208,29 @@ class Visits:
         """Free the memory that the bucket was sent from: its stream, or this thread, waits for the copy."""
         if bucket.ticket is not None:
             self.transfers.wait_sent(bucket.ticket)
-            if bucket.ticket.write_job is not None and bucket.ticket.write_job.done():
+            if any(job.done() for job in bucket.ticket.write_jobs):
                 self.recover(bucket)
 
     def recover(self, bucket: Bucket) -> None:
-        """Give the entries their state again if writing this bucket failed. See NOTE [a failed write]."""
-        job = bucket.ticket.write_job if bucket.ticket is not None else None
-        if job is None:
+        """Give the entries their state again if writing this bucket, or a part of it, failed.
+
+        See NOTE [a failed write]. Of a bucket that comes in stretches, all have been stepped.
+        """
+        if bucket.ticket is None or not (bucket.ticket.write_jobs or bucket.ticket.spot_jobs.rescued):
             return
         self.transfers.require_own_process()
-        concurrent.futures.wait([job])
-        error = job.exception()
-        if isinstance(error, OffloadError):
+        jobs = bucket.ticket.write_jobs
+        concurrent.futures.wait(jobs)
+        failures = []
+        for error in (job.exception() for job in jobs):
+            if isinstance(error, OffloadError):
+                failures.append(error)
+            elif error is not None:
+                raise error
+        if failures or bucket.ticket.spot_jobs.rescued:
             bucket.check_out()
-            self.failures.append(error)
+            self.failures += failures
             self.drop(bucket)
-        elif error is not None:
-            raise error
 
     # --------------------------------------------------------------------------------------------------- the end
 
@@ -308,6 +315,8 @@ class StretchVisit:
         self._views: dict[Any, torch.Tensor] = {}
         self._parts: list[Ticket] = []
         self._arrivals: list[Arrival] = []
+        if stretch.start == 0:
+            visits.recover(bucket)  # later, stretches of the step that is under way may have failed
         if _has_waiting(entries, bucket):
             self._lay_out()
             self._arrivals = [self._fetch(slot) for slot in bucket.slots]
@@ -320,14 +329,8 @@ class StretchVisit:
             self._views[slot.name] = self._memory.narrow(0, offset, size).view(slot.dtype)
             offset += rounded(size)
 
-    def _part(self, slot: Slot) -> Ticket:
-        whole = self._bucket.ticket
-        assert whole is not None
-        layout = self._stretch.layout(slot.dtype, self._bucket.device)
-        return whole.store.part_of(whole, layout, slot.offset + self._stretch.start * slot.dtype.itemsize)
-
     def _fetch(self, slot: Slot) -> Arrival:
-        part, whole = self._part(slot), self._bucket.ticket
+        part, whole = self._bucket.part(slot, self._stretch), self._bucket.ticket
         assert whole is not None
         try:
             arrival = self._visits.transfers.fetch(part, out=self._views[slot.name])
@@ -342,13 +345,22 @@ class StretchVisit:
         entry = self._entries.get(parameter)
         if entry is None:
             return {}
-        while self._arrivals:
-            self._arrivals.pop(0).wait()
+        self._wait()
         if self._memory is not None:
             values = {name: self._views.get(name, value) for name, value in entry.kept.items()}
         else:
             values = {name: self._cut(value) for name, value in entry.items()}
         return {parameter: {name: _counter(value) for name, value in values.items()}}
+
+    def _wait(self) -> None:
+        try:
+            while self._arrivals:
+                self._arrivals.pop(0).wait()
+        except BaseException:  # the traceback keeps this visit alive
+            while self._arrivals:
+                self._arrivals.pop().give_up()
+            self._memory, self._views = None, {}
+            raise
 
     def _cut(self, value: Any) -> Any:
         is_whole = isinstance(value, torch.Tensor) and value.numel() == self._bucket.parameters[0].numel()
@@ -376,6 +388,7 @@ class StretchVisit:
             return
         if bucket.slots:
             self._entries[parameter] = bucket.wait_for(0, values, self._entries.get(parameter))
+            self._recover()
         else:
             _write_back(self._entries, state)
 
@@ -398,10 +411,14 @@ class StretchVisit:
             _write_back(self._entries, {self._bucket.parameters[0]: {**values, **kept}})
 
     def _send(self, slot: Slot, view: torch.Tensor) -> None:
-        part, whole = self._part(slot), self._bucket.ticket
+        part, whole = self._bucket.part(slot, self._stretch), self._bucket.ticket
         assert whole is not None
         try:
             self._visits.transfers.send(view, part)
+        except OffloadError as error:  # the other stretches are stepped nevertheless; see NOTE [a failed write]
+            self._visits.failures.append(error)
+            part.rescue(Layout.of(view).flatten(view).to("cpu", copy=True))
+            return
         finally:
             whole.note_written(part)
         self._parts.append(part)
@@ -410,6 +427,13 @@ class StretchVisit:
     def let_go(self) -> None:
         while self._parts:
             self._visits.transfers.wait_sent(self._parts.pop())
+        if self._stretch.stop == self._bucket.parameters[0].numel():
+            self._recover()
+
+    def _recover(self) -> None:
+        """Give the parameter an ordinary entry if a write of one of its stretches is known to have failed."""
+        if self._bucket.ticket is not None and self._bucket.ticket.spot_jobs.rescued:
+            self._visits.recover(self._bucket)
 
 
 def _counter(value: Any) -> Any:

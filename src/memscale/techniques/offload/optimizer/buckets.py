@@ -26,8 +26,11 @@ parameters twice, and once on the way back, when the gradients are gone.
 
 NOTE [stretches]: a parameter that is larger than a bucket visits the device a stretch of its elements at a time, or, if
 it lives there, its state does. This is done where the optimizer updates an element from that element's values alone,
-and where the state waits in host memory, unpacked. A stretch costs as much as a bucket of its size. Values that all
-elements share (counters) advance once: each stretch starts from the values before the step.
+where the state waits unpacked, in host memory or on disk, and on every device but a CPU: a CPU's kernels round the last
+elements of a thread's share otherwise (16-bit SGD does), and a stretch has other shares than the whole. A stretch costs
+as much as a bucket of its size. Values that all elements share (counters) advance once: each stretch starts from the
+values before the step. The bytes of a stretch that cannot be written stay in host memory (`Ticket.rescued`) until the
+last stretch is stepped; then the parameter's state is put together there.
 
 NOTE [packed state]: some tensors may wait in fewer bytes than they have (`Packing`). S then counts the bytes that wait,
 and a step holds the unpacked state of one bucket beside them. Where there is no other tier, packed tensors wait in
@@ -37,7 +40,10 @@ memory of the bucket on their device, and the others stay as they are.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -150,6 +156,10 @@ class Slot:
     span_bytes: int
     packing: Packing | None = None
 
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, for a slot that is not packed."""
         line = memory.narrow(0, self.offset, self.span_bytes).view(self.dtype)
@@ -246,6 +256,30 @@ class Bucket:
         """Return the tensors that wait packed, unpacked, each in memory of its own."""
         return {(slot.index, slot.name): slot.unpacked(memory) for slot in self.slots if slot.packing is not None}
 
+    # ----------------------------------------------------------------------------------------------- stretches
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether every slot can be cut into the stretches. See NOTE [stretches]."""
+        count = self.parameters[0].numel()
+        return bool(self.stretches) and all(slot.num_elements == count for slot in self.slots)
+
+    def cuts(self) -> list[int]:
+        """Return the bytes of the waiting state at which a stretch begins or ends."""
+        if not self.is_cut:
+            return []
+        ends = [slot.offset + slot.span_bytes for slot in self.slots]
+        return sorted({*ends, *(self._start(slot, one) for slot in self.slots for one in self.stretches)})
+
+    def part(self, slot: Slot, stretch: Stretch) -> Ticket:
+        """Return a ticket for a stretch of one state tensor."""
+        assert self.ticket is not None
+        layout = stretch.layout(slot.dtype, self.device)
+        return self.ticket.store.part_of(self.ticket, layout, self._start(slot, stretch))
+
+    def _start(self, slot: Slot, stretch: Stretch) -> int:
+        return slot.offset + stretch.start * slot.dtype.itemsize
+
     # ------------------------------------------------------------------------------------------------- waiting
 
     def is_waiting(self, index: int, entry: object) -> bool:
@@ -279,7 +313,23 @@ class Bucket:
         assert self.ticket is not None
         if self.ticket.rescued is not None:
             return self.ticket.rescued
+        if self.is_cut:
+            concurrent.futures.wait(self.ticket.write_jobs)
+            if self.ticket.spot_jobs.rescued:
+                return self._read_parts()
         return self.ticket.store.get(self.ticket, device="cpu")
+
+    def _read_parts(self) -> torch.Tensor:
+        """Return the bucket's bytes where some parts could not be written."""
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
+        for slot, stretch in itertools.product(self.slots, self.stretches):
+            part = self.part(slot, stretch)
+            line = memory[slice(*part.place)]
+            if part.rescued is not None:
+                line.copy_(part.rescued)
+            else:
+                part.store.read(part, [line])
+        return memory
 
     def tensors_of(self, index: int, memory: torch.Tensor) -> dict[Any, torch.Tensor]:
         """Return a parameter's state tensors out of the bucket's bytes, each with memory of its own."""

@@ -84,10 +84,10 @@ def _rest_reason(chosen: Chosen) -> Reason:
     return Reason("stream parameters", {"parameter_bytes": chosen.model.profile.rest_param_bytes})
 
 
-def _rehearse(trials: Trials, config: Config) -> None:
+def _rehearse(trials: Trials, eligible: Eligible) -> None:
     rest = trials.rest_actions()
     if rest:
-        trials.try_variants({TraceKey(streams_rest=True): rest}, config)
+        trials.try_variants({TraceKey(streams_rest=True): rest}, eligible)
 
 
 def _note(device_type: str, names: frozenset[str]) -> str:

@@ -7,12 +7,17 @@ in the directory are not ours: they are neither opened nor followed nor removed.
 
 NOTE [page cache]: bytes go past the page cache (O_DIRECT, from aligned buffers). Where the file system refuses that,
 they are flushed and dropped from the cache after every move. Either way the RAM that offloading frees stays free.
+
+NOTE [parts]: a tensor whose parts will come and go by themselves lies in pieces, which are cut where a part begins or
+ends. Each piece has blocks of its own in the file, so that two threads never write to one block, and a checksum of its
+own, so that a part and the whole are checked by the same ones. Pieces of one tensor lie one after another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import mmap
 import os
@@ -23,14 +28,14 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from memscale._errors import ChecksumError, StoreFullError, StoreIOError
 from memscale._units import show_bytes
 from memscale.techniques.offload.store.extents import Extents
-from memscale.techniques.offload.store.stores import PART_BYTES, Store, Ticket
+from memscale.techniques.offload.store.stores import PART_BYTES, Layout, Store, Ticket
 
 BLOCK_BYTES = PART_BYTES
 """Direct I/O moves whole blocks from block-aligned memory."""
@@ -43,11 +48,21 @@ _OWN_NAME = re.compile(re.escape(_PREFIX) + "[a-z0-9_]{8}")
 """The names of our files: the prefix and what `tempfile` adds to it."""
 
 
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """A stretch of the file: some bytes of a waiting tensor. See NOTE [parts]."""
+
+    offset: int
+    num_bytes: int
+    checksum: int | None = None
+    """The CRC-32 of what was written last, with `verify`."""
+
+
 class DiskStore(Store):
     """Tensors wait in a directory's free space, up to `budget_bytes`.
 
     Space is reserved on the disk before anything is written, so a full disk shows when room is asked for, not in the
-    middle of a write. `verify=True` keeps a CRC-32 of every chunk and compares it when it is read. `num_buffers` bounce
+    middle of a write. `verify=True` keeps a CRC-32 of every piece and compares it when it is read. `num_buffers` bounce
     buffers of 8 MiB are the RAM that it costs, and the number of threads that can move at once.
     """
 
@@ -78,62 +93,95 @@ class DiskStore(Store):
 
     def write(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
         self.process.require()
-        offset, checksum = ticket.spot, 0
-        for chunk in _chunks(parts):
-            with self._block_aligned(chunk, fill=True) as buffer:
-                if self.verify:
-                    checksum = zlib.crc32(buffer[: chunk.numel()], checksum)
-                self._file.write(buffer, offset)
-            offset += chunk.numel()
-        self._file.forget(ticket.spot, ticket.num_bytes)
-        ticket.checksum = checksum if self.verify else None
+        source = _Line(parts)
+        for piece in ticket.spot:
+            done, checksum = 0, 0
+            while done < piece.num_bytes:
+                with self._block_aligned(source, piece.num_bytes - done, fill=True) as (buffer, num_bytes):
+                    if self.verify:
+                        checksum = zlib.crc32(buffer[:num_bytes], checksum)
+                    self._file.write(buffer, piece.offset + done)
+                done += num_bytes
+            self._file.forget(piece.offset, piece.num_bytes)
+            piece.checksum = checksum if self.verify else None
         with self._lock:
             self.counters.bytes_in += ticket.num_bytes
 
     def read(self, ticket: Ticket, parts: Iterable[torch.Tensor]) -> None:
         self.process.require()
-        offset, checksum = ticket.spot, 0
-        for chunk in _chunks(parts):
-            with self._block_aligned(chunk, fill=False) as buffer:
-                self._file.read(buffer, offset)
-                if self.verify:
-                    checksum = zlib.crc32(buffer[: chunk.numel()], checksum)
-            offset += chunk.numel()
-        self._file.forget(ticket.spot, ticket.num_bytes)
-        if self.verify and ticket.num_bytes and checksum != ticket.checksum:
-            raise ChecksumError(
-                f"{show_bytes(ticket.num_bytes)} at offset {ticket.spot} of the offload file in {self.directory} came "
-                f"back changed (CRC-32 {checksum}, was {ticket.checksum}); the disk or its driver is at fault"
-            )
+        target = _Line(parts)
+        for piece in ticket.spot:
+            done, checksum = 0, 0
+            while done < piece.num_bytes:
+                with self._block_aligned(target, piece.num_bytes - done, fill=False) as (buffer, num_bytes):
+                    self._file.read(buffer, piece.offset + done)
+                    if self.verify:
+                        checksum = zlib.crc32(buffer[:num_bytes], checksum)
+                done += num_bytes
+            self._file.forget(piece.offset, piece.num_bytes)
+            self._check(piece, checksum)
+        target.finish()
         with self._lock:
             self.counters.bytes_out += ticket.num_bytes
 
+    def _check(self, piece: Piece, checksum: int) -> None:
+        """Raise if a piece was read otherwise than it was written. Gaps between parts may never have been written."""
+        if self.verify and piece.checksum is not None and checksum != piece.checksum:
+            raise ChecksumError(
+                f"{show_bytes(piece.num_bytes)} at offset {piece.offset} of the offload file in {self.directory} came "
+                f"back changed (CRC-32 {checksum}, was {piece.checksum}); the disk or its driver is at fault"
+            )
+
     @contextlib.contextmanager
-    def _block_aligned(self, part: torch.Tensor, *, fill: bool) -> Iterator[memoryview]:
-        """Give the part's own memory if direct I/O can use it, or a bounce buffer that is copied before or after."""
-        num_bytes = part.numel()
-        if part.data_ptr() % BLOCK_BYTES == 0 and num_bytes % BLOCK_BYTES == 0:
-            yield memoryview((ctypes.c_char * num_bytes).from_address(part.data_ptr())).cast("B")
+    def _block_aligned(self, line: _Line, left_bytes: int, *, fill: bool) -> Iterator[tuple[memoryview, int]]:
+        """Give the line's own memory if direct I/O can use it, or a bounce buffer that is copied before or after.
+
+        `left_bytes` are left of the piece. Return what is to be moved, in whole blocks, and how much of it counts.
+        """
+        num_bytes = line.next_bytes(left_bytes)
+        here = line.here(num_bytes)
+        if here is not None and here.data_ptr() % BLOCK_BYTES == 0 and num_bytes % BLOCK_BYTES == 0:
+            yield memoryview((ctypes.c_char * num_bytes).from_address(here.data_ptr())).cast("B"), num_bytes
+            line.skip(num_bytes)
             return
         buffer = self._buffers.get()
         try:
             bounce = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
             if fill:
-                bounce.copy_(part)
-            yield memoryview(buffer)[: self._extents.rounded(num_bytes)]
+                line.copy_to(bounce)
+            yield memoryview(buffer)[: self._extents.rounded(num_bytes)], num_bytes
             if not fill:
-                part.copy_(bounce)
+                line.copy_from(bounce)
         finally:
             self._buffers.put(buffer)
 
     # ----------------------------------------------------------------------------------------------------- room
 
-    def _reserve(self, num_bytes: int) -> int:
-        if not num_bytes:
-            return 0
+    def part_of(self, ticket: Ticket, layout: Layout, offset: int) -> Ticket:
+        pieces, start, end = [], 0, offset + layout.num_bytes
+        for piece in ticket.spot:
+            if offset <= start and start + piece.num_bytes <= end:
+                pieces.append(piece)
+            start += piece.num_bytes
+        assert sum(piece.num_bytes for piece in pieces) == layout.num_bytes, "room was not reserved with these cuts"
+        return ticket.part(layout, offset, tuple(pieces))
+
+    def _reserve(self, num_bytes: int, cuts: Sequence[int]) -> tuple[Piece, ...]:
+        """Reserve whole blocks for each piece. See NOTE [parts]."""
+        ends = [*cuts, num_bytes]
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False) if end > start]
+        if not sizes:
+            return ()
+        offset, pieces = self._take(sum(map(self._extents.rounded, sizes))), []
+        for size in sizes:
+            pieces.append(Piece(offset, size))
+            offset += self._extents.rounded(size)
+        return tuple(pieces)
+
+    def _take(self, num_bytes: int) -> int:
         offset = self._extents.take(num_bytes)
         if offset is None:
-            self._grow(self._extents.rounded(num_bytes) - self._extents.tail_gap)
+            self._grow(num_bytes - self._extents.tail_gap)
             offset = self._extents.take(num_bytes)
             assert offset is not None
         return offset
@@ -163,9 +211,9 @@ class DiskStore(Store):
             free = min(free, self.budget_bytes - self._extents.num_bytes)
         return reserved + free
 
-    def _release(self, spot: int, num_bytes: int) -> None:
-        if num_bytes:
-            self._extents.give(spot, num_bytes)
+    def _release(self, spot: tuple[Piece, ...], num_bytes: int) -> None:
+        if spot:
+            self._extents.give(spot[0].offset, sum(self._extents.rounded(piece.num_bytes) for piece in spot))
 
     def close(self) -> None:
         if not self.process.is_here():  # only the descriptor belongs to this process, the file is the parent's
@@ -182,12 +230,54 @@ class DiskStore(Store):
                 self.counters.hold(-self.counters.held_bytes)
 
 
-def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Cut into pieces for one buffer each. A last block that is not full goes alone, because only it needs a copy."""
-    for part in parts:
-        for chunk in part.split(CHUNK_BYTES) if part.numel() else ():
-            whole_bytes = chunk.numel() - chunk.numel() % BLOCK_BYTES
-            yield from (piece for piece in chunk.split([whole_bytes, chunk.numel() - whole_bytes]) if piece.numel())
+class _Line:
+    """Parts of memory as one line of bytes, gone through once. A part is asked for when the one before it is done."""
+
+    def __init__(self, parts: Iterable[torch.Tensor]) -> None:
+        self._parts = iter(parts)
+        self._part = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._done = 0
+
+    def next_bytes(self, left_bytes: int) -> int:
+        """How many bytes are moved next: whole blocks of one part. What is less than a block is moved by itself."""
+        num_bytes = min(CHUNK_BYTES, left_bytes, self._here_bytes())
+        whole_bytes = num_bytes - num_bytes % BLOCK_BYTES
+        return whole_bytes or min(BLOCK_BYTES, left_bytes)
+
+    def here(self, num_bytes: int) -> torch.Tensor | None:
+        """Return the next bytes if they are in one part."""
+        return self._part[self._done : self._done + num_bytes] if num_bytes <= self._here_bytes() else None
+
+    def skip(self, num_bytes: int) -> None:
+        """Go on after bytes that were moved in their own memory."""
+        self._done += num_bytes
+
+    def finish(self) -> None:
+        """Ask for one part more: whoever gives parts to read into may be waiting for that to use the last one."""
+        left_bytes = self._part.numel() - self._done + sum(part.numel() for part in self._parts)
+        assert not left_bytes, "there is more memory than bytes"
+
+    def copy_to(self, bounce: torch.Tensor) -> None:
+        for stretch, here in self._along(bounce):
+            stretch.copy_(here)
+
+    def copy_from(self, bounce: torch.Tensor) -> None:
+        for stretch, here in self._along(bounce):
+            here.copy_(stretch)
+
+    def _along(self, bounce: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        done = 0
+        while done < bounce.numel():
+            count = min(bounce.numel() - done, self._here_bytes())
+            yield bounce[done : done + count], self._part[self._done : self._done + count]
+            self._done += count
+            done += count
+
+    def _here_bytes(self) -> int:
+        """The bytes that are left of the current part."""
+        while self._done == self._part.numel():
+            self._part, self._done = next(self._parts), 0
+        return self._part.numel() - self._done
 
 
 class _UnlinkedFile:

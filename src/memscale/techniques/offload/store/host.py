@@ -14,7 +14,7 @@ are so small that copies would cost more time than the bytes are worth. Paramete
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -98,7 +98,7 @@ class HostStore(Store):
             start += piece.num_bytes
         return ticket.part(layout, offset, pieces)
 
-    def _reserve(self, num_bytes: int) -> list[Piece]:
+    def _reserve(self, num_bytes: int, cuts: Sequence[int]) -> list[Piece]:
         pieces: list[Piece] = []
         try:
             while num_bytes:

@@ -30,13 +30,14 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from memscale._errors import OffloadError, StoreFullError
 from memscale._units import show_bytes
+from memscale.techniques.offload.store.spot_jobs import Job, SpotJobs
 
 PART_BYTES = 4096
 """Bytes are moved in multiples of this, except at their end, because direct I/O moves whole blocks."""
@@ -135,20 +136,17 @@ class Ticket:
 
     __slots__ = (
         "__weakref__",
-        "checksum",
         "digest",
         "freed",
-        "jobs",
         "layout",
         "num_bytes",
         "place",
         "read",
         "reads_of_parts",
-        "rescued",
         "sent",
         "spot",
+        "spot_jobs",
         "store",
-        "write_job",
         "writes_of_parts",
         "written",
     )
@@ -157,19 +155,14 @@ class Ticket:
         self.store = store
         self.layout = layout
         self.num_bytes = layout.num_bytes
-        self.checksum: int | None = None
         self.digest: torch.Tensor | None = None
         """A digest of the bytes that were sent, on their device, with `debug`."""
         self.written: Fence | None = None
         """The last copy into the store; every reader waits for it, and so does a host that writes there."""
         self.read: Fence | None = None
         """The last copy out of the store; the next writer to the same memory waits for it."""
-        self.write_job: concurrent.futures.Future[None] | None = None
-        """The threaded write to disk; every reader waits for it too."""
-        self.jobs: list[concurrent.futures.Future[None]] = []
-        """The jobs of threads that still use the spot."""
-        self.rescued: torch.Tensor | None = None
-        """The bytes, on the host, after a threaded write of them failed: an error loses nothing."""
+        self.spot_jobs = SpotJobs()
+        """What threads do with its bytes; the tickets of its parts have it in common."""
         self.sent: Any = None
         """The source on its way to the store; `Transfers` keeps it alive."""
         self.place: tuple[int, int] = (0, layout.num_bytes)
@@ -183,6 +176,7 @@ class Ticket:
         """Return a ticket for a stretch of its bytes, which waits for copies of those bytes alone."""
         part = Ticket(self.store, layout, spot)
         part.freed, part.place = True, (offset, offset + layout.num_bytes)
+        part.spot_jobs = self.spot_jobs
         part.written = self.writes_of_parts.of(part.place, self.written)
         part.read = self.reads_of_parts.of(part.place, self.read)
         return part
@@ -199,11 +193,30 @@ class Ticket:
             self.reads_of_parts.note(part.place, part.read)
             self.read = part.read
 
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs of threads that still use any of its bytes."""
+        return self.spot_jobs.using(self.place)
+
+    @property
+    def write_jobs(self) -> list[Job]:
+        """The threaded writes of its bytes, done or not; every reader waits for them too."""
+        return self.spot_jobs.writes_of(self.place)
+
+    @property
+    def rescued(self) -> torch.Tensor | None:
+        """The bytes, on the host, after a write of them failed: an error loses nothing."""
+        return self.spot_jobs.rescued.get(self.place)
+
+    def rescue(self, line: torch.Tensor) -> None:
+        """Keep its bytes, which could not be written."""
+        self.spot_jobs.rescued[self.place] = line
+
     def wait_written(self) -> None:
         """Block until the bytes are in the store; raise what the write raised."""
         self.store.process.require()
-        if self.write_job is not None:
-            self.write_job.result()
+        for job in self.write_jobs:
+            job.result()
         if self.written is not None:
             self.written.event.synchronize()
 
@@ -331,13 +344,16 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------- tickets
 
-    def reserve(self, layout: Layout) -> Ticket:
-        """Reserve room for a tensor. Raise `StoreFullError` if there is none."""
+    def reserve(self, layout: Layout, cuts: Sequence[int] = ()) -> Ticket:
+        """Reserve room for a tensor. Raise `StoreFullError` if there is none.
+
+        `cuts`: the bytes, in ascending order, at which parts of it will begin or end (`part_of`).
+        """
         self.process.require()
         self.sweep()
         with self._lock:
             assert not self.closed, f"the {self.name} store is closed"
-            ticket = Ticket(self, layout, self._reserve(layout.num_bytes))
+            ticket = Ticket(self, layout, self._reserve(layout.num_bytes, cuts))
             self.counters.hold(ticket.num_bytes)
             return ticket
 
@@ -411,7 +427,10 @@ class Store:
         raise NotImplementedError
 
     def part_of(self, ticket: Ticket, layout: Layout, offset: int) -> Ticket:
-        """Return a ticket for a stretch of a waiting tensor; only the whole is freed (stores in memory only)."""
+        """Return a ticket for a stretch of a waiting tensor; only the whole is freed.
+
+        On disk, parts begin and end where room for the tensor was reserved in pieces (`reserve(cuts=)`).
+        """
         raise NotImplementedError
 
     def memory_of(self, ticket: Ticket) -> list[torch.Tensor]:
@@ -420,7 +439,7 @@ class Store:
 
     # ---------------------------------------------------------------------------------------------------- tiers
 
-    def _reserve(self, num_bytes: int) -> Any:
+    def _reserve(self, num_bytes: int, cuts: Sequence[int]) -> Any:
         raise NotImplementedError
 
     def _release(self, spot: Any, num_bytes: int) -> None:
@@ -459,11 +478,11 @@ class TieredStore(Store):
         super().__init__()
         self.tiers = tiers
 
-    def reserve(self, layout: Layout) -> Ticket:
+    def reserve(self, layout: Layout, cuts: Sequence[int] = ()) -> Ticket:
         refusals = []
         for tier in self.tiers:
             try:
-                return tier.reserve(layout)
+                return tier.reserve(layout, cuts)
             except StoreFullError as error:
                 refusals.append(str(error))
         raise StoreFullError("; ".join(refusals))
@@ -491,7 +510,7 @@ class ShapeStore(Store):
     name = "shape"
     keeps_bytes = False
 
-    def _reserve(self, num_bytes: int) -> None:
+    def _reserve(self, num_bytes: int, cuts: Sequence[int]) -> None:
         self.counters.bytes_in += num_bytes
 
     def _release(self, spot: None, num_bytes: int) -> None:

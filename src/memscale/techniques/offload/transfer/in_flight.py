@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from memscale.techniques.offload.store.spot_jobs import Job
 from memscale.techniques.offload.store.stores import Ticket
 from memscale.techniques.offload.transfer import stream_order
-from memscale.techniques.offload.transfer.io_threads import Job
 
 
 @dataclasses.dataclass(slots=True, eq=False)

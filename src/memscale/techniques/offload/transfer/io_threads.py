@@ -17,10 +17,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from memscale.techniques.offload.store.spot_jobs import Job
 from memscale.techniques.offload.store.stores import Ticket
 from memscale.techniques.offload.transfer.stream_order import TransferStats
-
-Job = concurrent.futures.Future[None]
 
 
 class IoThreads:
@@ -36,25 +35,24 @@ class IoThreads:
             self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="memscale-io")
 
     def submit_write(self, ticket: Ticket, function: Callable[..., None], *args: Any) -> Job:
-        job = ticket.write_job = self._submit(ticket, None, function, *args)
+        job = self._submit(ticket, [], function, *args)
+        ticket.spot_jobs.add_write(ticket.place, job)
         while self._writes and self._writes[0].done() and self._writes[0].exception() is None:
             self._writes.popleft()
         self._writes.append(job)
         return job
 
     def submit_read(self, ticket: Ticket, function: Callable[..., None], *args: Any) -> Job:
-        job = self._submit(ticket, ticket.write_job, function, *args)
+        job = self._submit(ticket, ticket.write_jobs, function, *args)
+        ticket.spot_jobs.add(ticket.place, job)
         self._reads.add(job)
         job.add_done_callback(self._reads.discard)
         return job
 
-    def _submit(self, ticket: Ticket, needed: Job | None, function: Callable[..., None], *args: Any) -> Job:
+    def _submit(self, ticket: Ticket, needed: list[Job], function: Callable[..., None], *args: Any) -> Job:
         """Run a job in a thread after the earlier jobs on its spot. Jobs start in order; none waits for a later one."""
         assert self._pool is not None
-        ticket.jobs = [job for job in ticket.jobs if not job.done()]
-        job = self._pool.submit(_run_after, [*ticket.jobs], needed, function, *args)
-        ticket.jobs.append(job)
-        return job
+        return self._pool.submit(_run_after, ticket.jobs, needed, function, *args)
 
     def wait_for_a_write(self) -> bool:
         """Block until the oldest write that is under way is done; False if there is none."""
@@ -66,9 +64,10 @@ class IoThreads:
         return True
 
     def forget_write(self, ticket: Ticket) -> None:
-        """Forget a ticket's write; its error will not be asked for."""
-        with contextlib.suppress(ValueError):
-            self._writes.remove(ticket.write_job)  # type: ignore[arg-type]
+        """Forget a ticket's writes; their errors will not be asked for."""
+        for job in ticket.write_jobs:
+            with contextlib.suppress(ValueError):
+                self._writes.remove(job)
 
     def finish(self) -> list[Job]:
         """Block until no thread is busy. Return the writes; the caller deals with their errors."""
@@ -84,8 +83,8 @@ class IoThreads:
         self._writes.clear()
 
 
-def _run_after(earlier: list[Job], needed: Job | None, function: Callable[..., None], *args: Any) -> None:
+def _run_after(earlier: list[Job], needed: list[Job], function: Callable[..., None], *args: Any) -> None:
     concurrent.futures.wait(earlier)
-    if needed is not None:
-        needed.result()  # data that was never written must not be read
+    for job in needed:
+        job.result()  # data that was never written must not be read
     function(*args)

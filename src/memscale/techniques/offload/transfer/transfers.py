@@ -39,10 +39,11 @@ from memscale._errors import OffloadError, StoreFullError
 from memscale._units import show_bytes
 from memscale.techniques.offload.store.disk import CHUNK_BYTES
 from memscale.techniques.offload.store.host import HostStore, lay_over
+from memscale.techniques.offload.store.spot_jobs import Job
 from memscale.techniques.offload.store.stores import Fence, Layout, Process, Store, Ticket
 from memscale.techniques.offload.transfer import stream_order
 from memscale.techniques.offload.transfer.in_flight import Window
-from memscale.techniques.offload.transfer.io_threads import IoThreads, Job
+from memscale.techniques.offload.transfer.io_threads import IoThreads
 
 WINDOW_BYTES = 64 * 1024 * 1024
 STAGING_BYTES = 256 * 1024 * 1024
@@ -120,7 +121,7 @@ class Transfers:
 
     def _start_send(self, ticket: Ticket, source: torch.Tensor) -> None:
         store, on_accelerator = ticket.store, source.device.type != "cpu"
-        ticket.rescued = None
+        ticket.spot_jobs.write_anew(ticket.place)
         if not ticket.num_bytes:
             return
         if not store.keeps_bytes:
@@ -175,7 +176,7 @@ class Transfers:
             stream_order.order(None, event, "thread after sent")
             ticket.store.write(ticket, self.staging.memory_of(staged))
         except BaseException:
-            ticket.rescued = torch.cat(self.staging.memory_of(staged))
+            ticket.rescue(torch.cat(self.staging.memory_of(staged)))
             raise
         finally:
             self.staging.free(staged)
@@ -184,7 +185,6 @@ class Transfers:
         """Write and block. To disk it writes in chunks, so that a large tensor needs no host copy of its own size."""
         with self.stats.blocking():
             concurrent.futures.wait(ticket.jobs)
-            ticket.write_job = None
             in_memory = ticket.store.in_memory
             ticket.store.write(ticket, [source] if in_memory else (chunk.cpu() for chunk in source.split(CHUNK_BYTES)))
             ticket.written = None
@@ -243,7 +243,7 @@ class Transfers:
             else:
                 arrival.staged = staged
                 arrival.job = self._threads.submit_read(ticket, self._read_staged, ticket, staged)
-                staged.jobs.append(arrival.job)
+                staged.spot_jobs.add(staged.place, arrival.job)
         elif store.in_memory:
             self._fetch_now(ticket, target)
         else:
@@ -353,7 +353,7 @@ def _write(ticket: Ticket, source: torch.Tensor) -> None:
     try:
         ticket.store.write(ticket, [source])
     except BaseException:
-        ticket.rescued = source
+        ticket.rescue(source)
         raise
 
 
@@ -403,6 +403,15 @@ class Arrival:
         self._check_digest()
         return self.ticket.layout.rebuild(self.line)
 
+    def give_up(self) -> None:
+        """Let go of the memory of a tensor that nobody will wait for."""
+        if self.event is not None and not self._waited:
+            stream_order.order(self.stream, self.event, "reuse after unread arrival")
+        self._waited = True
+        staged, self.staged, self.line = self.staged, None, torch.empty(0, device="cpu")
+        if staged is not None:
+            self._transfers.staging.free(staged)
+
     def _check_digest(self) -> None:
         sent = self.ticket.digest
         if sent is not None and int(sent) != int(_digest(self.line.view(torch.uint8))):
@@ -415,9 +424,7 @@ class Arrival:
         """Raise what the read raised. The traceback keeps this arrival alive, so the arrival lets go of its memory."""
         assert self.job is not None
         if self.job.exception() is not None:
-            staged, self.staged, self.line = self.staged, None, torch.empty(0, device="cpu")
-            if staged is not None:
-                self._transfers.staging.free(staged)
+            self.give_up()
         self.job.result()
 
     def __del__(self) -> None:
