@@ -67,6 +67,8 @@ logger = logging.getLogger("memscale")
 _MAX_REHEARSALS = 4
 _MAX_REFINEMENTS = 2
 """How many faster plans are tried where one fits that leaves room."""
+_WORTH_REFINING = 0.02
+"""The share of the budget that a plan must leave, or no faster ones are tried."""
 _WORTH_ASKING = 0.02
 """The share of the reserved bytes that must be saved, or the allocator is left as it is."""
 _MARGIN = 0.015
@@ -187,7 +189,7 @@ class OneWay(Trials):
             if reserved_bytes is None:
                 break
             taught.hold(choice_of(tried.actions, self.profile), reserved_bytes - tried.predicted_peak_bytes)
-            if needed_bytes(plan) > plan.budget_bytes * (1 - _WORTH_ASKING):
+            if needed_bytes(plan) > plan.budget_bytes * (1 - _WORTH_REFINING):
                 break
             decided = self._decide(strategy, taught)
             if not decided.fits or not self._beats(decided, plan):
@@ -505,7 +507,7 @@ class _Taught:
     margins: dict[Traits, int] = dataclasses.field(default_factory=dict)
     plans: dict[Choice, Plan] = dataclasses.field(default_factory=dict)
     reserves: dict[Kind, int] = dataclasses.field(default_factory=dict)
-    """How much less than `reserve_bytes` plans of some kinds hold above what is live: numbers below zero."""
+    """How much more than `reserve_bytes` plans of some kinds hold above what is live; mostly less, below zero."""
 
     def as_it_began(self) -> _Taught:
         """The same for another way, in which nothing was rehearsed yet."""
