@@ -182,6 +182,34 @@ def test_streamed_parameters_on_the_device_peak_as_predicted(
     assert max(peaks) - before == cost.step_bytes, "the state of what is resident was there before the last step"
 
 
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_beside_8_bits_a_large_embedding_peaks_in_stretches_as_predicted(
+    way: str, simgpu_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket_bytes = 500_000
+    monkeypatch.setattr(optimizer_trials, "OPTIMIZER_BUCKET_BYTES", bucket_bytes)
+    config = Config(device="simgpu", enable_logging=False, async_offload=way == "async")
+    model = nn.Sequential(nn.Embedding(4096, 256), nn.Linear(256, 256))
+    cost = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw")).cost(eight_bit=True)
+    actions = (QuantizeOptimizer(bucket_bytes), OffloadOptimizer(bucket_bytes))
+    model.to("simgpu")
+    executor = execute(model, plan_of(actions, device_type="simgpu"), ExecutionSettings.from_config(config, DEVICE))
+    optimizer, peaks = torch.optim.AdamW(model.parameters()), []
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        optimizer.step()
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated() - before)
+    executor.detach()
+    assert cost.offloaded_step_bytes is not None
+    assert max(peaks[1:]) <= cost.offloaded_step_bytes <= 1.001 * max(peaks)
+    assert cost.offloaded_step_bytes < 2 * 4096 * 256 * 4, "less than the state of the embedding"
+
+
 @pytest.mark.parametrize(("options", "can"), [({}, True), ({"foreach": True}, True), ({"foreach": False}, False)])
 def test_the_cost_of_a_step_in_buckets(
     options: dict[str, Any], can: bool, small_buckets: int, simgpu_device: Any

@@ -179,6 +179,8 @@ def test_a_cell_without_figures_says_why_and_has_a_command() -> None:
     text = page.markdown(log)
     assert "| 10 GB | GPT-2 | gpt2-medium or larger, as a smaller card trains it: not planned for yet |" in text
     assert "| 48 GB | Llama | not planned for yet |" in text
+    largest = page.markdown(Log().with_answer(answer(Question("RTX 3070", "gpt2-xl", "full"), fits=True)))
+    assert "| 10 GB | GPT-2 | gpt2-xl, as a smaller card trains it: not planned for yet |" in largest
     assert "| 8 GB | Qwen | not known: it has no inputs |" in text
     assert "| 48 GB | FLUX | none: weights and moments alone exceed card and host |" in text
     assert "memscale table --log docs/results/what_fits.json --card 48 --family Llama --kind full\n" in text

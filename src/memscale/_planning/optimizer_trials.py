@@ -218,7 +218,7 @@ class OptimizerCosts:
             bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else sys.maxsize,
             window_bytes=self.travel.transfers.window_bytes,
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
-            cuts=moves and not eight_bit and self._device_type != "cpu",
+            cuts=moves and self._device_type != "cpu",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class InBuckets:
     are_guests: bool = False
     """Their parameters live on the host, and come with their state."""
     cuts: bool = False
-    """A large parameter may come a stretch at a time."""
+    """A large parameter may come a stretch at a time, unless its state waits in 8 bits."""
 
     def with_share(self, resident_share: float) -> InBuckets:
         """The same where no more than this share, or the next larger one, may stay on the device."""
@@ -63,11 +63,13 @@ class InBuckets:
         return split_into_buckets(sizes, self.bucket_bytes)
 
     def stretches(
-        self, optimizer: Optimizer, together: Sequence[torch.Tensor]
+        self, optimizer: Optimizer, together: Mapping[int, torch.Tensor]
     ) -> list[dict[torch.Tensor, torch.Size | None]]:
-        first = together[0] if together else None
-        if first is None or first.nbytes <= self.bucket_bytes or not self.cuts_for(optimizer):
-            return [dict.fromkeys(together)]
+        if not together or not self.cuts_for(optimizer) or any(map(self.packs, together)):
+            return [dict.fromkeys(together.values())]
+        first = next(iter(together.values()))
+        if first.nbytes <= self.bucket_bytes:
+            return [dict.fromkeys(together.values())]
         sizes = (torch.Size([one.stop - one.start]) for one in stretches_of(first, self.bucket_bytes))
         return [{first: size} for size in sizes]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import pathlib
 import sys
@@ -21,6 +22,8 @@ from memscale import Config
 from memscale._execute.executor import Executor, execute, executor_of
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import OffloadOptimizer, QuantizeOptimizer, StreamParameters
+from memscale.techniques.offload.optimizer import adopted_optimizer
+from memscale.techniques.offload.optimizer.buckets import Stretch, stretches_of
 from memscale.techniques.optimizer8bit.blocks import dequantize, forget_tables, quantize
 from memscale.techniques.optimizer8bit.eight_bit import moments_of
 from tests.parity import plan_of
@@ -116,7 +119,9 @@ def round_state(net: Net, optimizer: O.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def attached(net: Net, way: str, directory: Any, optimizer: O.Optimizer | None = None) -> Iterator[Executor]:
+def attached(
+    net: Net, way: str, directory: Any, optimizer: O.Optimizer | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Executor]:
     moves = "host" in way or "disk" in way
     settings = ExecutionSettings(
         device=torch.device(way.split()[0]),
@@ -124,7 +129,8 @@ def attached(net: Net, way: str, directory: Any, optimizer: O.Optimizer | None =
         offload_dir=str(directory) if "disk" in way else None,
     )
     executor = Executor(net, settings, optimizer)
-    executor.apply(plan_of([ACTION, *([OffloadOptimizer(BUCKET_BYTES)] if moves else [])]))
+    packs = dataclasses.replace(ACTION, bucket_bytes=bucket_bytes)
+    executor.apply(plan_of([packs, *([OffloadOptimizer(bucket_bytes)] if moves else [])]))
     try:
         yield executor
     finally:
@@ -154,6 +160,32 @@ def test_a_step_is_the_users_own_on_what_8_bits_hold(name: str, way: str, tmp_pa
     assert same(result(net, ours), result(reference, plain))
     assert {type(entry) for entry in ours.state.values()} == {dict}
     assert step(net, ours, 9) == step(reference, plain, 9)
+    forget_tables()
+
+
+@pytest.mark.parametrize("way", ["simgpu host", "simgpu host async", "simgpu disk async"])
+def test_what_does_not_wait_in_8_bits_comes_in_stretches(
+    way: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding's 12,800 bytes in three or four; every other parameter of that size is packed."""
+    cut: list[tuple[torch.Tensor, int]] = []
+
+    def noted(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, ...]:
+        found = stretches_of(parameter, bucket_bytes)
+        cut.append((parameter, len(found)))
+        return found
+
+    monkeypatch.setattr(adopted_optimizer, "stretches_of", noted)
+    reference, net = build(way), build(way)
+    plain, ours = O.AdamW(reference.parameters()), O.AdamW(net.parameters())
+    with attached(net, way, tmp_path, bucket_bytes=5_000):
+        for number in range(4):
+            expected = step(reference, plain, number)
+            assert step(net, ours, number) == expected
+            round_state(reference, plain)
+        assert same(result(net, ours), result(reference, plain))
+    assert same(result(net, ours), result(reference, plain))
+    assert [parameter is net.embedding.weight and num > 1 for parameter, num in cut] == [True]
     forget_tables()
 
 

@@ -422,9 +422,15 @@ def _split(optimizer: Optimizer, ids: Mapping[int, int], away: Collection[int], 
     stays = rules.stepping.stays(sizes, rules.resident_share, cuts=cuts)
     buckets = []
     for inside, does_stay in zip(members, stays, strict=True):
-        parts = [dict.fromkeys(inside)] if does_stay else rules.stepping.stretches(optimizer, inside)
+        parts = [dict.fromkeys(inside)] if does_stay else _parts(optimizer, ids, rules.stepping, inside)
         buckets += [_resident(optimizer, ids, rules, part, stays=does_stay) for part in parts]
     return buckets if rules.guests is None else [*buckets, *_guests(optimizer, ids, away, rules, rules.guests)]
+
+
+def _parts(
+    optimizer: Optimizer, ids: Mapping[int, int], how: Stepping, together: Sequence[torch.Tensor]
+) -> Sequence[Mapping[torch.Tensor, torch.Size | None]]:
+    return how.stretches(optimizer, {ids[id(parameter)]: parameter for parameter in together})
 
 
 def _resident(
@@ -448,7 +454,7 @@ def _guests(
     streamed = [parameter for parameter in parameters_of(optimizer) if id(parameter) in away]
     for indices in how.split([parameter.nbytes for parameter in streamed]):
         together = [streamed[index] for index in indices if streamed[index].requires_grad]
-        for part in how.stretches(optimizer, together):
+        for part in _parts(optimizer, ids, how, together):
             places = {id(p): p if size is None else _stretch(p, size) for p, size in part.items()}
             own_ids = {id(place): ids[number] for number, place in places.items()}
             if places:

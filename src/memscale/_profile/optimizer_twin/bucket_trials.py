@@ -65,7 +65,7 @@ class BucketTrials:
     def try_pieces(self, how: Stepping, bucket: dict[int, nn.Parameter]) -> list[BucketCost]:
         """The turns in which a bucket is stepped whose state travels: one, or one for each stretch of a parameter."""
         numbers = {id(fake): number for number, fake in bucket.items()}
-        parts = how.stretches(self._twin.optimizer, list(bucket.values()))
+        parts = how.stretches(self._twin.optimizer, bucket)
         if len(parts) == 1:
             return [self._try_bucket(how, bucket)]
         return [self._try_part(how, {numbers[id(fake)]: fake for fake in part}, part) for part in parts]
@@ -151,7 +151,7 @@ class BucketTrials:
         streamed = [p for p in each_once(self._twin.members) if id(p) in self._twin.left_out]
         found = []
         for indices in how.split([parameter.nbytes for parameter in streamed]):
-            trained = [streamed[index] for index in indices if self._twin.is_trained(streamed[index])]
+            trained = {id(p): p for p in map(streamed.__getitem__, indices) if self._twin.is_trained(p)}
             found += [self._try_guests(how, part) for part in how.stretches(self._twin.optimizer, trained) if part]
         return found
 

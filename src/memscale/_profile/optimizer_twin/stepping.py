@@ -50,9 +50,10 @@ class Stepping(Protocol):
         """The indices of parameters that are stepped together, given their sizes."""
 
     def stretches(
-        self, optimizer: Optimizer, together: Sequence[torch.Tensor]
+        self, optimizer: Optimizer, together: Mapping[int, torch.Tensor]
     ) -> Sequence[Mapping[torch.Tensor, torch.Size | None]]:
-        """What of these is stepped together: all of them, None, or a stretch of one after another, of these sizes."""
+        """What of these, given by the ids of the parameters, is stepped together: all of them, None, or a stretch of
+        one after another, of these sizes."""
 
     def waiting_bytes(self, optimizer: Optimizer, parameter_id: int, name: Any, value: torch.Tensor) -> int | None:
         """The bytes in which a state tensor waits in its bucket; None: it stays as it is."""

@@ -65,9 +65,10 @@ def _why_empty(cell: Cell, log: Log) -> str:
     if errors:
         return f"not known: {errors[0]}"
     known = [question.model for question in questions if fits(log, question)]
-    return (
-        f"{known[-1]} or larger, as a smaller card trains it: not planned for yet" if known else "not planned for yet"
-    )
+    if not known:
+        return "not planned for yet"
+    more = "" if known[-1] == questions[-1].model else " or larger"
+    return f"{known[-1]}{more}, as a smaller card trains it: not planned for yet"
 
 
 def _was_planned(log: Log, question: Question) -> bool:

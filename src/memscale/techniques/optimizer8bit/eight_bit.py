@@ -21,7 +21,6 @@ import contextlib
 import importlib
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ __all__ = [
 
 logger = logging.getLogger("memscale")
 
-Choose = Callable[[torch.Tensor, Any, torch.Tensor], BlockPacking | None]
 """How a parameter's state tensor of this name waits; None: as it is."""
 
 _ADAM = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
@@ -131,7 +129,7 @@ class EightBit:
         undo.callback(forget_tables)
         self._eligible = eligible_parameters(model, action.min_elements)
 
-    def choose(self, optimizer: Optimizer) -> Choose | None:
+    def choose(self, optimizer: Optimizer) -> Chooser | None:
         """How this optimizer's state waits; None, and a warning, where it cannot wait in 8 bits."""
         if is_8bit(optimizer):
             logger.info("%s keeps its state in 8 bits by itself", type(optimizer).__name__)
@@ -167,6 +165,9 @@ class Chooser:
 
     def __call__(self, parameter: torch.Tensor, name: Any, value: torch.Tensor) -> BlockPacking | None:
         return self.packing(id(parameter), name, value) if value.shape == parameter.shape else None
+
+    def packs(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self.eligible
 
     def packing(self, parameter_id: int, name: Any, value: torch.Tensor) -> BlockPacking | None:
         """How a state tensor of the parameter's shape is packed; None: it is not."""

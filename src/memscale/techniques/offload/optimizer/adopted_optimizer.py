@@ -223,15 +223,15 @@ class AdoptedOptimizer:
 
     def _cuts(self, optimizer: Optimizer, device: torch.device) -> bool:
         """Whether large parameters that travel are stepped in stretches. See NOTE [stretches] in buckets.py."""
-        travels = self.visits.store is not None and self.choose is None
-        return travels and device.type != "cpu" and steps_each_element(optimizer)
+        return self.visits.store is not None and device.type != "cpu" and steps_each_element(optimizer)
 
     def _add_bucket(self, parameters: list[torch.Tensor], place: _Place, *, stays: bool, cuts: bool) -> None:
         moves = not stays and self.visits.tier_of(place.device) is not None
         limit = self.sizes.guest_bytes if place.has_guests else self.sizes.resident_bytes
         is_dense = Layout.of(parameters[0]).span == parameters[0].numel()
         is_large = limit is not None and len(parameters) == 1 and parameters[0].nbytes > limit
-        is_cut = cuts and moves and is_large and is_dense
+        is_packed = self.choose is not None and any(map(self.choose.packs, parameters))
+        is_cut = cuts and moves and is_large and is_dense and not is_packed
         stretches = stretches_of(parameters[0], limit or 1) if is_cut else ()
         bucket = Bucket(
             parameters, moves=moves, choose=self.choose, stays=stays, device=place.device, stretches=stretches

@@ -45,7 +45,7 @@ import dataclasses
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -138,8 +138,14 @@ class Packing(Protocol):
     def unpack(self, memory: torch.Tensor, values: torch.Tensor) -> None: ...
 
 
-Choose = Callable[[torch.Tensor, Any, torch.Tensor], Packing | None]
-"""Chooses the packing of a state tensor, from its parameter, its name and its value; None leaves it as it is."""
+class Choose(Protocol):
+    """Says how state waits."""
+
+    def __call__(self, parameter: torch.Tensor, name: Any, value: torch.Tensor, /) -> Packing | None:
+        """How this tensor of the parameter's state waits; None: as it is."""
+
+    def packs(self, parameter: torch.Tensor, /) -> bool:
+        """Whether anything of this parameter's state may wait packed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
