@@ -162,7 +162,7 @@ class OneWay(Trials):
             if plan.fits or not decided.fits:
                 break
             taught.by(choice, plan, decided, is_last=is_known or attempt + 2 > _MAX_REHEARSALS)
-        return self._refined(plan, strategy, taught) if plan.fits else self._with_less_reserved(plan, strategy.eligible)
+        return plan if plan.fits else self._with_less_reserved(plan, strategy.eligible)
 
     def _decide(self, strategy: Strategy, taught: _Taught) -> Plan:
         with stage("deciding what is done to which block"):
@@ -177,14 +177,14 @@ class OneWay(Trials):
                 rehearsed=taught.needed(),
             )
 
-    def _refined(self, plan: Plan, strategy: Strategy, taught: _Taught) -> Plan:
-        """A faster plan, where one fits that holds as much above what is live as this one does.
+    def refined(self, plan: Plan, strategy: Strategy) -> Plan:
+        """A faster plan than the one that fits, where there is one that holds as much above what is live as this does.
 
         Plans that were rehearsed before did not fit, and what they held was asked of all others: of this one, which
         holds less, and of those like it.
         """
-        tried = plan
-        for _ in range(_MAX_REFINEMENTS if taught.margins and not strategy.config.force_optimize else 0):
+        tried, taught = plan, self.taught
+        for _ in range(_MAX_REFINEMENTS if taught.margins else 0):
             reserved_bytes = tried.predicted_reserved_bytes
             if reserved_bytes is None:
                 break

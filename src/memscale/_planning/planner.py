@@ -142,9 +142,17 @@ class _Way:
     def plan(self) -> Plan:
         return self.planner.decide_and_rehearse(self._strategy)
 
+    def refined(self, plan: Plan) -> Plan:
+        """A faster plan than the last of this way, or that one; why its transfers block is the same."""
+        found = self.planner.refined(plan, self._strategy) if plan.fits else plan
+        if found.conditions is None or plan.conditions is None:
+            return found
+        conditions = dataclasses.replace(found.conditions, blocking=plan.conditions.blocking)
+        return dataclasses.replace(found, conditions=conditions)
+
     def faster(self, plan: Plan, like: _Way) -> Plan:
         """A faster plan than this, or this, by what was taught of another way that is like this one."""
-        return self.planner.decide_and_rehearse(self._strategy, plan, like.planner)
+        return min(plan, self.planner.decide_and_rehearse(self._strategy, plan, like.planner), key=_rank)
 
     def wider(self, plan: Plan) -> _Way | None:
         """The same with wider windows, where these promise a faster plan than this by the models of peak and time."""
@@ -184,17 +192,24 @@ def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -
     """The cheapest plan with techniques up to this level. `looks_everywhere`: before it is said that nothing fits."""
     first, *others = ways
     first.look_into(level)
-    best = first.plan()
+    best, fastest = first.plan(), first
     for way in others:
         if way.may_beat(best, first) or (looks_everywhere and not best.fits):
             way.look_into(level)
             rule = "with overlap this budget takes longer" if best.fits else "with overlap nothing fits the budget"
-            best = min(best, _because(way.plan(), rule, best), key=_rank)
+            found = _because(way.plan(), rule, best)
+            best, fastest = min((best, fastest), (found, way), key=_rank_of_first)
     wide = first.wider(best)
     if wide is not None:
         wide.look_into(level)
-        best = min(best, wide.faster(best, like=first), key=_rank)
-    return best
+        best, fastest = min((best, fastest), (wide.plan(), wide), key=_rank_of_first)
+    # Only the fastest of all, and last: so whatever is tried beside it, no plan is slower than without it.
+    best = fastest.refined(best)
+    return best if wide is None or not best.fits else wide.faster(best, like=first)
+
+
+def _rank_of_first(found: tuple[Plan, _Way]) -> tuple[float, ...]:
+    return _rank(found[0])
 
 
 def _preference(plan: Plan) -> tuple[float, ...]:
