@@ -84,6 +84,7 @@ HELD_ABOVE = {
     ("bert-base", "conservative-sync"): 1.064,
     ("gpt2", "conservative-sync"): 1.077,
     ("gpt2-medium", "balanced-async"): 1.057,
+    ("gpt2-xl", "balanced-async"): 1.056,
 }
 """Rows in which more is held for what is allocated than the bar says, and how much. Weights lie in ordinary segments
 with 2 MiB unused in each 20, and gradients lie between what was recomputed when they came: pages that are partly used
