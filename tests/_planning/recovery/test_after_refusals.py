@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +16,6 @@ from tests.parity import seed
 from tests.techniques.offload.runs import DEVICE, tokens
 
 pytestmark = pytest.mark.usefixtures("no_races", "no_leaks")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_else_runs() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Printing(WithLoss):

@@ -5,9 +5,7 @@ And where that is too little to be sure, a failing step is refused with the numb
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -24,14 +22,6 @@ from tests.techniques.offload.runs import DEVICE, Gpt, tokens
 CONFIG = memscale.Config(enable_logging=False, recover_from_oom=True, mode="conservative")
 SHAPE = (2, 16)
 pytestmark = pytest.mark.usefixtures("no_races", "no_leaks")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_else_runs() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Keeping(Gpt):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,11 +36,9 @@ UNPROFILED = ("tensor_written_through_numpy", "slot_of_a_module", "average_on_a_
 
 
 @pytest.fixture(autouse=True)
-def _nothing_else_runs() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
+def _default_type() -> Iterator[None]:
+    """A program may change it."""
     yield
-    gc.enable()
     torch.set_default_dtype(torch.float32)
 
 

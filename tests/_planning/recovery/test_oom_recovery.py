@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import os
 import weakref
 from collections.abc import Iterator
@@ -24,15 +23,6 @@ from tests.techniques.offload.runs import DEVICE, VOCABULARY, Gpt, same, tokens,
 SHAPE = (4, 64)
 CONFIG = memscale.Config(enable_logging=False, recover_from_oom=True)
 pytestmark = pytest.mark.usefixtures("no_races", "no_leaks")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_else_runs() -> Iterator[None]:
-    """Finalizers of what earlier tests left in circles are code of others, which no repeated step may run."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class WithLoss(Gpt):

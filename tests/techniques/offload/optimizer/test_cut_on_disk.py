@@ -24,7 +24,7 @@ from tests.lanes import in_turns
 from tests.models import Mlp
 from tests.techniques.offload.optimizer.test_effect import FaultyDisk
 from tests.techniques.offload.optimizer.test_in_parts import OPTIMIZERS
-from tests.techniques.offload.optimizer.test_in_turns import ELEMENT_BY_ELEMENT, LAYER_BYTES
+from tests.techniques.offload.optimizer.test_in_turns import ELEMENT_BY_ELEMENT
 from tests.techniques.offload.store.test_disk import flip_a_byte
 from tests.techniques.offload.tiers import on_host, opened, same
 from tests.techniques.offload.training import (
@@ -34,8 +34,6 @@ from tests.techniques.offload.training import (
     check_races,
     check_waiting,
     plain,
-    step_peak_bytes,
-    wide_net,
 )
 
 WAYS = ("simgpu disk sync", "simgpu disk async", "simgpu tiered async")
@@ -117,24 +115,6 @@ def test_state_that_is_there_at_first_is_cut_as_well(tmp_path: pathlib.Path) -> 
 
 
 # ------------------------------------------------------------------------------------------------------- so many bytes
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_device_holds_stretches_of_the_state(asynchronous: bool, tmp_path: pathlib.Path) -> None:
-    """8 layers of 65,536 bytes in stretches of a quarter: S = 2 * 16,384 bytes, of 1,048,576 bytes of state."""
-    stretch_state = 2 * LAYER_BYTES // 4
-    with opened("simgpu disk async" if asynchronous else "simgpu disk sync", tmp_path) as transfers:
-        net = wide_net()
-        optimizer = O.AdamW(net.parameters(), fused=True)
-        with contextlib.ExitStack() as undo:
-            adoption = adopt(net, transfers.store, transfers, LAYER_BYTES // 4, undo)
-            for _ in range(3):
-                peak_bytes = step_peak_bytes(net, optimizer)
-            counters = 2 * 512  # each stretch starts from its own copy of the counter
-            assert 0 <= peak_bytes - (3 if asynchronous else 1) * stretch_state <= counters
-            assert adoption.stats.num_buckets == 3 * 8 * 4
-            assert transfers.store.counters.held_bytes == 16 * LAYER_BYTES
-            assert transfers.store.counters.allocated_bytes == 16 * LAYER_BYTES, "whole blocks: nothing is lost"
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])

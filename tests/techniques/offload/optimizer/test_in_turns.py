@@ -72,11 +72,12 @@ def test_a_stretch_that_is_stepped_counts_as_a_change_of_the_parameter(tmp_path:
             assert all(p._version > version for p, version in zip(net.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_device_holds_stretches_of_the_state(asynchronous: bool, tmp_path: pathlib.Path):
+def test_the_device_holds_stretches_of_the_state(asynchronous: bool, tier: str, tmp_path: pathlib.Path):
     """8 layers of 65,536 bytes in stretches of a quarter: S = 2 * 16,384 bytes, of 1,048,576 bytes of state."""
     stretch_state = 2 * LAYER_BYTES // 4
-    with opened("simgpu host async" if asynchronous else "simgpu host sync", tmp_path) as transfers:
+    with opened(f"simgpu {tier} {'async' if asynchronous else 'sync'}", tmp_path) as transfers:
         net = wide_net()
         optimizer = O.AdamW(net.parameters(), fused=True)
         with contextlib.ExitStack() as undo:
@@ -87,6 +88,7 @@ def test_the_device_holds_stretches_of_the_state(asynchronous: bool, tmp_path: p
             assert 0 <= peak_bytes - (3 if asynchronous else 1) * stretch_state <= counters
             assert adoption.stats.num_buckets == 3 * 8 * 4
             assert transfers.store.counters.held_bytes == 16 * LAYER_BYTES
+            assert transfers.store.counters.allocated_bytes == 16 * LAYER_BYTES, "whole blocks: nothing is lost"
 
 
 @pytest.mark.parametrize("why", test_effect.WAITS)
