@@ -248,15 +248,11 @@ def record_steps(
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
-        recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if learns and attached is not None else None
         staying = [parameter for parameter in stand_ins.values() if id(parameter) not in away]
         parts = _Parts(rehearsal, recorder, stepping, missing, leaving, staying)
-        recorded += parts.record(num_steps, lesson, limit, passes)
-        if recorded and len(recorded) < num_steps:
-            recorded += parts.record(num_steps - len(recorded))
-        log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
+        log.steps = parts.record_all(num_steps, lesson, limit, passes)
     return log
 
 
@@ -410,6 +406,15 @@ class _Parts:
         """`staying` are the parameters on the device."""
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
         self._missing, self._leaving, self._staying = missing, leaving, staying
+
+    def record_all(
+        self, num_steps: int, lesson: _Lesson | None, limit: Limit | None, passes: KnownPasses | None
+    ) -> list[list[Event]]:
+        """So many steps, in the order in which they run: the first makes the optimizer's state."""
+        recorded = list(self.record(num_steps, lesson, limit, passes))
+        if recorded and len(recorded) < num_steps:
+            recorded += self.record(num_steps - len(recorded))
+        return recorded if self._leaving is None else self._leaving.replacing_each_other(recorded)
 
     def record(
         self,
