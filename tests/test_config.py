@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from memscale import AsyncOffloadConfig, Config, ConfigError, OptimizationMode
 
@@ -187,3 +188,9 @@ def test_a_config_is_wishes_alone(mode: str, tmp_path: pathlib.Path) -> None:
     environment = os.environ | {"MEMSCALE_CACHE_DIR": str(tmp_path / "cache"), "MEMSCALE_MEASURE": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_yaml_of_the_guide_is_a_config() -> None:
+    guide = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "huggingface.md"
+    settings = yaml.safe_load(guide.read_text().split("```yaml\n")[1].split("```")[0])
+    assert Config(**settings["memscale"]) == Config(mode="balanced", memory_budget_gb=8)

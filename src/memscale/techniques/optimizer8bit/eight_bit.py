@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._errors import quoted
+from memscale._errors import install_command, quoted
 from memscale._plan import QuantizeOptimizer
 from memscale._torch.optimizer_steps import parameters_of
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, dequantize, forget_tables, quantize
@@ -90,6 +90,10 @@ def load_bitsandbytes() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module("bitsandbytes")
+    except ModuleNotFoundError as error:
+        if error.name != "bitsandbytes":
+            raise  # it is there, and something that it needs is not
+        raise ImportError(f"bitsandbytes is not installed: {install_command('quantization')}") from error
     except ImportError:
         raise
     except Exception as error:  # made for another torch, or another driver: it raises what it likes
