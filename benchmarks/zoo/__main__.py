@@ -23,6 +23,7 @@ import argparse
 import collections
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -74,11 +75,13 @@ def attempt(suite: str, name: str, way: str) -> Result:
 @functools.lru_cache(maxsize=2)  # one for each device
 def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, object]]:
     reasons: list[Exception] = []
+    gc.unfreeze()
     for build in _builders(suite, name):
         seed(0)
         try:
             subject = build()
             subject.model.train()
+            _set_aside()
             expected = _trained(subject.on(device))
         except Exception as error:
             reasons.append(error)
@@ -88,6 +91,13 @@ def plain_twin(suite: str, name: str, device: str) -> tuple[Subject, dict[str, o
             continue
         return subject, expected
     raise ValueError(" / ".join(dict.fromkeys(said(reason)[:75] for reason in reasons)) or "no model class")
+
+
+def _set_aside() -> None:
+    """What libraries have made, and this model, which is only copied, are nothing that a search through all objects for
+    an optimizer has to come by: with transformers imported, such searches took most of a planned trial."""
+    gc.collect()
+    gc.freeze()
 
 
 def _builders(suite: str, name: str) -> Iterator[Callable[[], Subject]]:
@@ -235,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th of each suite")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="in a random order")
     parser.add_argument("--turns", type=int, metavar="N", help="each architecture in N of the ways, in turns")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="at most so long for one trial")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="at most so much of the processor for one trial")
     parser.add_argument("--out", type=pathlib.Path, help="write the table here, too")
     parser.add_argument("--log", type=pathlib.Path, help="one line a trial; what is in it is not tried again")
     parser.add_argument("--report", action="store_true", help="try nothing: the table of what is in the log")

@@ -30,6 +30,8 @@ class Subject:
     """The optimizer calls for loss and gradients itself, as LBFGS does."""
     takes_keywords: bool = False
     """The inputs are the keywords of the model's forward."""
+    tight_budgets: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Bytes by device, as far as they are known: asked once for all copies of this."""
 
     @property
     def sample(self) -> dict[str, Any] | None:

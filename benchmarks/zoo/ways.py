@@ -123,9 +123,12 @@ def treat(way: Way, subject: Subject, directory: str) -> None:
         return
     changes = {}
     if way.tight:
-        budget_bytes = _tight_budget_bytes(way, subject.on(way.device), directory)
-        changes = {"force_optimize": False, "memory_budget_gb": budget_bytes / 1e9}
+        if way.device not in subject.tight_budgets:
+            _plan_as_low_as_possible(way, subject.on(way.device), directory)
+        changes = {"force_optimize": False, "memory_budget_gb": subject.tight_budgets[way.device] / 1e9}
     memscale.wrap(subject.model, way.config(directory, **changes), subject.sample)
+    if not way.tight and subject.sample is not None:
+        _note_tight_budget(way, subject)
 
 
 def _read_elsewhere(subject: Subject, module_fqns: list[str]) -> frozenset[str]:
@@ -168,14 +171,20 @@ def written_plan(way: Way, actions: list[Action]) -> Plan:
     )
 
 
-def _tight_budget_bytes(way: Way, subject: Subject, directory: str) -> float:
-    """Asked of another copy, which is planned for as little memory as possible."""
+def _plan_as_low_as_possible(way: Way, subject: Subject, directory: str) -> None:
+    """For its figures: another copy, which is planned for as little memory as possible."""
     memscale.wrap(subject.model, way.config(directory), subject.sample)
     if subject.sample is None:
         Training(subject).step()
-    plan = plan_of(subject.model)
+    _note_tight_budget(way, subject)
     memscale.detach(subject.model)
-    return float(plan.predicted_peak_bytes + TIGHTNESS * (plan.baseline_peak_bytes - plan.predicted_peak_bytes))
+
+
+def _note_tight_budget(way: Way, subject: Subject) -> None:
+    """Between the peaks of this plan, which is as low as possible, and of no plan."""
+    plan = plan_of(subject.model)
+    saved_bytes = plan.baseline_peak_bytes - plan.predicted_peak_bytes
+    subject.tight_budgets[way.device] = plan.predicted_peak_bytes + TIGHTNESS * saved_bytes
 
 
 def plan_of(model: Any) -> Any:

@@ -21,7 +21,7 @@ import memscale
 from memscale import PlanError
 from memscale._execute.executor import execute
 from memscale._plan import Checkpoint
-from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, find_module
+from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, ForwardOverride, OwnHook, SurroundedForward, find_module
 from tests.models import Case, Chain, Mlp, MlpBlock, Parallel, ResNet, TwoLinears, case, odd, square_loss
 from tests.parity import assert_same, checkpoint_all, plan_of, seed, train
 
@@ -453,3 +453,31 @@ def test_find_module() -> None:
     for name in ("blocks.9", "nothing", "blocks.2.up.weight"):
         with pytest.raises(PlanError, match=name):
             find_module(model, name)
+
+
+class Told:
+    """Notes what it is told of forwards."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def begin(self, module: nn.Module) -> None:
+        self.heard.append(module)
+
+    def end(self, output: Any) -> None:
+        self.heard.append(output)
+
+
+def test_who_surrounds_a_forward_is_told_of_its_beginning_and_of_its_end_whatever_ends_it() -> None:
+    model, told, x = nn.Linear(2, 2), Told(), torch.ones(1, 2)
+    with contextlib.ExitStack() as undo:
+        SurroundedForward(model, told).attach(undo)
+        output = model(x)
+        assert told.heard[0] is model
+        assert told.heard[1] is output
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(1, 3))
+        assert told.heard[2:] == [model, None]
+    model(x)
+    assert len(told.heard) == 4
+    assert "forward" not in vars(model)

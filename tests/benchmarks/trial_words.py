@@ -1,4 +1,4 @@
-"""A command whose trials are words, for the tests of `benchmarks.trials`: one hangs, one ends the process."""
+"""A command whose trials are words, for the tests of `benchmarks.trials`: one hangs, one works on, one ends it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ def attempt(word: str) -> trials.Result:
     print("what libraries say is no answer")
     if word == "hang":
         time.sleep(3600)
+    while word == "work":
+        pass
     if word == "end":
         sys.exit(3)
     return {"status": f"tried {word}"}

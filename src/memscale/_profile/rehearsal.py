@@ -159,8 +159,7 @@ class Rehearsal:
         del output
         self.clear_late()
         recorder.move_to("backward", "", -1)
-        with left_autocast(self.device_type):
-            loss.backward()
+        run_backward(loss, self.device_type)
         return kept
 
     def kept_of(self, output: Any) -> list[torch.Tensor]:
@@ -403,6 +402,13 @@ def left_autocast(device_type: str) -> Iterator[None]:
     finally:
         for kind in active:
             torch.set_autocast_enabled(kind, True)
+
+
+def run_backward(loss: torch.Tensor, device_type: str) -> None:
+    """Backward as it runs behind the user's autocast. Function modes end there, see NOTE [modes end at backward]: it is
+    begun without them, so that they do not stand around all that it calls."""
+    with left_autocast(device_type), private.left_function_modes():
+        loss.backward()
 
 
 def _sizes_of(trace: StepTrace) -> list[tuple[str, str, int, int]]:

@@ -33,7 +33,7 @@ class HeldState:
         self._before = [(entry, entry.take()) for entry in Beside.inside([value]).entries]
         self._tensors: dict[int, KeptTensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
-        for tensor in tensors_in(taken for _, taken in self._before):
+        for tensor in tensors_in([taken for _, taken in self._before]):
             if copies_tensors:
                 self._tensors.setdefault(id(tensor), KeptTensor(tensor, may_be_large=may_be_large))
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -126,6 +126,33 @@ class ForwardOverride(MethodOverride):
     def top_of(module: nn.Module) -> Any:
         """What stands in for this module's forward now, whoever put it there; None: nothing."""
         return vars(module).get(private.COMPILED_CALL) or vars(module).get("forward")
+
+
+class Surrounding(Protocol):
+    """Is told of each forward of a module; what it does then calls nothing of this file."""
+
+    def begin(self, module: nn.Module) -> None:
+        """A forward begins."""
+
+    def end(self, output: Any) -> None:
+        """It has ended, with this output; or has failed: then that is None."""
+
+
+class SurroundedForward(ForwardOverride):
+    """A forward that is left as it is. Somebody is told when it begins and when it ends, whatever ends it."""
+
+    def __init__(self, module: nn.Module, surrounding: Surrounding) -> None:
+        super().__init__(module)
+        self._surrounding = surrounding
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self._surrounding.begin(self.module)
+        output = None
+        try:
+            output = self.inner()(*args, **kwargs)
+        finally:
+            self._surrounding.end(output)
+        return output
 
 
 def _refuse(name: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from memscale._torch import private
 from tests.modes import Counting
@@ -159,3 +162,46 @@ def test_casts_that_are_cached_go_when_blocks_of_autocast_have_been_left() -> No
             assert _casts_under_autocast(weight) == first
         assert _casts_under_autocast(weight) == first
         assert _casts_under_autocast(weight) < first
+
+
+class Asked(TorchFunctionMode):
+    """Counts the functions of PyTorch that it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_that_were_left_are_asked_again_afterwards_in_their_order() -> None:
+    with Asked() as outer, Asked() as inner:
+        with private.left_function_modes():
+            torch.ones(2).sum()
+        assert (outer.count, inner.count) == (0, 0)
+        with pytest.raises(RuntimeError, match="in the middle"), private.left_function_modes():
+            raise RuntimeError("in the middle")
+        torch.relu(torch.ones(2))
+        assert outer.count == inner.count > 0
+    torch.relu(torch.ones(2))
+    assert outer.count == inner.count
+
+
+def test_a_backward_whose_function_modes_were_left_computes_again_without_them_as_it_does_where_they_pass_it_on() -> (
+    None
+):
+    """A mode that hands on `backward()` is not asked about what runs inside; leaving it beforehand is the same."""
+
+    def asked_in_backward(*, is_left: bool) -> int:
+        weight = torch.ones(3, requires_grad=True)
+        with Asked() as mode:
+            loss = checkpoint(lambda x: (x.sin() * x).sum(), weight, use_reentrant=False)
+            before = mode.count
+            with private.left_function_modes() if is_left else contextlib.nullcontext():
+                loss.backward()
+            return mode.count - before
+
+    assert asked_in_backward(is_left=False) == 1
+    assert asked_in_backward(is_left=True) == 0

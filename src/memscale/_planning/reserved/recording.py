@@ -45,7 +45,7 @@ from memscale._planning.reserved.lengthened import Mark, lengthened
 from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import OPENED
 from memscale._profile.optimizer_twin import optimizer_over
-from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of
+from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of, run_backward
 from memscale._profile.segments import FakeRecorder
 from memscale._profile.shallow import Cut, shortened
 from memscale._torch import private
@@ -528,8 +528,7 @@ def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[li
     rehearsal.clear_late()
     recorder.move_to("backward", "", -1)
     recorder.thread = "backward"
-    with left_autocast(rehearsal.device_type):
-        loss.backward()
+    run_backward(loss, rehearsal.device_type)
     recorder.thread = "forward"
     return kept, loss
 

@@ -114,6 +114,17 @@ def without_function_modes() -> Any:
     return torch._C.DisableTorchFunction()
 
 
+@contextlib.contextmanager
+def left_function_modes() -> Iterator[None]:
+    """No function mode is active, as in a backward pass that some of them have passed on; subclasses are asked."""
+    modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch.overrides._push_mode(mode)
+
+
 def is_tracing() -> bool:
     """Whether TorchScript is recording."""
     return bool(torch._C._get_tracing_state())

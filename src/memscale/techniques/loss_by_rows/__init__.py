@@ -38,7 +38,7 @@ class LossByRows(Action):
 
 
 def _attach(actions: Sequence[LossByRows], to: Attachment) -> None:
-    from memscale.techniques.loss_by_rows.cross_entropy import attach_rows
+    from memscale.techniques.loss_by_rows.attaching import attach_rows
 
     to.begun.append(attach_rows(to.model, actions[-1].chunk_bytes, to.undo))
 

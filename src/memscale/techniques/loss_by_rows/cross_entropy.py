@@ -19,9 +19,7 @@ on one: where training shows none, that is said, once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import logging
 import threading
 import weakref
@@ -29,14 +27,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from memscale._torch import private
-from memscale._torch.interception import intercept
 from memscale._torch.outputs import tensors_in
-from memscale._torch.overrides import ForwardOverride, OwnHook, undo_with
 from memscale._torch.plain_path import is_plain_path
 
 logger = logging.getLogger("memscale")
@@ -50,15 +44,6 @@ _PATIENCE = 5
 """At so many forwards in training without a loss that is met, this is said."""
 _MAX_NODES = 64
 """So far behind a loss its model is looked for: views, casts, what wrappers put around outputs."""
-
-
-def attach_rows(model: nn.Module, chunk_bytes: int, undo: contextlib.ExitStack) -> Callable[[], None]:
-    """Make the gradients of this model's cross-entropies by rows until undone. What is returned is called where a
-    forward of the model has begun already: see NOTE [a forward that has begun]."""
-    watch = _ModelWatch(model)
-    watch.attach(undo)
-    undo_with(model, intercept(F, "cross_entropy", _Losses(watch, chunk_bytes)), undo)
-    return functools.partial(_follow_begun, watch, undo)
 
 
 def rows_of(chunk_bytes: int, logits: torch.Tensor) -> int:
@@ -99,11 +84,10 @@ def _leads_to(node: Any, token: object) -> bool:
     return False
 
 
-class _ModelWatch(ForwardOverride):
-    """Notes when the model is called, and what it returns."""
+class ModelWatch:
+    """Notes when the model is called, and what it returns: see `SurroundedForward`."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
         parameter = next(model.parameters(), None)
         self.token = object()
         self.mine = _Mine(self.token, parameter is not None and private.is_fake(parameter))
@@ -111,19 +95,15 @@ class _ModelWatch(ForwardOverride):
         """Whether a loss has come that the kernels are for."""
         self._num_forwards = 0
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.module.training and not self.is_met:
+    def begin(self, model: nn.Module) -> None:
+        """A forward of the model begins."""
+        if torch.is_grad_enabled() and model.training and not self.is_met:
             self._ask()
         self.mine.depth += 1
-        try:
-            output = self.inner()(*args, **kwargs)
-        finally:
-            self.mine.depth -= 1
-        self.mark(output)
-        return output
 
-    def mark(self, output: Any) -> None:
-        """What the model has returned is told by the nodes that it hangs on."""
+    def end(self, output: Any) -> None:
+        """It has ended. What the model has returned is told by the nodes that it hangs on."""
+        self.mine.depth -= 1
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
             with private.without_torch_function():
                 node = tensor.grad_fn
@@ -139,35 +119,6 @@ class _ModelWatch(ForwardOverride):
                 "must be F.cross_entropy of the model's output with one class a row. A step takes more than the plan "
                 "says. Use that, or set enable_loss_by_rows=False"
             )
-
-
-class _BegunForward(OwnHook):
-    """Ends a forward that had begun when the watch was attached.
-
-    NOTE [a forward that has begun]: a plan may be made in the first moment of a forward. PyTorch has looked up by then
-    what it is going to call, and what stands in for that is called next time. So this forward is the model's until a
-    hook says that it has ended.
-    """
-
-    def __init__(self, watch: _ModelWatch) -> None:
-        self._watch = weakref.ref(watch)
-        self.handle: RemovableHandle | None = None
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        watch = self._watch()
-        if self.handle is None or watch is None:
-            return
-        self.handle.remove()
-        self.handle = None
-        watch.mine.depth -= 1
-        watch.mark(output)
-
-
-def _follow_begun(watch: _ModelWatch, undo: contextlib.ExitStack) -> None:
-    hook = _BegunForward(watch)
-    hook.handle = watch.module.register_forward_hook(hook, always_call=True)
-    undo.callback(hook.handle.remove)
-    watch.mine.depth += 1
 
 
 # ---- what F.cross_entropy becomes
@@ -213,10 +164,10 @@ def _is_weight_of(weight: torch.Tensor, input: torch.Tensor) -> bool:
     return alike and not weight.requires_grad
 
 
-class _Losses:
+class Losses:
     """Stands in front of `F.cross_entropy`."""
 
-    def __init__(self, watch: _ModelWatch, chunk_bytes: int) -> None:
+    def __init__(self, watch: ModelWatch, chunk_bytes: int) -> None:
         self._watch, self.mine, self.chunk_bytes = weakref.ref(watch), watch.mine, chunk_bytes
 
     def __call__(self, pass_on: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
