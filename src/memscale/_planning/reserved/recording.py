@@ -328,7 +328,8 @@ class _Missing:
 
     def make_gradients(self) -> None:
         """Backward leaves them, where it does for the blocks that stand for these; the log gets them otherwise."""
-        with self._mode, self._recorder.without_log():  # they come with the blocks that are put in
+        alone = private.without_function_modes()
+        with self._mode, self._recorder.without_log(), alone:  # they come with the blocks that are put in
             for parameter, present in self.stand_ins.values():
                 if present.grad is not None:
                     parameter.grad = torch.empty_like(parameter)
@@ -376,12 +377,14 @@ def _optimizer_on(
     rules: BucketRules | None,
     known: KnownSteps | None,
 ) -> SteppedOptimizer | None:
+    """Buckets ask every parameter for its size and its kind, which is no affair of the stage's function modes."""
     if optimizer == "none":
         return None
-    stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
-    ids = {id(copy): original for original, copy in stand_ins.items()}
-    forgets = rehearsal.emulates_gpu
-    return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
+    with private.without_function_modes():
+        stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
+        ids = {id(copy): original for original, copy in stand_ins.items()}
+        forgets = rehearsal.emulates_gpu
+        return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
 
 
 class Limit(Protocol):
