@@ -65,6 +65,7 @@ class PlanMaker:
                 slot.write(plan)
         plans.remember(plans.known.widened(plans.of(plans.demand(model, inputs), plan, plain)))
         plans.put_in_force(plan, (begun or inputs) if inside else None)
+        plans.note_batch(inputs)
         plans.begin_afresh()
         plans.announce(plan)
 
