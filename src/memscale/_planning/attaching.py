@@ -137,8 +137,8 @@ def _recover(
 
 def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> None:
     """Plan before the first forward, if it is known what will come. Inputs that nobody gave may be larger than what
-    comes, and what does not fit the host may fit the device that the model moves to: then its first training forward
-    decides. For a batch that was given the answer is wanted now, and says for which device it is."""
+    comes: then its first training forward decides. For a batch that was given the answer is wanted now; what does not
+    fit the host may fit the device that the model moves to."""
     is_guess = not given.samples and given.derives_inputs
     samples = given.samples
     if is_guess and (derived := derive_inputs(model)) is not None:
@@ -151,16 +151,39 @@ def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> N
         if is_guess:
             logger.info("for derived inputs: %s It is planned for the batch of its first training forward.", str(error))
             return
-        may_move = replanner.job.config.device is None and replanner.job.hardware.device_type == "cpu"
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if not may_move or accelerator is None:
+        accelerator = _may_move_to(replanner)
+        if accelerator is None:
             raise
+        _refuse_unless_it_fits(replanner, model, samples[0], accelerator, error)
+
+
+def _may_move_to(replanner: Replanner) -> torch.device | None:
+    """Where a model may still go that lies on the CPU, and of which nobody has said where it computes."""
+    if replanner.job.config.device is not None or replanner.job.hardware.device_type != "cpu":
+        return None
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _refuse_unless_it_fits(
+    replanner: Replanner, model: nn.Module, sample: Inputs, accelerator: torch.device, on_host: DoesNotFitError
+) -> None:
+    """This batch does not fit the CPU, where the model is now. Whether it fits where the model may go is found now;
+    the plan itself is made by the first training forward, which knows where the model is then."""
+    try:
+        replanner.job.plan_for_device(model, sample, accelerator)
+    except DoesNotFitError as error:
         misfit = DoesNotFitError(
-            f"{error} This is for the CPU, where the model is now: if it will compute on {accelerator.type}, move "
-            f'it there before it is wrapped, or set Config(device="{accelerator.type}").'
+            f"{error} This is for {accelerator.type}; on the CPU, where the model is now, it does not fit either: "
+            f"{on_host}"
         )
         misfit.batch_size = error.batch_size
         raise misfit from error
+    logger.warning(
+        "this batch does not fit the CPU, where the model is now, but fits %s: it is planned for in the first training "
+        'forward, where the model is then. Config(device="%s") plans for it now',
+        accelerator.type,
+        accelerator.type,
+    )
 
 
 def _settings(eligible: Eligible, device: torch.device) -> ExecutionSettings:

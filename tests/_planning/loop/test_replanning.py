@@ -420,16 +420,47 @@ def test_derived_inputs_that_do_not_fit_are_no_error_of_the_user() -> None:
     memscale.detach(model)
 
 
-def test_a_batch_that_does_not_fit_the_host_is_told_of_the_device() -> None:
-    """Whoever gives a batch wants the answer now; it is for where the model is."""
+def test_a_batch_that_fits_neither_the_host_nor_the_device_is_refused_for_both() -> None:
+    """Whoever gives a batch wants the answer now."""
     model = small()
     config = QUIET.replace(force_optimize=False, memory_budget_gb=1e-6)
-    with pytest.raises(DoesNotFitError, match=r"for the CPU, where the model is now.*Config\(device=\"simgpu\"\)"):
+    with pytest.raises(DoesNotFitError, match=r"for simgpu; on the CPU, where the model is now.*does not fit either"):
         memscale.wrap(model, config, SAMPLE)
     with pytest.raises(DoesNotFitError) as caught:
         memscale.wrap(model, config.replace(device="cpu"), SAMPLE)
     assert "where the model is now" not in str(caught.value)
     assert executor_of(model) is None
+
+
+@pytest.mark.parametrize("says_where", [False, True])
+def test_a_batch_that_fits_the_device_alone_is_planned_for_where_the_model_goes(
+    says_where: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the CPU nothing can wait elsewhere, so that only the device meets this budget."""
+    seed(1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4))
+    twin = copy.deepcopy(model)
+    ids = torch.arange(16).reshape(1, 16)
+    batch = {"input_ids": ids, "labels": ids}
+    config = QUIET.replace(force_optimize=False, memory_budget_gb=0.35 * plain_peak(model) / 1e9)
+    with caplog.at_level(logging.WARNING, "memscale"):
+        memscale.wrap(model, config.replace(device="simgpu" if says_where else None), batch)
+    assert ("but fits simgpu" in caplog.text) is not says_where
+    assert (attached_plan(model) is None) is not says_where
+    on_device = {name: value.to("simgpu") for name, value in batch.items()}
+    for each in (model, twin):
+        each.to("simgpu")
+        torch.manual_seed(2)
+        optimizer = torch.optim.AdamW(each.parameters())
+        for _ in range(2):
+            each(**on_device).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert attached_plan(model).device_type == "simgpu"
+    assert attached_plan(model).fits
+    memscale.detach(model)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
 
 
 def test_a_sample_does_not_outlive_its_planning() -> None:

@@ -153,6 +153,13 @@ class StandingJob:
         with self._planning(f"planning {type(model).__name__}"):
             return make_plan(self.of(model), inputs, on_profile=on_profile)
 
+    def plan_for_device(self, model: nn.Module, inputs: Inputs, device: torch.device) -> Plan:
+        """A plan for this batch as if the model were on this device; the job stays where it is."""
+        eligible = eligible_here(self.config, device)
+        job = dataclasses.replace(self.of(model), config=eligible.config, hardware=eligible.hardware, resolved=eligible)
+        with self._planning(f"planning {type(model).__name__} for {device.type}"):
+            return make_plan(job, inputs)
+
     def loosened_plan(self, model: nn.Module, largest: Inputs, plan: Plan) -> tuple[Plan, StepTrace] | None:
         """What this plan may leave undone for smaller batches, and the plain step with them; None if nothing."""
         try:
