@@ -175,11 +175,27 @@ def refuse_flat(rank: int) -> None:
             memscale.wrap(runner, CONFIG)
 
 
+class Averages(nn.Module):
+    """Communicates in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean()
+        dist.all_reduce(mean)
+        return x - mean
+
+
+def refuse_communicating(rank: int) -> None:
+    """All ranks are told, and none waits for another."""
+    runner = DistributedDataParallel(memscale.wrap(nn.Sequential(plain_model(), Averages()), CONFIG))
+    with pytest.raises(memscale.MemScaleError, match=r"communicates|could not plan"):
+        runner(torch.randn(2, LENGTHS[rank][0], WIDTH))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     rank = dist.get_rank()
-    special = {"dcp": resume, "fsdp1": refuse_flat}
+    special = {"dcp": resume, "fsdp1": refuse_flat, "communicating": refuse_communicating}
     for kind in sys.argv[1:]:
         if kind in special:
             special[kind](rank)

@@ -28,8 +28,11 @@ CONFIG = Config(force_optimize=True, enable_logging=False, mode="conservative")
 @pytest.mark.parametrize(
     "kinds",
     some(
-        ("ddp fsdp2 fsdp1", "ddp-inner ddp-before ddp-no-sync ddp-static-graph fsdp2-before fsdp2-no-sync dcp"),
-        "ddp fsdp2 fsdp1",
+        (
+            "ddp fsdp2 fsdp1 communicating",
+            "ddp-inner ddp-before ddp-no-sync ddp-static-graph fsdp2-before fsdp2-no-sync dcp",
+        ),
+        "ddp fsdp2 fsdp1 communicating",
     ),
 )
 def test_ranks_whose_batches_differ_train_as_plain_ones(kinds: str) -> None:
@@ -96,3 +99,40 @@ def test_executor_is_found_on_the_replica_and_taken_off_it(alone: None) -> None:
     assert replica._memscale_executor is replica.module._memscale_executor
     memscale.detach(replica)
     assert "_memscale_executor" not in {*vars(replica), *vars(replica.module)}
+
+
+class Communicates(nn.Module):
+    """As SyncBatchNorm and losses over all ranks do."""
+
+    def __init__(self, collective: str) -> None:
+        super().__init__()
+        self.linear, self.collective = nn.Linear(32, 32), collective
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        match self.collective:
+            case "all_reduce":
+                dist.all_reduce(mean)
+            case "all_gather":
+                dist.all_gather([torch.empty_like(mean)], mean)
+            case "broadcast":
+                dist.broadcast(mean, 0)
+        out: torch.Tensor = self.linear(x) - mean
+        return out
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+def test_a_forward_that_communicates_is_refused_and_a_part_of_it_is_not(alone: None, collective: str) -> None:
+    """Nothing is sent while it is planned, not even on fake tensors."""
+    batch = torch.randn(4, 32)
+    replica = DistributedDataParallel(nn.Sequential(small(), Communicates(collective)))
+    with pytest.raises(memscale.MemScaleError, match=r"communicates with other processes .*c10d"):
+        memscale.wrap(replica, CONFIG, sample_input=batch)
+    assert not hasattr(replica, "_memscale_executor")
+    memscale.wrap(replica, CONFIG)
+    with pytest.raises(memscale.MemScaleError, match="communicates with other processes"):
+        replica(batch)  # the first training forward plans
+    memscale.detach(replica)
+    part = memscale.wrap(replica.module[0], CONFIG, sample_input=batch)  # type: ignore[index]
+    replica(batch).sum().backward()
+    memscale.detach(part)

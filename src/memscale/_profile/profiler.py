@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from memscale._errors import ProfileError, StaticProfileError, quoted
+from memscale._errors import MemScaleError, ProfileError, StaticProfileError, quoted
 from memscale._profile import NOTHING_HELD, Layer, LoopHolds, OptimizerCost, Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.layers import describe_layers
@@ -69,11 +69,23 @@ def open_rehearsal(
             if holds_gradients and rehearsal.untrained:
                 plain = rehearsal.run()  # without gradients that no batch leaves behind
             return rehearsal, plain
+    except private.CommunicatesError as error:
+        raise _communicates(model, error) from error
     except Exception as error:  # whatever a user's model raises on fake tensors: it may still train
         logger.debug("static profiling failed", exc_info=True)
         refusal = StaticProfileError(_refusal(model, f"on fake tensors: {quoted(error)}"))
         refusal.needs_values = private.asks_for_values(error)
         raise refusal from error
+
+
+def _communicates(model: nn.Module, error: Exception) -> MemScaleError:
+    """What ranks send each other may not depend on their plans, and a plan may compute a part of a forward twice."""
+    return MemScaleError(
+        f"{type(model).__name__} communicates with other processes in its forward ({error}), which MemScale cannot "
+        "plan: a part that is computed again in backward would communicate again, and on one rank alone where the plans of "
+        "ranks differ. Wrap a part of the model that does not communicate (memscale.wrap(model.encoder)), or let the "
+        "loss outside of the model do it"
+    )
 
 
 @contextlib.contextmanager

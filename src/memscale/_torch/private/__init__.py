@@ -89,7 +89,7 @@ from memscale._torch.private.ranks import (
     unsharded_between,
     why_not_rehearsed,
 )
-from memscale._torch.private.remembering import Remembered, fake_tensor_mode
+from memscale._torch.private.remembering import CommunicatesError, Remembered, fake_tensor_mode
 from memscale._torch.private.storages import (
     NUM_HOLDERS_IN_DISPATCH,
     num_holders,
@@ -103,6 +103,7 @@ __all__ = [
     "COMPILED_CALL",
     "NUM_HOLDERS_IN_DISPATCH",
     "AutogradEngine",
+    "CommunicatesError",
     "Remembered",
     "SeenThrough",
     "active_ddp",

@@ -27,6 +27,10 @@ _META = torch.device("meta")
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
+class CommunicatesError(Exception):
+    """Something on fake tensors would have sent to other processes; says which operator."""
+
+
 class _RememberingMode(fake_tensor.FakeTensorMode):
     """Remembers what operators make of shapes.
 
@@ -49,6 +53,8 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":  # PyTorch's mode would let it out
+            raise CommunicatesError(str(func))
         with torch._C.DisableTorchFunction():  # a question for a shape would go through everybody's modes
             key = _key_of(self, func, args, kwargs) if _depends_on_shapes(func) else None
             known = None if key is None else self._made.get(key)
