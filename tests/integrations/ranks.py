@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memscale
 from memscale import Config
+from memscale._progress import Board, stage
 
 WIDTH = 16
 LENGTHS = ((8, 12, 16, 8), (12, 8, 8, 8))
@@ -191,11 +193,26 @@ def refuse_communicating(rank: int) -> None:
         runner(torch.randn(2, LENGTHS[rank][0], WIDTH))
 
 
+def show_waiting(rank: int) -> None:
+    """A rank that waits for others says so, where that takes long."""
+    runner, target = wrapped("ddp", wraps=True)
+    shown: list[str] = []
+    with Board(shown.append, delay_s=0), stage("begun"):
+        while not shown:  # from here on, every stage is shown
+            time.sleep(0.01)
+        step(runner, torch.optim.AdamW(runner.parameters(), 1e-2), 0, rank, 1)
+    assert any("waiting for the other ranks" in text for text in shown), shown
+    follow = [False, False]
+    dist.all_gather_object(follow, any("waiting for the plan of the rank" in text for text in shown))
+    assert sum(follow) == 1, "one rank plans, and the other waits for it"
+    memscale.detach(target)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     rank = dist.get_rank()
-    special = {"dcp": resume, "fsdp1": refuse_flat, "communicating": refuse_communicating}
+    special = {"dcp": resume, "fsdp1": refuse_flat, "communicating": refuse_communicating, "waiting": show_waiting}
     for kind in sys.argv[1:]:
         if kind in special:
             special[kind](rank)

@@ -29,10 +29,10 @@ CONFIG = Config(force_optimize=True, enable_logging=False, mode="conservative")
     "kinds",
     some(
         (
-            "ddp fsdp2 fsdp1 communicating",
+            "ddp fsdp2 fsdp1 communicating waiting",
             "ddp-inner ddp-before ddp-no-sync ddp-static-graph fsdp2-before fsdp2-no-sync dcp",
         ),
-        "ddp fsdp2 fsdp1 communicating",
+        "ddp fsdp2 fsdp1 communicating waiting",
     ),
 )
 def test_ranks_whose_batches_differ_train_as_plain_ones(kinds: str) -> None:

@@ -82,9 +82,9 @@ def _communicates(model: nn.Module, error: Exception) -> MemScaleError:
     """What ranks send each other may not depend on their plans, and a plan may compute a part of a forward twice."""
     return MemScaleError(
         f"{type(model).__name__} communicates with other processes in its forward ({error}), which MemScale cannot "
-        "plan: a part that is computed again in backward would communicate again, and on one rank alone where the plans of "
-        "ranks differ. Wrap a part of the model that does not communicate (memscale.wrap(model.encoder)), or let the "
-        "loss outside of the model do it"
+        "plan: a part that is computed again in backward would communicate again, and on one rank alone where the "
+        "plans of ranks differ. Wrap a part of the model that does not communicate (memscale.wrap(model.encoder)), or "
+        "let the loss outside of the model do it"
     )
 
 

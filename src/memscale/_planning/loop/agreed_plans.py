@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -11,11 +13,20 @@ from torch import nn
 from memscale._errors import DoesNotFitError
 from memscale._plan import Plan
 from memscale._planning.loop.plan_maker import PlanMaker
+from memscale._planning.loop.standing_job import StandingJob
 from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, plan_in
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, find_group
+from memscale._progress import stage
+from memscale.report import console
 
 logger = logging.getLogger("memscale")
+
+
+@contextlib.contextmanager
+def _shown(job: StandingJob, what: str) -> Iterator[None]:
+    with console.progress(job.config.enable_logging), stage(what):
+        yield
 
 
 class AgreedPlans:
@@ -47,7 +58,8 @@ class AgreedPlans:
         plans.turn_to(job.device(model))
         meeting = Meeting(group, type(model).__name__)
         try:
-            needs = meeting.gather(Need(inputs.specs(), job.eligible.budget.device_bytes))
+            with _shown(job, "waiting for the other ranks, to plan together"):
+                needs = meeting.gather(Need(inputs.specs(), job.eligible.budget.device_bytes))
             largest = largest_of([need.specs for need in needs])
             if largest is None:
                 logger.info("the batches of the ranks are of different kinds: each rank plans by itself")
@@ -55,7 +67,9 @@ class AgreedPlans:
             common = enlarged(inputs, largest)
             if meeting.leads(needs, largest):
                 return self._lead(model, common, inputs, min(need.budget_bytes for need in needs), meeting)
-            return self._follow(model, common, inputs, plan_in(meeting.read_answer()))
+            with _shown(job, "waiting for the plan of the rank that has the largest batch"):
+                answer = meeting.read_answer()
+            return self._follow(model, common, inputs, plan_in(answer))
         except NobodyCameError as error:
             logger.warning(
                 "%s to plan together: was the model wrapped on all ranks? This one plans by itself", str(error)
