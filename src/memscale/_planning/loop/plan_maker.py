@@ -59,6 +59,7 @@ class PlanMaker:
             plans.deciding.add(profile.deciding_inputs)
         plans.remember(plans.known.widened(plans.of(plans.demand(model, inputs), plan, plain)))
         plans.put_in_force(plan, (begun or inputs) if inside else None)
+        plans.note_batch(inputs)
         plans.begin_afresh()
         plans.announce(plan)
 
