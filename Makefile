@@ -23,7 +23,7 @@ help:
 	@echo "make durations       what the last run of tests cost, by file"
 	@echo "make test-shuffled   the suite, its files in a random order: SEED=1 for that of seed 1"
 	@echo "make test-pages      reports in a real browser; needs Chromium (Debian: apt-get install chromium)"
-	@echo "make test-torch      the core lane on another PyTorch: VERSION=2.12.1, in an environment of its own"
+	@echo "make test-torch      the core lane on another PyTorch: VERSION=2.15.0, in an environment of its own"
 	@echo "make search-cases    look for new failing cases of the property tests, at random"
 	@echo "make fuzz            random models and random histories against plain ones: EXAMPLES=2000 for so many of each"
 	@echo "make zoo             every architecture at hand against a plain copy; goes on where it was stopped"
