@@ -172,3 +172,13 @@ def test_a_tail_lives_no_longer_than_the_graph():
         del loss
         gc.collect()
         assert len(streamer.tails) == 0
+
+
+def test_a_layer_that_casts_a_parameter_twice_under_autocast_is_refused():
+    """Plain PyTorch casts it once, and adds up the gradients of both uses in 16 bits."""
+    once, twice = Calls((1,), (0,)), Calls((2,), (0,))
+    with torch.autocast("simgpu", dtype=torch.bfloat16):
+        with streamed(once):
+            once(batch(0)).mean().backward()
+        with streamed(twice), pytest.raises(RuntimeError, match="more than once under autocast"):
+            twice(batch(0))

@@ -8,7 +8,9 @@ and autograd itself carries the gradient home, where hooks, accumulation, sharin
 the user's own `Parameter`. `_Visiting.backward` starts the copy to the host; `_AtHome.backward`, which autograd runs in
 the thread that called `backward()`, waits for it. Meanwhile the device's thread goes on.
 
-Known limits: a parameter that is used outside of its layer, without being registered there too, is on the host.
+Known limits: a layer that uses a parameter twice under autocast is refused (NOTE [casts] in sum_order.py), and one that
+is called twice under it is not bit for bit. A parameter that is used outside of its layer, without being registered
+there too, is on the host.
 Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. Where a plan does not step
 streamed parameters on the device (`StepOnDevice`), their update runs on the host's kernels, with the implementation of
 the whole (in_parts.py). With gradients on two devices, `clip_grad_norm_` sums norms device by device, so the total may
@@ -174,6 +176,11 @@ class StreamedForward(RecomputedForward):
         weights = [slot.get() for slot, _ in places]
         again, tails = self.streamer.is_called_again(self.index), self.streamer.tails
         several = self._uses.several(self.module, weights, output, since, is_called_again=again)
+        if self._uses.cast_twice:
+            raise RuntimeError(
+                f"{self.module_fqn} uses a parameter more than once under autocast, whose gradients PyTorch adds up in "
+                "16 bits; those of a streamed layer would be added up in 32. Leave it out of parameter streaming"
+            )
         for position, ((_, parameter), weight) in enumerate(zip(places, weights, strict=True)):
             follows = parameter.requires_grad and tails.of(parameter) is not None
             if position in several or follows:

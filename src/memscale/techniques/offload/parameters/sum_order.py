@@ -11,6 +11,11 @@ own. Where every call uses the parameter once, there is no tail, and every gradi
 Uses are counted in the graph that a call has made: at a layer's first forward in each mode (training or not), and at
 every forward of a layer that is called again while an earlier call still waits for its backward.
 
+NOTE [casts]: autocast casts a parameter once and remembers it, so that plain PyTorch adds up the gradients of its uses
+in 16 bits and casts their sum. It remembers no copies, each use of which has a cast of its own, so that the sum would
+be made of 32 bits. A call that casts a copy twice is refused. One that is called several times under one autocast, with
+a cast in each, is not noticed: those sums may differ from plain PyTorch's by the rounding of 16 bits.
+
 Known limits: it is not noticed if a layer uses a parameter once at first and more often later, without having been
 called twice before. A call whose operators save nothing for backward leaves no tail. A graph of gradients
 (`create_graph=True`, a penalty on gradients of inputs) uses a call's copies once more, and nobody knows of it when the
@@ -30,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._torch import private
 
+_CAST = "ToCopyBackward0"
 HOLLOW_BYTES = 16
 """One element of the largest dtype."""
 
@@ -107,6 +113,8 @@ class Uses:
         self._several: dict[tuple[bool, ...], set[int]] = {}
         """Positions among the layer's weights, by training mode and by which weights are trained."""
         self._counts_always = False
+        self.cast_twice: set[int] = set()
+        """Positions of those that the last call that was counted casts more than once, as autocast does to copies."""
 
     def several(
         self, module: nn.Module, weights: list[Any], output: Any, since: int, *, is_called_again: bool
@@ -120,24 +128,25 @@ class Uses:
             leaves = [leaf for leaf in (*tree_leaves(output), *kept) if isinstance(leaf, torch.Tensor)]
             # Asking lazy logits for their graph would build them; they use their weight once, whatever their tiles.
             roots = [leaf.grad_fn for leaf in leaves if not getattr(leaf, "is_lazy", False)]
-            counts = _count(roots, nodes, since)
-            self._several[key] = {position for position, count in enumerate(counts) if count > 1}
+            users = _users(roots, nodes, since)
+            self._several[key] = {position for position, each in enumerate(users) if len(each) > 1}
+            self.cast_twice = {position for position, each in enumerate(users) if each.count(_CAST) > 1}
         return self._several[key]
 
 
-def _count(roots: Iterable[Any], targets: list[Any], since: int) -> list[int]:
-    """Count the edges to each target in the graph above them, among nodes that are no older than `since`."""
-    counts = {target: 0 for target in targets if target is not None}
-    waiting = [root for root in roots if root is not None and root not in counts]
+def _users(roots: Iterable[Any], targets: list[Any], since: int) -> list[list[str]]:
+    """The names of what uses each target in the graph above them, once a use, among nodes no older than `since`."""
+    found: dict[Any, list[str]] = {target: [] for target in targets if target is not None}
+    waiting = [root for root in roots if root is not None and root not in found]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if private.sequence_number(node) < since:
             continue
         for following, _ in node.next_functions:
-            if following in counts:
-                counts[following] += 1
+            if following in found:
+                found[following].append(node.name())
             elif following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return [counts.get(target, 0) for target in targets]
+    return [found.get(target, []) for target in targets]
