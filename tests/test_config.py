@@ -164,6 +164,14 @@ def test_frozen_and_comparable() -> None:
     assert config.replace() == config
 
 
+def test_what_was_set_by_name_is_not_what_the_mode_says_though_the_value_is_the_same() -> None:
+    """Another mode, or a card without 16 bits, treats the two differently: a plan for one is none for the other."""
+    by_mode, by_name = Config(mode="aggressive"), Config(mode="aggressive", use_mixed_precision=True)
+    assert by_mode.use_mixed_precision is by_name.use_mixed_precision is True
+    assert by_mode != by_name
+    assert len({by_mode, by_name, by_name.replace()}) == 2
+
+
 def test_paths_and_devices_become_text() -> None:
     config = Config(device=torch.device("cpu"), offload_dir=pathlib.Path("/tmp/x"), log_file=pathlib.Path("a.log"))
     assert (config.device, config.offload_dir, config.log_file) == ("cpu", "/tmp/x", "a.log")

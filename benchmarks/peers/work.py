@@ -23,6 +23,8 @@ CARD = "RTX 3090"
 DEVICES = ("cpu", "simgpu", "emucuda")
 NUM_STEPS = 3
 """The first makes the optimizer's state, the last is read."""
+NUM_ROUNDS = 8
+"""Steps of each that are timed side by side."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +132,18 @@ def _run_on_cpu(training: Training, num_steps: int) -> Figures:
         seconds.append(time.process_time() - start)
     fastest_ms = min(seconds) * 1e3  # other processes only ever make a step slower
     return Figures(measured.peak_bytes, None, fastest_ms, tuple(losses), _hash_of(training.model))
+
+
+def side_by_side_ms(one: Training, other: Training, num_rounds: int = NUM_ROUNDS) -> tuple[float, float]:
+    """Processor time of a step of each, the fastest of some rounds. In each round one follows the other, so that a
+    machine that is busy is so for both."""
+    fastest = [float("inf"), float("inf")]
+    for number in range(num_rounds):
+        for place in (0, 1) if number % 2 == 0 else (1, 0):
+            start = time.process_time()
+            (one, other)[place].step()
+            fastest[place] = min(fastest[place], (time.process_time() - start) * 1e3)
+    return fastest[0], fastest[1]
 
 
 def _run_on_card(training: Training, device: str, num_steps: int) -> Figures:

@@ -194,7 +194,7 @@ class Config:
     auto_policy: bool | Literal["rule", "learned"] = False
     """Let a policy choose the mode, the techniques that are not set here, and what is worth rehearsing: "learned",
     "rule" for the rule table, or True for the best that there is, which is the learned one."""
-    _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False, compare=False)
+    _explicit: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False)
     _withheld: frozenset[str] = dataclasses.field(default=frozenset(), init=False, repr=False)
 
     def __post_init__(self) -> None:

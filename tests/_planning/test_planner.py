@@ -16,12 +16,13 @@ from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import choose_strategy
 from memscale._plan import MixedPrecision, StreamParameters
-from memscale._planning import make_plan
+from memscale._planning import make_plan, planner
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
 from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, OFFLOAD, STREAM, STREAM_OFFLOAD, Profile, TraceKey, layers
 from memscale._profile.inputs import Inputs, derive_inputs
 from tests.models import WIDTH, Chain, TwoLinears
+from tests.parity import plan_of
 
 DEPTH, ROWS = 8, 1 << 16
 BOUNDARY_BYTES = 4 * WIDTH * ROWS
@@ -179,3 +180,13 @@ def test_another_card_gets_the_plan_that_it_would_get_alone() -> None:
         assert shared.plan(strategy) == alone.plan(strategy)
         assert shared.plan(strategy).actions
         assert len(shared.stage.tried) == num_tried
+
+
+def test_of_plans_that_do_not_fit_the_one_that_needs_least_is_named() -> None:
+    """The budget bounds what is reserved: a plan with fewer live bytes may need a larger budget than another."""
+    wide = plan_of((), fits=False, predicted_peak_bytes=40, predicted_reserved_bytes=58, budget_bytes=50)
+    narrow = plan_of((), fits=False, predicted_peak_bytes=45, predicted_reserved_bytes=51, budget_bytes=50)
+    fitting = plan_of((), predicted_peak_bytes=49, predicted_reserved_bytes=50, budget_bytes=50)
+    for order in (planner._preference, planner._rank):
+        assert min(wide, narrow, key=order) is narrow
+        assert min(wide, narrow, fitting, key=order) is fitting

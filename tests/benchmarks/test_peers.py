@@ -14,7 +14,7 @@ from benchmarks.peers import page, trial
 from benchmarks.peers.ours import least_budget, open_wrapped
 from benchmarks.peers.planners import PLANNERS
 from benchmarks.peers.ways import EXACT, PEERS, CannotRunError, peer_called
-from benchmarks.peers.work import Figures, Shape, open_training, run
+from benchmarks.peers.work import Figures, Shape, Training, open_training, run, side_by_side_ms
 
 TINY = Shape(layers=3, width=64, heads=2, vocabulary=256, batch=4, length=64)
 
@@ -83,6 +83,23 @@ def _row(**changes: Any) -> dict[str, Any]:
 def test_verdicts(ours: Any, at_peak: str, at_time: str) -> None:
     assert page.verdict_of_peak(_row(), ours) == at_peak
     assert page.verdict_of_time(_row(), ours) == at_time
+
+
+def test_on_a_cpu_what_was_timed_beside_ours_counts() -> None:
+    assert page.verdict_of_peak(_row(step_ms=10.0), _row(step_ms=11.0, peer_step_ms=11.0)) == "no slower"
+    assert page.verdict_of_peak(_row(step_ms=10.0), _row(step_ms=10.0, peer_step_ms=9.0)) == "**slower**"
+
+
+def test_two_trainings_take_turns() -> None:
+    turns: list[str] = []
+
+    class Noted(Training):
+        def step(self) -> float:
+            turns.append(self.model)
+            return 0.0
+
+    side_by_side_ms(Noted("ours", None, {}), Noted("theirs", None, {}), num_rounds=2)
+    assert turns == ["ours", "theirs", "theirs", "ours"]
 
 
 def test_bytes_that_are_reserved_count_where_there_are_any() -> None:

@@ -7,6 +7,7 @@ import html.parser
 import json
 import pathlib
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -183,11 +184,12 @@ def test_a_name_is_shown_and_never_run(report: Report, name: str) -> None:
 
 
 def test_measured_numbers_stand_beside_the_predicted_ones(report: Report) -> None:
-    page = Page(Report(report.plan, measured=(("reserved", 1_000_000_000, 999_000_000), ("live", None, 5))).html())
+    numbers = (("reserved", 1_000_000_000, 999_000_000), ("live", None, 5))
+    page = Page(Report(report.plan, measured=numbers).html())
     assert page.charts == ["layers", "front", "measured"]
     assert {"1.000 GB", "999.0 MB", "–"} <= set(page.shown)
     heights = {bar["name"]: bar["y"] for bar in page.figures["measured"]["data"]}
-    assert heights == {"predicted": [1_000_000_000, None], "measured": [999_000_000, 5]}
+    assert heights == {"predicted": [1_000_000_000], "measured": [999_000_000]}, "what has no neighbour is in the table"
 
 
 def test_a_page_says_that_nothing_was_measured(report: Report) -> None:
@@ -207,7 +209,10 @@ def test_a_measured_step_stands_beside_the_predicted_one(report: Report) -> None
 
 def test_what_waits_elsewhere_is_shown(report: Report) -> None:
     plan = dataclasses.replace(report.plan, host_bytes=3_000_000, movable_bytes=0)
-    shown = Page(Report(plan, elsewhere=(("on disk, in all", None, 2_000_000),)).html()).shown
+    page = Page(Report(plan, elsewhere=(("on disk, in all", None, 2_000_000),)).html())
+    shown = page.shown
+    bars = {bar["name"]: bar["x"] for bar in page.figures["elsewhere"]["data"]}
+    assert bars == {"predicted": [3_000_000], "measured": [2_000_000]}
     assert {"Host and disk", "3.0 MB", "2.0 MB"} <= set(shown)
     assert "Host and disk" not in Page(Report(dataclasses.replace(plan, host_bytes=0)).html()).shown
 
@@ -238,7 +243,65 @@ def test_a_wrapped_model_reports_on_itself(tmp_path: pathlib.Path) -> None:
     ) as executor:
         executor.report(tmp_path / "run.html")
         assert executor.plan is not None
-        assert executor.plan.explain() in " ".join(Page((tmp_path / "run.html").read_text()).shown)
+        page = Page((tmp_path / "run.html").read_text())
+        assert executor.plan.explain() in " ".join(page.shown)
+    assert page.charts == ["memory0", "memory1", "lanes", "layers", "front"], "as of a plan"
+
+
+def test_a_run_shows_the_step_of_its_last_plan_and_holds_no_batch(tmp_path: pathlib.Path) -> None:
+    """Of a batch that has passed its shape is kept, not its memory."""
+    model, data = small(), tmp_path / "run.json"
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memscale.optimize(model, optimizer, Config(force_optimize=True)) as executor:
+        batch = features(0, 4096, WIDTH)
+        passed = weakref.ref(batch)
+        model(batch).sum().backward()
+        optimizer.step()
+        del batch
+        before = torch.get_rng_state(), [parameter.detach().clone() for parameter in model.parameters()]
+        executor.report(data)
+        assert executor.plan is not None
+    assert passed() is None
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before[1], strict=True))
+    made = Report.load(data)
+    assert made.planned is not None
+    assert made.planned.peak_bytes == executor.plan.predicted_peak_bytes
+    assert made.plain is not None
+    assert made.plain.peak_bytes == executor.plan.baseline_peak_bytes
+
+
+def test_a_run_whose_steps_cannot_be_shown_says_why(report: Report, tmp_path: pathlib.Path) -> None:
+    model = small()
+    with memscale.optimize(model, config=Config(force_optimize=True), sample_input=features(0, 64, WIDTH)) as executor:
+        plan = executor.plan
+    assert plan is not None
+    executor = memscale.execute(model, plan)
+    executor.report(tmp_path / "run.html")
+    executor.detach()
+    assert (
+        "Not shown: the plan was made before, and no batch is known." in Page((tmp_path / "run.html").read_text()).shown
+    )
+
+
+def test_the_bound_says_for_which_budget_it_holds(report: Report) -> None:
+    plan = dataclasses.replace(report.plan, least_slowdown=1.0, budget_bytes=7_057_000_000)
+    texts = [note["text"] for note in Page(Report(plan).html()).figures["front"]["layout"]["annotations"]]
+    assert "within 7.057 GB<br>no exact plan is faster" in texts
+
+
+@pytest.mark.parametrize(("share", "is_drawn"), [(0.5, True), (1.9, True), (3.0, False)])
+def test_a_budget_above_the_peak_is_drawn_or_named(report: Report, share: float, is_drawn: bool) -> None:
+    assert report.plain is not None
+    top_bytes = max(moment.reserved_bytes or 0 for moment in report.plain.moments)
+    budget_bytes = int(top_bytes * share)
+    plan = dataclasses.replace(report.plan, budget_bytes=budget_bytes)
+    page = Page(Report(plan, report.plain).html())
+    layout = page.figures["memory0"]["layout"]
+    lines = [note["text"] for note in layout["annotations"]]
+    assert (f"budget {show_bytes(budget_bytes)}" in lines) == is_drawn
+    assert (layout["yaxis"]["range"][1] > budget_bytes) == is_drawn
+    assert ("is far above what is drawn" in " ".join(page.shown)) != is_drawn
 
 
 def test_a_run_as_data_gives_the_same_page_elsewhere(tmp_path: pathlib.Path) -> None:

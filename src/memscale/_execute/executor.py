@@ -9,13 +9,13 @@ import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._errors import MemScaleError, PlanError
+from memscale._errors import MemScaleError, PlanError, shortened
 from memscale._execute import orderly_exit, reserving
 from memscale._execute.attachment import Attachment
 from memscale._execute.malloc import is_short, return_freed_memory
@@ -26,11 +26,16 @@ from memscale._plan import Action, AllocatorUse, LayerAction, Plan
 from memscale._progress import stage
 from memscale._torch.device_memory import total_peak_bytes
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
+from memscale.report.step_memory import StepMemory
+from memscale.report.step_times import StepTimes
 from memscale.techniques import TECHNIQUES, technique_of
 from memscale.techniques.offload.parameters import state_following
 from memscale.techniques.precision.autocast import Precision
 from memscale.techniques.precision.loss_scale import LossScale
 from memscale.techniques.recompute import RecomputedForward, key_value_caches
+
+if TYPE_CHECKING:
+    from memscale.report.page import Report
 
 logger = logging.getLogger("memscale")
 
@@ -98,6 +103,8 @@ class Executor:
         self.held: list[torch.Tensor] = []
         """What exists before the step on a stage, beside the model and its inputs."""
         self._lessons: list[Callable[[], Any]] = []
+        self.show_steps: Callable[[], tuple[StepMemory, StepMemory, StepTimes]] | None = None
+        """Rehearses a plain step and one under the plan, for a report; None: a saved plan, without a batch."""
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
         self.resume_first: Callable[[], Any] | None = None
@@ -344,7 +351,8 @@ class Executor:
     def report(
         self, path: str | pathlib.Path, *, step_ms: float | None = None, live_peak_bytes: int | None = None
     ) -> None:
-        """Write one HTML page about this run: the plan with its reasons, and what was predicted and measured.
+        """Write one HTML page about this run: memory over a step without MemScale and with the plan, what travels when,
+        the plan with its reasons, and what was predicted and measured.
 
             executor.report("run.html")
             executor.report("run.json")     # the same as data: `memscale report run.json` draws it, on any machine
@@ -353,6 +361,8 @@ class Executor:
             path: The file; what is there is overwritten. One that ends with ".json" gets the data, without Plotly.
             step_ms: How long a step took, if somebody has timed it: it is shown beside what was predicted.
             live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
+
+        Both steps are rehearsed on fake tensors, which takes seconds; a page without them says why.
 
         Raises:
             TypeError: `path` is no path.
@@ -369,13 +379,31 @@ class Executor:
         stats = self.stats()
         measured = (
             ("live", plan.predicted_peak_bytes, live_peak_bytes),
-            ("allocated", plan.predicted_allocated_bytes, stats.peak_bytes),
+            ("allocated", _allocated_of(plan), stats.peak_bytes),
             ("reserved", plan.predicted_reserved_bytes, stats.reserved_peak_bytes),
             ("total", plan.predicted_total_bytes, stats.total_peak_bytes),
         )
         seen = tuple(numbers for numbers in measured if numbers[2] is not None)
         waiting = (("on the host, in all", None, stats.host_bytes), ("on disk, in all", None, stats.disk_bytes))
-        Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting).write(pathlib.Path(path))
+        made = Report(plan, measured=seen, measured_step_ms=step_ms, elsewhere=waiting)
+        self._with_steps(made).write(pathlib.Path(path))
+
+    def _with_steps(self, report: Report) -> Report:
+        """The report with what the device holds over a step, where that can be rehearsed."""
+        if self.show_steps is None:
+            return dataclasses.replace(report, without_steps="the plan was made before, and no batch is known")
+        if self.is_orphaned or self.resume_first is not None:
+            return dataclasses.replace(report, without_steps="the model is parked or gone")
+        try:
+            plain, planned, times = self.show_steps()
+        except MemScaleError as error:
+            return dataclasses.replace(report, without_steps=shortened(str(error)).rstrip("."))
+        return dataclasses.replace(report, plain=plain, planned=planned, times=times)
+
+
+def _allocated_of(plan: Plan) -> int | None:
+    """What the device's allocator is to hand out: live bytes, where it caches nothing."""
+    return plan.predicted_peak_bytes if plan.predicted_reserved_bytes is None else plan.predicted_allocated_bytes
 
 
 def _does_the_same(one: Plan, other: Plan) -> bool:

@@ -213,8 +213,11 @@ def _rank_of_first(found: tuple[Plan, _Way]) -> tuple[float, ...]:
 
 
 def _preference(plan: Plan) -> tuple[float, ...]:
-    """What fits first, then what is exact, then what is fast; among equals the one that was there before."""
-    return (not plan.fits, not _is_exact(plan), plan.predicted_slowdown if plan.fits else plan.predicted_peak_bytes)
+    """What fits first, then what is exact and what is fast; else what needs least. Of equals, the one that was there
+    before."""
+    if not plan.fits:
+        return (1, needed_bytes(plan))
+    return (0, not _is_exact(plan), plan.predicted_slowdown)
 
 
 def _is_exact(plan: Plan) -> bool:
@@ -222,7 +225,7 @@ def _is_exact(plan: Plan) -> bool:
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
-    return (0, plan.predicted_slowdown) if plan.fits else (1, plan.predicted_peak_bytes)
+    return (0, plan.predicted_slowdown) if plan.fits else (1, needed_bytes(plan))
 
 
 def _lowest(ways: list[_Way]) -> Plan:

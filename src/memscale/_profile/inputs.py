@@ -17,11 +17,14 @@ from memscale._errors import MemScaleError
 from memscale._profile import TensorSpec
 
 DERIVED_SEQUENCE_LENGTH = 512
+MOST_KEPT_BYTES = 2**20
+"""The largest tensor whose values are kept of a batch that has passed."""
 IMAGE_SIZE = 224
 """The side of an image for models that do not say one."""
 DIFFUSION_SIZE = 128
 """A side of the VAE's space for images of 1024 pixels."""
 CLIP_TEXT_LENGTH = 77
+_ORDINARY = (torch.Tensor, nn.Parameter)
 _NUM_TIME_IDS = 6
 """SDXL is told the original size, the crop and the target size, two numbers each."""
 
@@ -52,6 +55,15 @@ class Inputs:
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         """A tensor that is given twice (as inputs and as labels) stays one tensor."""
         return self.replaced({id(tensor): function(tensor) for tensor in self.tensors()})
+
+    def kept(self) -> Inputs | None:
+        """The same batch without its memory: shapes, and the values of small tensors of integers, which may decide what
+        a model does. None: something in it is neither an ordinary tensor nor a plain value, and may hold memory."""
+        if not all(other is None or isinstance(other, bool | int | float | str) for other in self.others()):
+            return None
+        if not all(type(each) in _ORDINARY and each.layout is torch.strided for each in self.tensors()):
+            return None
+        return self.map_tensors(_kept)
 
     def replaced(self, tensors: Mapping[int, torch.Tensor], others: Mapping[int, Any] | None = None) -> Inputs:
         """The same inputs with other tensors, and with others of `others()`, by the ids of those that they replace."""
@@ -94,6 +106,12 @@ class Inputs:
             TensorSpec(name.partition(".")[2], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in _named_tensors("", (self.args, self.kwargs))
         )
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.nbytes > MOST_KEPT_BYTES:
+        return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _named_tensors(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -37,14 +37,11 @@ def run(asked: Asked, config: Config, *, has_options: bool, output: pathlib.Path
 
 
 def _report_of(subject: Subject, config: Config) -> Report:
-    from memscale._planning.questions.step_memory import step_memory
-    from memscale._planning.questions.step_times import step_times
+    from memscale._planning.questions.shown_steps import shown_steps
     from memscale.report.page import Report
 
     with progress(f"planning {subject.name} on fake tensors"), quiet():
         made = make_plan_of(subject, config, with_front=True)
     with progress("rehearsing a step with the plan and one without"), quiet():
-        planner = planner_of(subject, config, made)
-        plain = step_memory(planner, (), planner.job.config)
-        under = step_memory(planner, made.actions, planner.job.config, made.allocator)
-        return Report(made, plain, under, times=step_times(planner, made.actions, planner.job.eligible))
+        plain, under, times = shown_steps(planner_of(subject, config, made), made)
+        return Report(made, plain, under, times=times)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ _TREATMENT_COLORS = ("#54a24b", "#eeca3b", "#f58518", "#e45756", "#b279a2", "#72
 _KEPT_COLOR, _BUDGET_COLOR, _CHOSEN_COLOR = "#4c78a8", "#e45756", "#e45756"
 _PHASE_COLORS = {"forward": "#4c78a8", "backward": "#f58518", "optimizer": "#b279a2"}
 _PREDICTED_COLOR, _MEASURED_COLOR = "#4c78a8", "#54a24b"
+_LABEL_WIDTH = 22
+"""Characters in a line of a label beside bars: a phone has room for no more."""
 MOST_MOMENTS = 900
 """The most moments of a step that are drawn; thinning keeps the peaks."""
 
@@ -60,7 +63,8 @@ def memory_chart(step: StepMemory, budget_bytes: int, top_bytes: int) -> Any:
             line = {"dash": dash, "width": 1.5, "shape": "hv", "color": "#888888"}
             figure.add_scatter(y=heights, name=name, mode="lines", line=line, **told)
     _tell_places(figure, moments)
-    if budget_bytes <= top_bytes * 1.02:
+    if shows_budget(budget_bytes, top_bytes):
+        figure.update_layout(yaxis={"range": [0, max(top_bytes, budget_bytes) * 1.08]})
         _draw_budget(figure, budget_bytes)
     _draw_phases(figure, moments)
     bare = {"showticklabels": False, "showgrid": False, "tickprefix": "moment "}
@@ -91,8 +95,16 @@ def _draw_phases(figure: Any, moments: Sequence[Moment]) -> None:
         begins = later.phase in ("backward", "optimizer") and later.phase != earlier.phase
         if begins and not any(moment.phase == later.phase for moment in moments[:number]):
             figure.add_vline(
-                x=number, line={"width": 1, "dash": "dot", "color": "#888888"}, annotation_text=later.phase
+                x=number,
+                line={"width": 1, "dash": "dot", "color": "#888888"},
+                annotation_text=later.phase,
+                annotation_position="top right" if number < 0.8 * len(moments) else "top left",
             )
+
+
+def shows_budget(budget_bytes: int, top_bytes: int) -> bool:
+    """Whether its line is drawn: where it is far above everything else, nothing could be read of that."""
+    return budget_bytes <= 2 * top_bytes
 
 
 def _draw_budget(figure: Any, budget_bytes: int) -> None:
@@ -144,15 +156,22 @@ def front_chart(plan: Plan) -> Any:
     if plan.budget_bytes <= highest * 1.02:
         _draw_budget(figure, plan.budget_bytes)
     if plan.least_slowdown is not None:
-        bound = {"dash": "dot", "width": 1.5, "color": "#888888"}
-        figure.add_vline(
-            x=plan.least_slowdown,
-            line=bound,
-            annotation_text="no exact plan is faster",
-            annotation_position="bottom right",
-        )
+        _draw_bound(figure, plan, plan.least_slowdown)
     figure.update_layout(xaxis={"title": "step time over the plain step (predicted)", "ticksuffix": "x"})
     return figure
+
+
+def _draw_bound(figure: Any, plan: Plan, least_slowdown: float) -> None:
+    """The least time of any exact plan within the budget. Its words go to where there is more room."""
+    times = [point.slowdown for point in plan.front] + [plan.predicted_slowdown]
+    is_left = least_slowdown <= (min(times) + max(times)) / 2
+    figure.add_vline(
+        x=least_slowdown,
+        line={"dash": "dot", "width": 1.5, "color": "#888888"},
+        annotation_text=f"within {show_bytes(plan.budget_bytes)}<br>no exact plan is faster",
+        annotation_align="left" if is_left else "right",
+        annotation_position="bottom right" if is_left else "bottom left",
+    )
 
 
 def _draw_points(figure: Any, name: str, color: str, points: Sequence[FrontPoint]) -> None:
@@ -212,7 +231,8 @@ def _span_words(span: Span) -> str:
 
 
 def measured_chart(numbers: Sequence[tuple[str, int | None, int | None]]) -> Any:
-    """What was predicted and what was measured, number by number."""
+    """What was predicted and what was measured, number by number; those with both, if there are any."""
+    numbers = [row for row in numbers if None not in row] or numbers
     top_bytes = max((value for _, *values in numbers for value in values if value is not None), default=0)
     figure = plotly().Figure(layout=_layout("", top_bytes))
     names = [name for name, _, _ in numbers]
@@ -224,6 +244,38 @@ def measured_chart(numbers: Sequence[tuple[str, int | None, int | None]]) -> Any
         texts = ["" if value is None else show_bytes(value) for value in heights]
         figure.add_bar(x=names, y=heights, name=label, marker_color=color, text=texts, hovertemplate="%{x}: %{text}")
     figure.update_layout(barmode="group", xaxis={"type": "category"})
+    return figure
+
+
+def waiting_chart(numbers: Sequence[tuple[str, int | None, int | None]]) -> Any:
+    """What waits on the host and on disk: a bar for what was predicted, and one for what was measured."""
+    figure = plotly().Figure(layout=_layout("", 0))
+    names = ["<br>".join(textwrap.wrap(name, _LABEL_WIDTH)) for name, _, _ in numbers]
+    top_bytes = max(value for _, *values in numbers for value in values if value is not None)
+    predicted, measured = [row[1] for row in numbers], [row[2] for row in numbers]
+    for label, color, widths in (
+        ("predicted", _PREDICTED_COLOR, predicted),
+        ("measured", _MEASURED_COLOR, measured),
+    ):
+        mine = [(name, num_bytes) for name, num_bytes in zip(names, widths, strict=True) if num_bytes]
+        if mine:
+            figure.add_bar(
+                orientation="h",
+                y=[name for name, _ in mine],
+                x=[num_bytes for _, num_bytes in mine],
+                name=label,
+                marker_color=color,
+                text=[show_bytes(num_bytes) for _, num_bytes in mine],
+                textposition="auto",
+                hovertemplate=f"{label}: %{{text}}<extra></extra>",
+            )
+    figure.update_layout(
+        barmode="group",
+        showlegend=True,
+        xaxis={"range": [0, top_bytes * 1.08], "tickformat": "~s", "ticksuffix": "B", "nticks": 5},
+        yaxis={"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "range": None},
+    )
+    figure.layout.yaxis.tickformat = figure.layout.yaxis.ticksuffix = None
     return figure
 
 

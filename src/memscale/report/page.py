@@ -42,6 +42,8 @@ class Report:
     """How long a step of the run took."""
     elsewhere: tuple[tuple[str, int | None, int | None], ...] = ()
     """The same as `measured`, of what waits on the host and on disk."""
+    without_steps: str = ""
+    """Why a report of a run has neither of the two steps."""
 
     def write(self, path: pathlib.Path) -> None:
         """The page; to a file that ends with ".json", the data that it is made of."""
@@ -114,17 +116,22 @@ class Report:
         steps = {"without MemScale": self.plain, "with this plan": self.planned}
         known = {name: step for name, step in steps.items() if step is not None and step.moments}
         top_bytes = max((_top_of(step) for step in known.values()), default=0)
-        sections = []
+        sections, beyond = [], ""
         for number, (name, step) in enumerate(known.items()):
             figures[f"memory{number}"] = charts.memory_chart(step, self.plan.budget_bytes, top_bytes)
             highest = max(step.moments, key=lambda moment: moment.total_bytes)
             cells = [(kind, show_bytes(count)) for kind, count in zip(KINDS, highest.live_bytes, strict=True) if count]
             where = f" of {highest.module_fqn}" if highest.module_fqn else ""
             note = f"Live bytes by kind, {step.source}: {show_bytes(step.peak_bytes)} at the peak, in "
+            if not charts.shows_budget(self.plan.budget_bytes, top_bytes):
+                beyond = f" The budget, {show_bytes(self.plan.budget_bytes)}, is far above what is drawn."
             table = _table(("at the peak", "bytes"), cells)
-            sections.append(_section(f"One step {name}", f"memory{number}", f"{note}{highest.phase}{where}.", table))
+            words = f"{note}{highest.phase}{where}.{beyond}"
+            sections.append(_section(f"One step {name}", f"memory{number}", words, table))
         if sections:
             yield f'<div class="pair">{"".join(sections)}</div>'
+        elif self.without_steps:
+            yield _section("Memory over a step", "", f"Not shown: {self.without_steps}.", "")
 
     def _layers(self, figures: dict[str, Any]) -> Iterable[str]:
         rows = self.plan.rows
@@ -213,8 +220,9 @@ class Report:
         if not numbers:
             return
         cells = [(name, *map(_bytes_or_dash, (predicted, seen))) for name, predicted, seen in numbers]
+        figures["elsewhere"] = charts.waiting_chart(numbers)
         note = "What waits beside the device, at most."
-        yield _section("Host and disk", "", note, _table(("what", "predicted", "measured"), cells))
+        yield _section("Host and disk", "elsewhere", note, _table(("what", "predicted", "measured"), cells))
 
 
 _OF_A_PLAN = (
@@ -291,7 +299,7 @@ dt { color: var(--faint); font-size: .85rem; } dd { margin: 0; font-weight: 600;
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 0 24px; }
 .pair section { min-width: 0; display: grid; grid-template-rows: subgrid; grid-row: span 4; }
 .pair p { margin-top: 0; } footer { margin-top: 2rem; }
-.chart { height: 380px; } .wide { overflow-x: auto; }
+.chart { height: 380px; } #elsewhere { height: 260px; } .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: 3px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
 pre { overflow-x: auto; font-size: .8rem; } footer, section > p { color: var(--faint); }
@@ -302,11 +310,14 @@ const scheme = matchMedia("(prefers-color-scheme: dark)");
 function draw() {
   const style = getComputedStyle(document.documentElement);
   const text = style.getPropertyValue("--text").trim(), line = style.getPropertyValue("--line").trim();
+  const paper = style.getPropertyValue("--page").trim();
   const card = style.getPropertyValue("--card").trim();
   for (const [name, figure] of Object.entries(FIGURES)) {
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
     const layout = { ...figure.layout, font: { color: text }, hoverlabel: { bgcolor: card, font: { color: text } } };
     if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false;  // a finger scrolls the page
+    const notes = layout.annotations ?? [];
+    layout.annotations = notes.map((note) => ({ ...note, bgcolor: paper, borderpad: 1, opacity: 0.85 }));
     layout.xaxis = { ...layout.xaxis, ...axis };
     layout.yaxis = { ...layout.yaxis, ...axis };
     Plotly.react(name, figure.data, layout, { responsive: true, displayModeBar: false });

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import traceback
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from memscale._plan import StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
+from memscale._planning.reserved import bucket_steps
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Freed
 from memscale._planning.reserved.allocations import reserved_of
 from memscale._planning.reserved.recording import record_steps
+from memscale._profile.device_kernels import GpuKernels
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
@@ -189,3 +193,18 @@ def test_a_step_that_another_log_recorded_goes_on_in_this_one() -> None:
     alone = record_steps(rehearsal, model, "adamw", rules=rules, num_steps=2)
     assert [bytes_after(again, number) for number in range(3)] == [bytes_after(alone, number) for number in range(3)]
     assert reserved_of(again) == reserved_of(alone)
+
+
+def test_buckets_are_made_without_the_functions_that_a_stage_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    through = GpuKernels.__torch_function__
+
+    def noted(mode: GpuKernels, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        files = {pathlib.Path(frame.filename).name for frame in traceback.extract_stack(limit=8)}
+        asked.extend(files & {bucket_steps.__name__.rpartition(".")[2] + ".py", "same_optimizer.py"})
+        return through(mode, func, types, args, kwargs)
+
+    monkeypatch.setattr(GpuKernels, "__torch_function__", noted)
+    model = small()
+    assert log_of(model, costs_of(model, overlaps=True), moves=True).steps
+    assert not asked

@@ -42,14 +42,10 @@ class PlanMaker:
         refuse_flat_parameters(model)
         if inside:  # else it is being wrapped, and its hardware was looked at a moment ago
             plans.turn_to(job.device(model))
-        profiles: list[Profile] = []
         is_untouched = plans.now is None and not self._observing.is_needed
         slot = plan_cache.slot_for(job.of(model), inputs) if is_untouched else None
-        kept = None if slot is None else slot.read()
-        if kept is not None:
-            logger.info("the plan that was made for this before is used; MEMSCALE_CACHE=0 would plan anew")
         try:
-            plan = kept or self._rehearsed(model, inputs, profiles.append)
+            plan, profile = self._kept_or_made(model, inputs, slot)
         except StaticProfileError as error:
             is_sample, is_evaluation = not inside and not is_guess, inside and not model.training
             may_observe = job.config.use_empirical_fallback and not is_evaluation  # which may have no backward
@@ -58,15 +54,29 @@ class PlanMaker:
             self._observing.begin(model, begun or inputs, error, inside=inside)
             return
         plain = None  # of a plan that was kept: it is for steps where no value of an input decides anything
-        if profiles:
-            plain = profiles[-1].plain
-            plans.deciding.add(profiles[-1].deciding_inputs)
-            if slot is not None and not profiles[-1].deciding_inputs:
-                slot.write(plan)
+        if profile is not None:
+            plain = profile.plain
+            plans.deciding.add(profile.deciding_inputs)
         plans.remember(plans.known.widened(plans.of(plans.demand(model, inputs), plan, plain)))
         plans.put_in_force(plan, (begun or inputs) if inside else None)
+        plans.note_batch(inputs)
         plans.begin_afresh()
         plans.announce(plan)
+
+    def _kept_or_made(
+        self, model: nn.Module, inputs: Inputs, slot: plan_cache.PlanSlot | None
+    ) -> tuple[Plan, Profile | None]:
+        """The plan that the cache has; or one that is made now, and kept for next time, with its profile."""
+        kept = None if slot is None else slot.read()
+        if kept is not None:
+            logger.info("the plan that was made for this before is used; MEMSCALE_CACHE=0 would plan anew")
+            return kept, None
+        profiles: list[Profile] = []
+        plan = self._rehearsed(model, inputs, profiles.append)
+        profile = profiles[-1] if profiles else None
+        if slot is not None and profile is not None and not profile.deciding_inputs:
+            slot.write(plan)
+        return plan, profile
 
     def fits(self, model: nn.Module, sample: Inputs) -> bool:
         """Whether a plan for this batch fits; it is not put in force."""

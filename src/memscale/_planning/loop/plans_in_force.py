@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memscale._decide.eligible import Eligible
-from memscale._errors import StaticProfileError
+from memscale._errors import MemScaleError, StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.reserving import empty_cache
 from memscale._plan import Plan
@@ -28,6 +28,8 @@ from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale.report import console
+from memscale.report.step_memory import StepMemory
+from memscale.report.step_times import StepTimes
 
 logger = logging.getLogger("memscale")
 
@@ -47,6 +49,9 @@ class PlansInForce:
         """How often batches of each bucket came that have no plan of their own. See NOTE [plans by shape]."""
         self._reporter = reporter
         self._has_warned = False
+        self._batch: Inputs | None = None
+        """A batch that the plan in force is for, as `Inputs.kept` keeps it; None: it cannot be kept."""
+        executor.show_steps = self.shown_steps
 
     @property
     def now(self) -> Plan | None:
@@ -117,11 +122,23 @@ class PlansInForce:
 
     def put_in_force(self, plan: Plan, inputs: Inputs | None) -> None:
         """`inputs`: of the forward that has just begun, if one has."""
+        if inputs is not None:
+            self.note_batch(inputs)
         with console.progress(self.job.config.enable_logging):
             if inputs is None:
                 self.executor.apply(plan)
             else:
                 self.executor.apply_inside(plan, inputs.args, inputs.kwargs)
+
+    def note_batch(self, inputs: Inputs) -> None:
+        """The plan in force is for such a batch."""
+        self._batch = inputs.kept()
+
+    def shown_steps(self) -> tuple[StepMemory, StepMemory, StepTimes]:
+        """A plain step and one under the plan in force, for a report; `MemScaleError`: they cannot be rehearsed."""
+        if self._batch is None or self.now is None:
+            raise MemScaleError("no batch is known that a step could be rehearsed with")
+        return self.job.shown_steps(self.executor.model, self._batch, self.now)
 
     def promise(self, counted: Known, known: Known, inputs: Inputs) -> None:
         """Give the plan that is in force other numbers."""

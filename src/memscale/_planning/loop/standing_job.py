@@ -29,6 +29,7 @@ from memscale._planning.loop.shapes import loosened
 from memscale._planning.loop.trained_by import TrainedBy
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
+from memscale._planning.questions.shown_steps import shown_steps
 from memscale._planning.together import withheld_from
 from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
@@ -37,6 +38,8 @@ from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale._torch import private
 from memscale.report import console
+from memscale.report.step_memory import StepMemory
+from memscale.report.step_times import StepTimes
 
 logger = logging.getLogger("memscale")
 
@@ -170,6 +173,12 @@ class StandingJob:
         except StaticProfileError as error:
             logger.debug("gradients of earlier batches are not counted: %s", str(error))
             return None
+
+    def shown_steps(self, model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[StepMemory, StepMemory, StepTimes]:
+        """A plain step and one under this plan, with this batch, for a report."""
+        with self._planning():
+            job = self.of(model)
+            return shown_steps(Planner(job.under(job.eligible.travel_of(plan).said_in(self.config)), inputs), plan)
 
     def rehearsed_plain(self, model: nn.Module, inputs: Inputs) -> StepTrace:
         """The step without techniques, with this batch."""

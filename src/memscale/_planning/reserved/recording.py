@@ -248,15 +248,11 @@ def record_steps(
         watch(rehearsal.model, points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
-        recorded = list[list[Event]]()  # in the order in which they run: the first makes the optimizer's state
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if learns and attached is not None else None
         staying = [parameter for parameter in stand_ins.values() if id(parameter) not in away]
         parts = _Parts(rehearsal, recorder, stepping, missing, leaving, staying)
-        recorded += parts.record(num_steps, lesson, limit, passes)
-        if recorded and len(recorded) < num_steps:
-            recorded += parts.record(num_steps - len(recorded))
-        log.steps = recorded if leaving is None else leaving.replacing_each_other(recorded)
+        log.steps = parts.record_all(num_steps, lesson, limit, passes)
     return log
 
 
@@ -332,7 +328,8 @@ class _Missing:
 
     def make_gradients(self) -> None:
         """Backward leaves them, where it does for the blocks that stand for these; the log gets them otherwise."""
-        with self._mode, self._recorder.without_log():  # they come with the blocks that are put in
+        alone = private.without_function_modes()
+        with self._mode, self._recorder.without_log(), alone:  # they come with the blocks that are put in
             for parameter, present in self.stand_ins.values():
                 if present.grad is not None:
                     parameter.grad = torch.empty_like(parameter)
@@ -380,12 +377,14 @@ def _optimizer_on(
     rules: BucketRules | None,
     known: KnownSteps | None,
 ) -> SteppedOptimizer | None:
+    """Buckets ask every parameter for its size and its kind, which is no affair of the stage's function modes."""
     if optimizer == "none":
         return None
-    stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
-    ids = {id(copy): original for original, copy in stand_ins.items()}
-    forgets = rehearsal.emulates_gpu
-    return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
+    with private.without_function_modes():
+        stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
+        ids = {id(copy): original for original, copy in stand_ins.items()}
+        forgets = rehearsal.emulates_gpu
+        return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
 
 
 class Limit(Protocol):
@@ -410,6 +409,15 @@ class _Parts:
         """`staying` are the parameters on the device."""
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
         self._missing, self._leaving, self._staying = missing, leaving, staying
+
+    def record_all(
+        self, num_steps: int, lesson: _Lesson | None, limit: Limit | None, passes: KnownPasses | None
+    ) -> list[list[Event]]:
+        """So many steps, in the order in which they run: the first makes the optimizer's state."""
+        recorded = list(self.record(num_steps, lesson, limit, passes))
+        if recorded and len(recorded) < num_steps:
+            recorded += self.record(num_steps - len(recorded))
+        return recorded if self._leaving is None else self._leaving.replacing_each_other(recorded)
 
     def record(
         self,
