@@ -14,7 +14,7 @@ import memscale
 from memscale._execute.executor import executor_of
 from memscale._plan import Checkpoint
 
-CONFIG = memscale.Config(mode="conservative", force_optimize=True, enable_logging=False)
+CONFIG = memscale.Config(mode=memscale.OptimizationMode.CONSERVATIVE, force_optimize=True, enable_logging=False)
 
 
 def train(order: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
@@ -22,7 +22,7 @@ def train(order: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))
-    data = torch.randn(4 * 4 + 2, 8, 16)
+    data: Any = torch.randn(4 * 4 + 2, 8, 16)
     if order == "before":
         model = memscale.wrap(model, CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -44,9 +44,10 @@ def train(order: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]
     weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     if order == "plain":
         return losses, weights, None
-    plan = executor_of(accelerator.unwrap_model(model)).plan
+    executor = executor_of(accelerator.unwrap_model(model))
+    assert executor is not None
     memscale.detach(accelerator.unwrap_model(model))
-    return losses, weights, plan
+    return losses, weights, executor.plan
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
