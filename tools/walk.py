@@ -9,8 +9,8 @@ and forth, make it easy to follow. Counted with `sys.setprofile`, in this thread
 Not every pair is a detour. Of a pair that calls "directly" both ways, no call comes from PyTorch. The others are hooks
 and modes: a rehearsal runs the model with the very hooks of the plan, so that modules which know nothing of one another
 stand behind each other on the stack. `GpuKernels` alone makes seven of them: while a card is rehearsed on a CPU it is a
-mode that every function of PyTorch passes in forward, also those that our own hooks call. The direct pairs are of two kinds, and
-each of them is intended:
+mode that every function of PyTorch passes in forward, also those that our own hooks call. The direct pairs are of two
+kinds, and each of them is intended:
 
     a class and its base       the base calls what the class fills in: `LiveBytes` and `SegmentRecorder` and what keeps
                                books in them, `MethodOverride`, `RecomputedForward`
@@ -19,8 +19,8 @@ each of them is intended:
 What a stage asks in the middle of its work is data instead of a callback: a record of the techniques is handed
 `Traced`, `OptimizerShares`, `Chosen` or `Trials`, and what records a step is handed the `Limit` of its live bytes. The
 module that attaches a watcher of optimizer steps or of forwards (`SurroundedForward`), or puts a kernel in the place of
-another, is not the one that is called then. What would be a tangle is two modules that import each other; `tests/test_layering.py` lists the few that
-do.
+another, is not the one that is called then. What would be a tangle is two modules that import each other;
+`tests/test_layering.py` lists the few that do.
 
 When this was last counted, `wrap` had 140 modules, 3 pairs and 1 direct one, and `estimate` 178, 21 and 10. In the
 last tree before the rooms were drawn the same tool counts 55, 6 and 3, and 79, 25 and 11. Modules grew with what a plan

@@ -39,8 +39,8 @@ FINDINGS = (
     "that time MemScale's plan has a third of its bytes; it was predicted to take 5 % less than the peer and takes 6 % "
     "more on the virtual clock. Why plans that stream every block and a part of the state are predicted 11 % too fast "
     "on so small a model was not found out.",
-    "- On the CPU processor times of one and the same step differ by some percent from process to process. A model that "
-    "needs nothing was 5.1 % slower than plain PyTorch when each had a process of its own; so both are timed in turns.",
+    "- On the CPU processor times of one step differ by some percent from process to process. A model that needs "
+    "nothing was 5.1 % slower than plain PyTorch when each had a process of its own; so both are timed in turns.",
 )
 NO_SLOWER, NO_LARGER = 1.005, 1.0
 

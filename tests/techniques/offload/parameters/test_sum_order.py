@@ -79,6 +79,20 @@ class WithAside(Calls):
         return x + aside
 
 
+class CastByHand(Uses):
+    """Casts its weight by itself for each use, so that plain PyTorch has two casts as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x.bfloat16(), self.weight.bfloat16())
+        return x + torch.tanh(F.linear(y, self.weight.bfloat16())).float() + self.bias
+
+
+class WithCastByHand(Calls):
+    def __init__(self) -> None:
+        super().__init__((2, 2), (0, 1, 0, 1))
+        self.blocks = nn.ModuleList([CastByHand(), CastByHand()])
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "called twice": lambda: Calls((2, 2), (0, 1, 0, 1)),
     "called three times": lambda: Calls((3,), (0, 0, 0)),
@@ -87,6 +101,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied, twice, once, once, twice": lambda: Calls((2, 1, 1, 2), (0, 1, 2, 3), tied=True),
     "tied, once, twice, once, and again": lambda: Calls((1, 2, 1), (0, 1, 2, 1, 0), tied=True),
     "kept aside": WithAside,
+    "cast by hand": WithCastByHand,
 }
 
 

@@ -111,10 +111,10 @@ class Uses:
 
     def __init__(self) -> None:
         self._several: dict[tuple[bool, ...], set[int]] = {}
-        """Positions among the layer's weights, by training mode and by which weights are trained."""
+        """Positions among the layer's weights, by training mode, by autocast and by which weights are trained."""
         self._counts_always = False
         self.cast_twice: set[int] = set()
-        """Positions of those that the last call that was counted casts more than once, as autocast does to copies."""
+        """Positions of those that autocast casts more than once in the last call that was counted."""
 
     def several(
         self, module: nn.Module, weights: list[Any], output: Any, since: int, *, is_called_again: bool
@@ -122,7 +122,8 @@ class Uses:
         """Return the positions of weights that a call uses more than once; its graph begins at this sequence number."""
         self._counts_always = self._counts_always or is_called_again
         nodes = [getattr(weight, "grad_fn", None) for weight in weights]
-        key = (module.training, *(node is not None for node in nodes))
+        is_cast_once = any(_casts_once(weight) for weight in weights)
+        key = (module.training, is_cast_once, *(node is not None for node in nodes))
         if key not in self._several or self._counts_always:
             kept = [value for part in module.modules() for value in vars(part).values()]
             leaves = [leaf for leaf in (*tree_leaves(output), *kept) if isinstance(leaf, torch.Tensor)]
@@ -130,8 +131,14 @@ class Uses:
             roots = [leaf.grad_fn for leaf in leaves if not getattr(leaf, "is_lazy", False)]
             users = _users(roots, nodes, since)
             self._several[key] = {position for position, each in enumerate(users) if len(each) > 1}
-            self.cast_twice = {position for position, each in enumerate(users) if each.count(_CAST) > 1}
+            cast_twice = {position for position, each in enumerate(users) if each.count(_CAST) > 1}
+            self.cast_twice = cast_twice if is_cast_once else set()
         return self._several[key]
+
+
+def _casts_once(weight: torch.Tensor) -> bool:
+    """Whether plain PyTorch would cast the parameter of this copy once for all of its uses. See NOTE [casts]."""
+    return torch.is_autocast_enabled(weight.device.type) and torch.is_autocast_cache_enabled()
 
 
 def _users(roots: Iterable[Any], targets: list[Any], since: int) -> list[list[str]]:
