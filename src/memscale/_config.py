@@ -170,9 +170,10 @@ class Config:
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
     """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
-    recover_from_oom: bool = False
+    recover_from_oom: bool | None = False
     """Where a training step runs out of device memory, tighten the plan and run the batch once more, where that is
-    exact; else the error says why not: docs/guides/out_of_memory.md."""
+    exact; else the error says why not: docs/guides/out_of_memory.md. None: models of plain code alone, which can be
+    seen to keep nothing; True: also those whose state can be compared and put back."""
     warmup_steps: int = 2
     """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True
@@ -204,8 +205,9 @@ class Config:
         _resolve_techniques(self)
         for name in _BOOLEAN_FIELDS:
             _check_bool(self, name)
-        if self.allow_host_step is not None:
-            _check_bool(self, "allow_host_step")
+        for name in ("allow_host_step", "recover_from_oom"):
+            if getattr(self, name) is not None:
+                _check_bool(self, name)
         if self.auto_policy not in ("rule", "learned") and not isinstance(self.auto_policy, bool):
             raise _bad("auto_policy", self.auto_policy, 'True, False, "rule" or "learned"')
         for name in ("max_cpu_offload_gb", "memory_budget_gb"):
@@ -292,7 +294,6 @@ _BOOLEAN_FIELDS = (
     "force_optimize",
     "use_static_profiling",
     "use_empirical_fallback",
-    "recover_from_oom",
     "enable_logging",
     "verify_correctness",
 )

@@ -90,8 +90,8 @@ def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
         known, replacement = _roles(given.optimizer, given.baseline)
         job = Job(model, config, hardware, known, replacement, given.holds_gradients, ranks, resolved=eligible)
         replanner = Replanner(executor, job, given.reporter, given.replica)
-        if config.recover_from_oom and device.type != "cpu" and not hardware.unified_memory:
-            _recover(model, executor, replanner, device)
+        if config.recover_from_oom is not False and device.type != "cpu" and not hardware.unified_memory:
+            _recover(model, executor, replanner, device, is_asked_for=config.recover_from_oom is True)
         _plan_now(replanner, model, given)
         handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
@@ -123,12 +123,16 @@ def attach_saved(model: nn.Module, plan: Plan, config: Config, optimizer: Optimi
     return executor
 
 
-def _recover(model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device) -> None:
+def _recover(
+    model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device, *, is_asked_for: bool
+) -> None:
     """From here on, steps that run out of memory are run again."""
     undo = contextlib.ExitStack()
     executor.on_detach(undo.close)
-    reserving.refuse_to_spill(device, undo)
-    Recovery(executor, replanner).attach(model, undo)
+    recovery = Recovery(executor, replanner, is_asked_for=is_asked_for)
+    if recovery.may_repeat:  # else spilling is the lesser evil
+        reserving.refuse_to_spill(device, undo)
+    recovery.attach(model, undo)
 
 
 def _plan_now(replanner: Replanner, model: nn.Module, given: Circumstances) -> None:

@@ -329,6 +329,16 @@ class StepsBeside:
             raise NotComparable("state beside the model held something that is gone")
         self._refuse_unknown()
 
+    def refuse_moving(self, taken: Taken) -> None:
+        """Raise `NotComparable` if anything beside the model changes from one forward to the next."""
+        if self._moving or any(not state.is_now() for state in taken.before.values()):
+            raise NotComparable("Python state beside the model changes in its steps (see recover_from_oom=True)")
+
+    @property
+    def code_that_ran(self) -> dict[types.CodeType, dict[str, Any]]:
+        """What is not PyTorch's, the standard library's or ours, while it was last watched, and its variables."""
+        return self._watch.own
+
     def _refuse_unknown(self) -> None:
         inside = Beside.inside(self._attributes())
         if inside.is_cut or any(map(_is_opaque, inside.others)) or self._has_strange_module(inside.others):

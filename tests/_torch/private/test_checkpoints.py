@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpoint_internals
 from torch.utils.checkpoint import checkpoint
 
@@ -66,3 +69,17 @@ def test_hooks_on_what_is_saved_are_seen() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert private.saves_are_hooked()
     assert not private.saves_are_hooked()
+
+
+def test_what_the_user_puts_around_all_operators_is_named() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert private.strange_contexts() is None
+    with torch.device("cpu"):
+        assert private.strange_contexts() is None
+    with Mode():
+        assert "Mode" in str(private.strange_contexts())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert "saved for backward" in str(private.strange_contexts())

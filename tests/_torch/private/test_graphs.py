@@ -111,3 +111,14 @@ def test_a_backward_pass_says_whether_its_graph_is_kept_and_when_it_ends() -> No
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     assert seen == [True, "last", "end", False, "last", "end"]
+
+
+def test_hooks_of_nodes_are_seen() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for hook in ("register_hook", "register_prehook"):
+        node = (x * 2).grad_fn
+        assert not private.is_hooked(node)
+        handle = getattr(node, hook)(lambda *_: None)
+        assert private.is_hooked(node)
+        handle.remove()
+        assert not private.is_hooked(node)

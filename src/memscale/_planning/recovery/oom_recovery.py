@@ -15,6 +15,10 @@ outputs and their gradients up to `LARGEST_GRADIENT_BYTES`, goes to the host.
 NOTE [run twice]: after a failing forward nothing is known of what it would have given. So the forward is then run
 twice, and both must give the same bits: state that is not seen, and so not put back, shows itself. The second counts.
 
+NOTE [by default]: where nobody has asked for it (`recover_from_oom=None`), only steps of models are repeated whose code
+is seen to keep nothing before anything runs again (plain_code.py), and beside which nothing changes from step to step.
+All that is refused where it was asked for is refused there, too: two arguments that do not lean on each other.
+
 NOTE [what is not repeated]: where the repetition might not be exact, the error is raised with the reason: the loss
 reaches parameters beside the model's output, or its own backward ran out of memory; the forward uses parameters that
 are not registered with the model; a node ran a backward pass of its own, so that gradients may have come in part; an
@@ -57,6 +61,7 @@ from memscale._planning.recovery.repeated_step import (
     let_go,
     reached_outputs,
     refuse_draws,
+    refuse_hooked_nodes,
     refuse_hooks,
     refuse_other_containers,
     refuse_other_outputs,
@@ -70,6 +75,7 @@ from memscale._torch import private
 from memscale._torch.moment import Draws, Moment
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
+from memscale._torch.plain_code import PlainModel
 from memscale._torch.snapshots import num_elements_in
 from memscale._torch.steps_beside import MOST_NOTED, StepsBeside, Taken
 from memscale._torch.watched_run import NotComparable
@@ -93,7 +99,10 @@ def _same(leaf: Any) -> Any:
 class Recovery:
     """Runs the steps of one model again that ran out of memory."""
 
-    def __init__(self, executor: Executor, replanner: Replanner) -> None:
+    def __init__(self, executor: Executor, replanner: Replanner, *, is_asked_for: bool = True) -> None:
+        """`is_asked_for`: also for models that are not of plain code. See NOTE [by default]."""
+        self._is_asked_for = is_asked_for
+        self._plain: PlainModel | None = None
         self._executor = executor
         self._replanner = replanner
         self._state = ModuleState(executor.model, on_host=True)
@@ -110,6 +119,13 @@ class Recovery:
         """The plan under which the latest step ran out of memory and was not run again."""
         self._hindrance: str | None = None
         """Why no step of this model is run again, whatever happens. Nothing is noted then."""
+        if not is_asked_for:
+            self._hindrance = _why_not_plain(executor.model)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether there are steps of this model that are run again."""
+        return self._hindrance is None
 
     def attach(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         """Before any plan is: what plans put around the model's forward is around ours."""
@@ -188,6 +204,7 @@ class Recovery:
         if taken is None:
             return self._run_once(inner, args, kwargs)
         step = Step(Moment(device), self._state.before(), taken)
+        step.problem = private.strange_contexts()
         given = tree_map(_same, (args, kwargs))  # a forward may change the containers themselves
         raw = tree_map(_same, raw)
         step.begin(args, kwargs)
@@ -206,6 +223,7 @@ class Recovery:
                 with self._beside.ran() as check:
                     output = inner()(*args, **kwargs)  # themselves: the loop may look into a list that it gave
                     check()
+                    self._refuse_other_code()
                 if is_given_back(given, (args, kwargs)) and self._can_be_put_back(step):
                     shown = shown_values(output)
                     del output
@@ -293,6 +311,9 @@ class Recovery:
         torch.accelerator.empty_cache()
         torch.accelerator.synchronize()
         try:
+            if not self._is_asked_for:
+                self._plain = PlainModel(model)
+                self._beside.refuse_moving(step.taken)
             self._beside.refuse_changes(step.taken)
             self._state.restore(step.memory)
             self._beside.show_before(step.taken)
@@ -414,6 +435,7 @@ class Recovery:
             self._refuse_backward(call)
             refuse_draws(step)
             refuse_hooks(model, step)
+            refuse_hooked_nodes(call)
             refuse_unused_outputs(call, step)
             gradients = gradients_of(step, reached)
             rest = without_gradient(model, step)
@@ -458,6 +480,7 @@ class Recovery:
                     step.draws = Draws(device)
                     _go_back(chosen, rest)
                     check()
+                    self._refuse_other_code()
                 refuse_draws(step)
                 self._refuse_changes(step)
         except torch.OutOfMemoryError as error:
@@ -474,7 +497,12 @@ class Recovery:
         with in_other_words(failure), step.moment.repeated(), torch.enable_grad(), self._beside.ran() as check:
             model(*step.args, **step.kwargs)
             check()
+            self._refuse_other_code()
             self._beside.show_after(step.taken)
+
+    def _refuse_other_code(self) -> None:
+        if self._plain is not None:
+            self._plain.refuse_others(self._beside.code_that_ran)
 
     def _refuse_changes(self, step: Step) -> None:
         """The failed pass and its repetition have left what is beside the model as the forward had left it."""
@@ -489,6 +517,14 @@ def _go_back(chosen: list[tuple[torch.Tensor, torch.Tensor]], rest: list[torch.T
         outputs, gradients = [pair[0] for pair in chosen], [pair[1] for pair in chosen]
         chosen.clear()
         torch.autograd.backward(outputs, gradients, inputs=rest)
+
+
+def _why_not_plain(model: nn.Module) -> str | None:
+    try:
+        PlainModel(model)
+    except NotComparable as reason:
+        return str(reason)
+    return None
 
 
 def _promised(plan: Plan) -> int:

@@ -89,6 +89,8 @@ class Step:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: what its repetition would be given."""
         leaves = tree_leaves((args, kwargs))
+        if self.problem is not None:
+            return
         if any(not isinstance(leaf, _PLAIN) for leaf in leaves):
             self.problem = "the batch holds objects that the forward may have changed"
         elif any(isinstance(leaf, torch.Tensor) and leaf.__dict__ for leaf in leaves):
@@ -233,6 +235,12 @@ def refuse_hooks(model: nn.Module, step: Step) -> None:
         raise NotRepeatable("a tensor that the model keeps as an attribute has hooks, or keeps its gradient")
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         raise NotRepeatable("parameters have hooks that use their gradients during backward")
+
+
+def refuse_hooked_nodes(call: BackwardCall) -> None:
+    """Hooks of the loop's own on nodes of the graph: the repeated one has other nodes."""
+    if any(private.is_hooked(node) for node in _nodes_under([root.grad_fn for root in call.roots if root.grad_fn])):
+        raise NotRepeatable("a node of its graph has hooks of the loop's own")
 
 
 def _is_awaited(value: Any) -> bool:

@@ -11,6 +11,7 @@ from memscale._torch.private.checkpoints import (
     outside_checkpoints,
     saves_are_hooked,
     see_through_checkpoints,
+    strange_contexts,
 )
 from memscale._torch.private.compiling import (
     COMPILED_CALL,
@@ -57,6 +58,7 @@ from memscale._torch.private.graphs import (
     AutogradEngine,
     at_end_of_backward,
     graph_task_id,
+    is_hooked,
     is_own_node,
     keeps_graph,
     mark_node,
@@ -140,6 +142,7 @@ __all__ = [
     "is_fake",
     "is_flattened",
     "is_foreach_by_default",
+    "is_hooked",
     "is_last_load_hook",
     "is_own_node",
     "is_tracing",
@@ -170,6 +173,7 @@ __all__ = [
     "share_version_counter",
     "step_pre_hooks",
     "storage_key",
+    "strange_contexts",
     "tensor_over",
     "timeout_of",
     "uncompile_forward",

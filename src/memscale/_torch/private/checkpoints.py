@@ -84,5 +84,23 @@ def saves_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def strange_contexts() -> str | None:
+    """What the user has put around all operators of this thread: a mode that sees them, or what they save."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        from torch.overrides import _get_current_function_mode_stack
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+            if type(mode).__module__.partition(".")[0] not in _OURS and type(mode).__name__ != "DeviceContext":
+                return f"a mode is in force that sees all operators ({type(mode).__name__})"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and str(getattr(hooks[0], "__module__", "")).partition(".")[0] not in _OURS:
+        return "what is saved for backward goes through hooks (a checkpoint around the model, saved_tensors_hooks)"
+    return None
+
+
+_OURS = ("memscale", "simgpu")
+
+
 def _is_of_checkpoint(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == "torch.utils.checkpoint"

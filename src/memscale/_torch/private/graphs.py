@@ -22,6 +22,31 @@ def node_of(tensor: torch.Tensor) -> Any:
         return tensor.grad_fn
 
 
+def is_hooked(node: Any) -> bool:
+    """Whether somebody else has put a hook on a node of the graph. PyTorch does not say, but hands out the table of its
+    hooks to whoever registers one."""
+    for register in (node.register_hook, getattr(node, "register_prehook", None)):
+        if register is None:
+            continue
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref() or {}
+        handle.remove()
+        if not all(map(_is_known_hook, hooks.values())):
+            return True
+    return False
+
+
+def _is_known_hook(hook: Any) -> bool:
+    """Ours. PyTorch's own stand for hooks of modules, which may have been taken off since."""
+    function = getattr(hook, "func", hook)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return bool(module.partition(".")[0] == "memscale")
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def is_own_node(node: Any) -> bool:
     """Whether a node of the graph is one of PyTorch's operators, and no custom function; DDP's sink passes for one."""
     from torch.nn.parallel.distributed import _DDPSink

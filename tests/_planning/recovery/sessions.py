@@ -1,0 +1,105 @@
+"""A training program that is run three ways: as it is, and with a failing forward or backward in its last step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import memscale
+import simgpu
+from tests.techniques.offload.runs import DEVICE
+
+NUM_STEPS = 4
+CONFIG = memscale.Config(enable_logging=False, mode="conservative", recover_from_oom=None)
+"""Models of plain code alone."""
+
+
+class Session:
+    """Hands a program its inputs, and lets one allocation of its last step fail."""
+
+    def __init__(self, fails_in: str | None, number: int, config: memscale.Config = CONFIG) -> None:
+        self.fails_in, self.number, self.config = fails_in, number, config
+        self.fired = False
+        self.models: list[nn.Module] = []
+        self.before: list[torch.Tensor] = []
+        """The weights before the last step."""
+        torch.manual_seed(1)
+
+    def wrap(self, model: nn.Module, *, sample: Any = None) -> Any:
+        model = model.to(DEVICE)
+        self.models.append(model)
+        if self.fails_in is not None:
+            memscale.wrap(model, self.config, self.x(0) if sample is None else sample)
+        return model
+
+    def x(self, step: int) -> torch.Tensor:
+        torch.manual_seed(10 + step)
+        return (torch.randn(8, 16) + step).to(DEVICE)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [value.detach().cpu().clone() for model in self.models for value in model.parameters()]
+
+    def forward(self, step: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if step == NUM_STEPS - 1 and not self.before:
+            self.before = self.weights()
+        with self._failing("forward", step):
+            return call(*args, **kwargs)
+
+    def backward(self, step: int, loss: torch.Tensor, **options: Any) -> None:
+        with self._failing("backward", step):
+            loss.backward(**options)
+
+    def train(self, model: nn.Module, *, optimizer: Any = None, **kwargs: Any) -> list[Any]:
+        """The plainest loop."""
+        losses = []
+        for step in range(NUM_STEPS):
+            loss = self.forward(step, model, self.x(step), **kwargs)
+            self.backward(step, loss)
+            losses.append(loss.detach().cpu())
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses
+
+    @contextlib.contextmanager
+    def _failing(self, where: str, step: int) -> Iterator[None]:
+        if where != self.fails_in or step != NUM_STEPS - 1 or self.fired:
+            yield
+            return
+        fault = None
+        try:
+            with simgpu.fail_allocation(self.number) as fault:
+                yield
+        finally:
+            self.fired = fault is not None and fault.fired
+
+
+def ran(program: Callable[[Session], Any], fails_in: str | None, number: int, config: memscale.Config = CONFIG) -> Any:
+    """What came out: (values or None, weights, what was said if it was refused, whether anything failed)."""
+    session = Session(fails_in, number, config)
+    try:
+        seen = program(session)
+    except torch.OutOfMemoryError as error:
+        return None, session.weights(), str(error), session
+    finally:
+        for model in session.models:
+            if fails_in is not None:
+                memscale.detach(model)
+    gradients = [
+        None if value.grad is None else value.grad.cpu() for model in session.models for value in model.parameters()
+    ]
+    return [seen, gradients], session.weights(), None, session
+
+
+def is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and torch.equal(first, second)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(is_same, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
+    return bool(first == second)
