@@ -39,8 +39,9 @@ FINDINGS = (
     "that time MemScale's plan has a third of its bytes; it was predicted to take 5 % less than the peer and takes 6 % "
     "more on the virtual clock. Why plans that stream every block and a part of the state are predicted 11 % too fast "
     "on so small a model was not found out.",
-    "- On the CPU processor times of one step differ by some percent from process to process. A model that needs "
-    "nothing was 5.1 % slower than plain PyTorch when each had a process of its own; so both are timed in turns.",
+    "- On the CPU processor times of one and the same step differ by some percent from process to process. A model "
+    "that needs nothing was 5.1 % slower than plain PyTorch when each had a process of its own; so both take turns in "
+    "one now.",
 )
 NO_SLOWER, NO_LARGER = 1.005, 1.0
 
@@ -97,7 +98,7 @@ def verdict_of_time(peer: Row, ours: Row | None) -> str:
 
 def _step_ms_beside(peer: Row, ours: Row) -> float:
     """The peer's step; on a CPU as it was timed beside ours, where it was."""
-    return float(ours.get("peer_step_ms", peer["step_ms"]))
+    return float(ours["peer_step_ms"] if "peer_step_ms" in ours else peer["step_ms"])
 
 
 def _held(row: Row) -> int:

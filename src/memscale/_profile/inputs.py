@@ -57,8 +57,10 @@ class Inputs:
         return self.replaced({id(tensor): function(tensor) for tensor in self.tensors()})
 
     def kept(self) -> Inputs | None:
-        """The same batch without its memory: shapes, and the values of small tensors of integers, which may decide what
-        a model does. None: something in it is neither an ordinary tensor nor a plain value, and may hold memory."""
+        """The same batch without its memory on the device: shapes, and on the host the values of an accelerator's small
+        tensors of integers, which may decide what a model does.
+
+        None: something in it is neither an ordinary tensor nor a plain value, and may hold memory."""
         if not all(other is None or isinstance(other, bool | int | float | str) for other in self.others()):
             return None
         if not all(type(each) in _ORDINARY and each.layout is torch.strided for each in self.tensors()):
@@ -109,9 +111,10 @@ class Inputs:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.nbytes > MOST_KEPT_BYTES:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    if is_number or tensor.device.type in ("cpu", "meta") or tensor.nbytes > MOST_KEPT_BYTES:
         return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-    return tensor.detach().to("cpu", copy=True)
+    return tensor.detach().to("cpu")
 
 
 def _named_tensors(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
