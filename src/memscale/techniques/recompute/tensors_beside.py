@@ -44,6 +44,8 @@ LARGEST_COPY_BYTES = 1 << 16
 """The largest tensor that is copied before every forward."""
 LARGEST_FIRST_COPY_BYTES = 1 << 24
 """The largest that is copied before the first one."""
+LARGEST_PIECE = 1 << 16
+"""The most elements that are summed up at once."""
 Flags: TypeAlias = tuple[bool, ...]
 Contents: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and what they hold at one moment."""
@@ -138,15 +140,36 @@ def _watch_closely(kept: KeptTensors, large: list[torch.Tensor], parameters: Ite
 
 
 def _sums_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The sum of the bits of each, read as integers; without a copy, and the host waits once for each device."""
+    """The sum of the bits of each, read as integers; the host waits once for each device."""
     by_device: dict[torch.device, list[int]] = {}
     sums: list[torch.Tensor] = []
     with private.real_tensors(), torch.no_grad():
         for number, tensor in enumerate(tensors):
-            sums.append(_as_integers(tensor).sum(dtype=torch.int64))
+            sums.append(_sum_of(_as_integers(tensor)))
             by_device.setdefault(tensor.device, []).append(number)
         found = {n: bits for ns in by_device.values() for n, bits in zip(ns, _read([sums[n] for n in ns]), strict=True)}
     return [found[number] for number in range(len(tensors))]
+
+
+def _sum_of(bits: torch.Tensor) -> torch.Tensor:
+    """The sum as a tensor of 64 bits. A device would make a copy of all that is summed up at once, in 64 bits: four
+    times a weight of 16. No plan counts that, so it is done piece by piece."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in _pieces(bits):
+        total += piece.sum(dtype=torch.int64)
+    return total
+
+
+def _pieces(bits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of at most so many elements, which are all of it."""
+    if bits.numel() <= LARGEST_PIECE:
+        yield bits
+    elif bits.is_contiguous():
+        yield from bits.view(-1).split(LARGEST_PIECE)
+    else:
+        dimension = max(range(bits.dim()), key=bits.size)
+        for half in bits.chunk(2, dimension):
+            yield from _pieces(half)
 
 
 def _read(sums: list[torch.Tensor]) -> list[int]:

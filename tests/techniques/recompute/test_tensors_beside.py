@@ -1,0 +1,49 @@
+"""Sums of bits, by which a first forward shows what it writes to in silence: they take next to no memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from memscale.techniques.recompute.tensors_beside import LARGEST_PIECE, _sums_of
+
+
+def tensors() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    large = torch.randn(3, LARGEST_PIECE + 1)
+    return [
+        torch.randn(7),
+        large,
+        large.bfloat16(),
+        large.t(),
+        torch.randn(5, 2 * LARGEST_PIECE)[:, ::2],
+        torch.randn(2, 300, 400).permute(2, 0, 1)[1:],
+        torch.randn(300, 300, dtype=torch.complex64),
+        torch.tensor(3.0),
+    ]
+
+
+def test_they_are_those_of_the_whole() -> None:
+    integers = {2: torch.int16, 4: torch.int32}
+    whole = [(torch.view_as_real(t) if t.is_complex() else t) for t in tensors()]
+    assert _sums_of(tensors()) == [int(t.clone().view(integers[t.element_size()]).sum()) for t in whole]
+
+
+def test_little_is_summed_up_at_once() -> None:
+    """A card copies that many elements into 64 bits."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        _sums_of(tensors())
+    sizes = [math.prod(event.input_shapes[0]) for event in profiled.events() if event.name == "aten::sum"]
+    assert max(sizes) <= LARGEST_PIECE
+    assert sum(sizes) == sum(tensor.numel() * (1 + tensor.is_complex()) for tensor in tensors())
+
+
+@pytest.mark.parametrize("index", [0, LARGEST_PIECE, -1])
+def test_every_element_counts(index: int) -> None:
+    tensor = torch.zeros(3 * LARGEST_PIECE)
+    (before,) = _sums_of([tensor])
+    tensor[index] = 1.0
+    assert _sums_of([tensor]) != [before]
