@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -353,7 +354,7 @@ def _root() -> str:
 
 def test_inputs_are_not_changed() -> None:
     profile, config = profile_of(4), Config(force_optimize=True)
-    before = (profile.to_json(), dataclasses.replace(config))
+    before = (profile.to_json(), copy.copy(config))
     decide(profile, resolve(config, HARDWARE))
     assert (profile.to_json(), config) == before
 
