@@ -495,6 +495,57 @@ def test_an_expandable_segment_has_room_for_the_card_and_an_eighth() -> None:
     assert [segment.address for segment in memory.segments()] == [60 * MIB, 180 * MIB], "180 MiB, of which 60 are left"
 
 
+# ---- what is there already
+
+
+def _drive(chance: random.Random, memory: CachingAllocator, live: list[Block], num_requests: int) -> None:
+    for _ in range(num_requests):
+        if live and chance.random() < 0.45:
+            memory.free(live.pop(chance.randrange(len(live))))
+        else:
+            live.append(memory.allocate(int(10 ** chance.uniform(2.5, 7.6)), stream=chance.choice((0, 0, 0, 1))))
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True", "expandable_segments:True,large_segment_size_mb:12"])
+@pytest.mark.parametrize("seed", range(5))
+def test_adopted_segments_are_used_on_as_if_they_were_ones_own(conf: str, seed: int) -> None:
+    chance = random.Random(seed)
+    memory, live = model(conf), list[Block]()
+    for size in (1000, 3 * MIB):  # an expandable segment begins where its first page is mapped
+        for stream in (0, 1):
+            memory.allocate(size, stream)
+    _drive(chance, memory, live, 200)
+    other = model(conf)
+    found = other.adopt(memory.segments())
+    assert (other.allocated_bytes, other.reserved_bytes) == (memory.allocated_bytes, memory.reserved_bytes)
+    assert other.requested_bytes == other.peak_requested_bytes == memory.requested_bytes
+    same = [found[block.address] for block in live]
+    assert [block.size_bytes for block in same] == [block.size_bytes for block in live]
+    again = random.Random(seed)
+    again.setstate(chance.getstate())
+    _drive(chance, memory, live, 200)
+    _drive(again, other, same, 200)
+    memory.empty_cache()
+    other.empty_cache()
+    assert sorted(layout(other)) == sorted(layout(memory))
+    assert other.peak_reserved_bytes >= other.reserved_bytes == memory.reserved_bytes
+
+
+def test_what_waits_for_events_is_adopted_as_free() -> None:
+    memory = model(event_lag=None)
+    blocks = [memory.allocate(4 * MIB) for _ in range(4)]
+    memory.record_stream(blocks[2], 1)
+    memory.free(blocks[2])
+    memory.free(blocks[1])
+    assert [state for _, state in layout(memory)[0]] == ["allocated", "free", "awaiting events", "allocated", "free"]
+    other = model()
+    other.adopt(memory.segments())
+    assert layout(other) == [
+        [(4 * MIB, "allocated"), (8 * MIB, "free"), (4 * MIB, "allocated"), (4 * MIB, "free")],
+    ]
+    assert other.requested_bytes == other.allocated_bytes == 8 * MIB
+
+
 # ---- settings
 
 

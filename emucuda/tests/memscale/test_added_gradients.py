@@ -4,6 +4,9 @@ import torch
 from torch import nn
 
 import memscale
+from memscale._decide.allocator import CachingAllocator
+from memscale._planning.reserved.found_memory import find_memory
+from memscale._profile.inputs import Inputs
 
 
 def test_where_nothing_is_done_the_numbers_are_made_anew():
@@ -25,3 +28,23 @@ def test_where_nothing_is_done_the_numbers_are_made_anew():
     assert abs(plan.predicted_allocated_bytes / torch.cuda.max_memory_allocated() - 1) < 0.005
     assert 0 <= plan.predicted_reserved_bytes / torch.cuda.max_memory_reserved() - 1 < 0.03
     memscale.detach(model)
+
+
+def test_the_card_tells_where_gradients_lie():
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    batch = torch.zeros(512, 1024, device="cuda")
+    inputs = Inputs((batch,), {})
+    assert find_memory(model, inputs, "cuda") is None, "no step has begun"
+    model(batch).square().mean().backward()
+    found = find_memory(model, inputs, "cuda")
+    memory = CachingAllocator()
+    blocks = memory.adopt(found.segments)
+    assert memory.reserved_bytes == torch.cuda.memory_reserved()
+    assert memory.allocated_bytes == torch.cuda.memory_allocated()
+    sizes = {origin: blocks[address].requested_bytes for origin, address in found.addresses.items()}
+    parameters = list(model.parameters())
+    assert sizes == {
+        ("input", 0): batch.nbytes,
+        **{("parameter", number): each.nbytes for number, each in enumerate(parameters)},
+        **{("gradient", number): each.nbytes for number, each in enumerate(parameters)},
+    }

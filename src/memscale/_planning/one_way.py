@@ -41,7 +41,8 @@ from memscale._plan import (
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
-from memscale._planning.reserved.allocations import allocator_settings, reserved_of, settings_before_plans
+from memscale._planning.reserved.allocations import Start, allocator_settings, reserved_of, settings_before_plans
+from memscale._planning.reserved.found_memory import find_memory
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import Limit, highest_of, record_steps, rehearse_lengthened
 from memscale._planning.stage import Stage
@@ -289,12 +290,10 @@ class OneWay(Trials):
                     self.allocator,
                     may_switch=self._may_switch,
                     workspace_bytes=workspace_bytes,
-                    earlier=self.earlier_allocator,
+                    start=self._start,
                 )
             else:
-                use, found = growing(
-                    log, self.allocator, workspace_bytes=workspace_bytes, earlier=self.earlier_allocator
-                )
+                use, found = growing(log, self.allocator, workspace_bytes=workspace_bytes, start=self._start)
         use = dataclasses.replace(use, otherwise_reserved_bytes=held.reserved_bytes)
         reserved_bytes = round_up(int(found.reserved_peak_bytes * (1 + _MARGIN)), MIB)
         return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
@@ -322,9 +321,7 @@ class OneWay(Trials):
             self._last_log = key, log
             with stage("playing the caching allocator"):
                 workspace_bytes = self.hardware.workspace_bytes
-                found = reserved_of(
-                    log, self.allocator, workspace_bytes=workspace_bytes, earlier=self.earlier_allocator
-                )
+                found = reserved_of(log, self.allocator, workspace_bytes=workspace_bytes, start=self._start)
             self.stage.held[key] = self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
 
     def steps(
@@ -435,9 +432,20 @@ class OneWay(Trials):
         return allocator_settings() if self.hardware.present else AllocatorSettings()
 
     @functools.cached_property
-    def earlier_allocator(self) -> AllocatorSettings | None:
-        """Those that weights may have been placed under, too. See NOTE [two starts] in allocations.py."""
-        return settings_before_plans() if self.hardware.present else None
+    def _start(self) -> Start:
+        """What steps begin with: memory as it is where a step has begun; else settings that weights may have been
+        placed under, too. See NOTE [two starts] in allocations.py."""
+        if not self.hardware.present:
+            return None
+        found = None
+        if self.rehearsal.holds_gradients and not self.rehearsal.leaves_gradients and not self._has_state:
+            found = find_memory(self.model, self.inputs, self.hardware.device_type)
+        return found or settings_before_plans()
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether the optimizer has made its state: the log makes it again, and does not know where it lies."""
+        return not isinstance(self.job.optimizer, str) and any(self.job.optimizer.state.values())
 
     def first_reserve(self, eligible: Eligible) -> int:
         """What is expected to be held above what is live: that of the plain step, where that could be left alone."""

@@ -263,7 +263,7 @@ def test_weights_may_lie_in_segments_of_an_earlier_kind() -> None:
     log.free(3)
     pages = parse_settings(SMALL_PAGES)
     alone = reserved_of(log, pages, workspace_bytes=0).reserved_peak_bytes
-    both = reserved_of(log, pages, workspace_bytes=0, earlier=AllocatorSettings()).reserved_peak_bytes
+    both = reserved_of(log, pages, workspace_bytes=0, start=AllocatorSettings()).reserved_peak_bytes
     from_ordinary = reserved_of(log, AllocatorSettings(), workspace_bytes=0, use=AllocatorUse(SMALL_PAGES))
     assert both == max(alone, from_ordinary.reserved_peak_bytes) > min(alone, from_ordinary.reserved_peak_bytes)
 

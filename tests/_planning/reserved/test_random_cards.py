@@ -22,18 +22,19 @@ CASES: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[3] / "docs" / "results" / "random_cards.json").read_text()
 )["cases"]
 TRAINED = [case for case in CASES if case["outcome"] == "trained"]
-BELOW = {(1, 91): -0.124, (1, 135): -0.096, (1, 139): -0.065}
+BELOW = {(1, 91): -0.124, (1, 135): -0.096}
 """Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. All are loops
 that add up gradients: their first batch is trained by a plan that does not count them. Those gradients lie in segments
-that this plan has made, and the next plan holds them beside its own, which is not in its prediction."""
+that this plan has made, and the next plan holds them beside its own, which was not in its prediction when these were
+recorded."""
 ABOVE = {
-    (1, 44): (0.006, 0.03),
-    (1, 73): (0.022, 0.03),
+    (1, 44): (0.016, 0.03),
     (1, 186): (0.005, 0.036),
 }
 """Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve. In 186
-an earlier plan may have placed the weights in segments of either kind, and the higher figure of both is promised. Of
-the others the causes were not found."""
+an earlier plan may have placed the weights in segments of either kind, and the higher figure of both is promised. 44
+starts on the host: where a plan follows another, weights and gradients go there and come back, and lie elsewhere than
+where they were found."""
 
 
 def name(case: dict[str, Any]) -> str:

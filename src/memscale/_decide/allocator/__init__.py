@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import collections
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from memscale._decide.allocator.blocks import (
@@ -26,6 +26,7 @@ from memscale._decide.allocator.blocks import (
     Pool,
     SegmentState,
     State,
+    chained,
     has_room,
     skip_growing,
     stretch_from,
@@ -128,7 +129,7 @@ class CachingAllocator:
         self._num_requests += 1
         size_bytes = self._rounded(num_bytes)
         is_small = size_bytes <= SMALL_BYTES
-        pool = self._pools.get((stream, is_small)) or self._new_pool(stream, is_small)
+        pool = self._pool(stream, is_small)
         block = self._best_fit(pool, size_bytes) or self._reserve(pool, size_bytes)
         rest_bytes = block.size_bytes - size_bytes
         if rest_bytes and self._splits(is_small, size_bytes, rest_bytes):
@@ -194,9 +195,72 @@ class CachingAllocator:
                 if block.state == "unmapped":
                     block = block.next
                     continue
-                segment, block = stretch_from(block)
+                segment, block = stretch_from(block, is_expandable=address in self._expandable_bases)
                 found.append(segment)
         return tuple(found)
+
+    # ---- what is there already
+
+    def adopt(self, segments: Iterable[SegmentState]) -> dict[int, Block]:
+        """Take over segments that an allocator has made, oldest first; their blocks, by the addresses they had there.
+
+        A block that waits for events is taken for free. Of an expandable segment stretches are known and not its
+        beginning, so it begins with the first of them.
+        """
+        found: dict[int, Block] = {}
+        growing: dict[tuple[int, bool], list[SegmentState]] = {}
+        for segment in segments:
+            if segment.is_expandable:
+                growing.setdefault((segment.stream, segment.is_small), []).append(segment)
+                continue
+            pool = self._pool(segment.stream, segment.is_small)
+            first = self._new_segment(pool, segment.size_bytes, "free")
+            blocks = chained(segment, pool, first.base, first.address, None)
+            self._first_blocks[first.address] = blocks[0]
+            self._settle(segment, blocks, found)
+        for (stream, is_small), stretches in growing.items():
+            self._adopt_growing(self._pool(stream, is_small), sorted(stretches, key=lambda one: one.address), found)
+        self.reset_peaks()
+        return found
+
+    def _adopt_growing(self, pool: Pool, stretches: list[SegmentState], found: dict[int, Block]) -> None:
+        start, last = stretches[0].address, stretches[-1]
+        span_bytes = last.address + last.size_bytes - start
+        space_bytes = round_up(max(self._address_space_bytes, span_bytes + pool.page_bytes), pool.page_bytes)
+        base = self._new_segment(pool, space_bytes, "unmapped").base
+        self._expandable_bases.add(base)
+        before: Block | None = None
+        position = 0
+        for stretch in stretches:
+            before = self._leave_unmapped(pool, base, position, stretch.address - start, before)
+            blocks = chained(stretch, pool, base, base + stretch.address - start, before)
+            if before is None:
+                self._first_blocks[base] = blocks[0]
+            self._settle(stretch, blocks, found)
+            before, position = blocks[-1], stretch.address - start + stretch.size_bytes
+        self._leave_unmapped(pool, base, position, space_bytes, before)
+
+    def _leave_unmapped(self, pool: Pool, base: int, start: int, end: int, before: Block | None) -> Block | None:
+        """The last block, where an expandable segment has room between these distances from its base."""
+        if start == end or before is None:
+            return before
+        room = Block(pool, base, base + start, end - start, "unmapped")
+        before.insert_after(room)
+        pool.add_unmapped(room)
+        return room
+
+    def _settle(self, segment: SegmentState, blocks: list[Block], found: dict[int, Block]) -> None:
+        """Count adopted blocks, and put the free ones into their pool."""
+        self.reserved_bytes += segment.size_bytes
+        address = segment.address
+        for block in blocks:
+            found[address] = block
+            address += block.size_bytes
+            if block.state == "allocated":
+                self.allocated_bytes += block.size_bytes
+                self.requested_bytes += block.requested_bytes
+            else:
+                self._add_free(block)
 
     # ---- which block
 
@@ -210,7 +274,10 @@ class CachingAllocator:
                 return round_up(num_bytes, (1 << num_bytes.bit_length() - 1) // divisions)
         return (num_bytes + MIN_BLOCK_BYTES - 1) // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
 
-    def _new_pool(self, stream: int, is_small: bool) -> Pool:
+    def _pool(self, stream: int, is_small: bool) -> Pool:
+        found = self._pools.get((stream, is_small))
+        if found is not None:
+            return found
         page_bytes = SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
         pool = self._pools[stream, is_small] = Pool(stream, is_small, page_bytes)
         return pool

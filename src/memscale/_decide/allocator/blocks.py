@@ -7,8 +7,9 @@ the lowest address. Here each segment lies behind all that were made before it, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 State = Literal["free", "allocated", "awaiting events", "unmapped"]
@@ -127,6 +128,7 @@ class SegmentState:
     stream: int
     is_small: bool
     blocks: tuple[BlockState, ...]
+    is_expandable: bool = False
 
 
 def skip_growing(free: list[tuple[int, int, Block]], index: int) -> int:
@@ -162,7 +164,25 @@ def whole_segments(pool: Pool) -> list[Block]:
     return [block for _, _, block in pool.free if block.prev is None and block.next is None]
 
 
-def stretch_from(first: Block) -> tuple[SegmentState, Block | None]:
+def chained(segment: SegmentState, pool: Pool, base: int, address: int, before: Block | None) -> list[Block]:
+    """The blocks of a segment that lies at this address, one behind the other, and behind the one `before` them."""
+    blocks = []
+    for is_used, group in itertools.groupby(segment.blocks, lambda block: block.state == "allocated"):
+        for state in group if is_used else [_one_free(group)]:
+            blocks.append(block := Block(pool, base, address, state.size_bytes, state.state))
+            block.requested_bytes = state.requested_bytes
+            if before is not None:
+                before.insert_after(block)
+            before, address = block, address + state.size_bytes
+    return blocks
+
+
+def _one_free(blocks: Iterable[BlockState]) -> BlockState:
+    """What neighbours are that nobody uses, or nobody will when events have come."""
+    return BlockState(sum(block.size_bytes for block in blocks), 0, "free")
+
+
+def stretch_from(first: Block, *, is_expandable: bool) -> tuple[SegmentState, Block | None]:
     """Mapped blocks from this one on, as a segment; and the block behind them."""
     blocks = []
     block: Block | None = first
@@ -170,4 +190,5 @@ def stretch_from(first: Block) -> tuple[SegmentState, Block | None]:
         blocks.append(BlockState(block.size_bytes, block.requested_bytes, block.state))
         block = block.next
     size_bytes = sum(each.size_bytes for each in blocks)
-    return SegmentState(first.address, size_bytes, first.pool.stream, first.pool.is_small, tuple(blocks)), block
+    pool = first.pool
+    return SegmentState(first.address, size_bytes, pool.stream, pool.is_small, tuple(blocks), is_expandable), block

@@ -147,7 +147,7 @@ class PlansInForce:
             self.executor.plan = counted.plan
         else:
             self.put_in_force(counted.plan, inputs)
-            self.begin_afresh()
+        self.begin_afresh()
 
     def begin_afresh(self) -> None:
         """Give back what the allocator has cached.

@@ -54,7 +54,19 @@ class Reached:
     point: ReleasePoint
 
 
-Event = Allocated | Freed | Multiplied | Emptied | Reached
+Origin = tuple[str, int]
+"""A tensor of the model's or the loop's: "parameter", "buffer", "input" or "gradient", and which of them in order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed:
+    """A later batch of the same step begins, whose gradients are added to those of the batches before."""
+
+    gradients: tuple[tuple[Origin, int, int], ...]
+    """The gradients that are there: which they are, their serials and their bytes."""
+
+
+Event = Allocated | Freed | Multiplied | Emptied | Reached | Resumed
 
 
 LogState = tuple[int, frozenset[Thread], frozenset[int]]
@@ -75,6 +87,8 @@ class AllocationLog:
         """The serial of each allocation that lives, by the key of its storage."""
         self._have_multiplied: set[Thread] = set()
         self._forgotten: set[int] = set()
+        self.origins: dict[int, Origin] = {}
+        """What is there before the first step, by serial."""
         self.place: Place | None = None
         """The place of what is allocated next."""
         self._sum: tuple[int, Allocated, frozenset[int]] | None = None
@@ -122,6 +136,11 @@ class AllocationLog:
 
     def reach(self, point: ReleasePoint) -> None:
         self._now.append(Reached(point))
+
+    def resume(self, gradients: Iterable[tuple[Origin, int, int]]) -> None:
+        """A later batch of the step begins; which gradients are there, the keys of their storages, and their bytes."""
+        found = ((origin, self.serial_of(key), num_bytes) for origin, key, num_bytes in gradients)
+        self._now.append(Resumed(tuple((origin, serial, size) for origin, serial, size in found if serial is not None)))
 
     def sum_up(self, key: int, summand_keys: Iterable[int]) -> None:
         """What was allocated last is a sum of gradients under `key`.

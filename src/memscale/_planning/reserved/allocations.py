@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
@@ -23,9 +24,12 @@ from memscale._planning.reserved.allocation_log import (
     Emptied,
     Event,
     Multiplied,
+    Origin,
     Reached,
+    Resumed,
     Thread,
 )
+from memscale._planning.reserved.found_memory import FoundMemory
 from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
@@ -36,6 +40,10 @@ WORKSPACE_BYTES = 8_519_680
 NUM_STEPS = 3
 """How many steps are played: in the second the optimizer's state is there, in the third memory is as the second left
 it."""
+
+Start = AllocatorSettings | FoundMemory | None
+"""What steps begin with: weights placed under these settings, or memory as it was found; None: nothing but their own
+settings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,42 +94,41 @@ def reserved_of(
     capacity_bytes: int | None = None,
     use: AllocatorUse | None = None,
     most_bytes: int | None = None,
-    earlier: AllocatorSettings | None = None,
+    start: Start = None,
 ) -> Reserved:
     """What PyTorch's allocator hands out and holds in that many steps, of which the last recorded one is repeated.
 
     `workspace_bytes` is what cuBLAS takes for each thread that multiplies matrices; 0: nothing. `use` is what a plan
     asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice, and
-    `HoldsMore` as soon as more than `most_bytes` are held in a step. `earlier`: the settings under which the weights
-    may have been placed, too; see NOTE [two starts].
+    `HoldsMore` as soon as more than `most_bytes` are held in a step. `start`: the settings under which the weights
+    may have been placed, too, see NOTE [two starts]; or the memory in which a step that has begun goes on.
     """
-    starts = [settings] if earlier is None else [settings, earlier]
-    found = [
-        _reserved_from(
-            CachingAllocator(start, capacity_bytes), log, settings, num_steps, workspace_bytes, use, most_bytes
-        )
-        for start in starts
-    ]
+    parts = log.played(num_steps)
+    if isinstance(start, FoundMemory):
+        replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes)
+        return _reserved_from(replay, replay.go_on(start, log.origins, parts), settings, use, most_bytes)
+    found = []
+    for placed in [settings] if start is None else [settings, start]:
+        replay = Replay(CachingAllocator(placed, capacity_bytes), workspace_bytes)
+        found.append(_reserved_from(replay, parts, settings, use, most_bytes))
     return max(found, key=lambda one: one.reserved_peak_bytes)
 
 
 def _reserved_from(
-    memory: CachingAllocator,
-    log: AllocationLog,
+    replay: Replay,
+    parts: list[list[Event]],
     settings: AllocatorSettings | None,
-    num_steps: int,
-    workspace_bytes: int,
     use: AllocatorUse | None,
     most_bytes: int | None,
 ) -> Reserved:
-    """The same, with weights that are placed as this allocator is set, and steps under the settings."""
-    replay = Replay(memory, workspace_bytes)
-    before, *steps = log.played(num_steps)
+    """The same, with weights that are placed as the allocator is set or found, and steps under the settings."""
+    memory = replay.memory
+    before, *steps = parts
     replay.play(before)
-    memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
     memory.configure(settings or AllocatorSettings())
     if use is not None:
         replay.follow(use)
+    memory.reset_peaks()  # what streamed parameters took before they left is no part of a step
     replay.most_bytes = most_bytes
     for events in steps:
         replay.play(events)
@@ -139,7 +146,8 @@ class Replay:
     a variable gets another value."""
 
     def __init__(self, memory: CachingAllocator, workspace_bytes: int) -> None:
-        self._memory = memory
+        self.memory = memory
+        """What is played on."""
         self._workspace_bytes = workspace_bytes
         self._blocks: dict[int, Block] = {}
         self._threads: set[Thread] = set()
@@ -149,10 +157,41 @@ class Replay:
         self.most_bytes: int | None = None
         """`HoldsMore` is raised above this; None: nothing is too much."""
 
+    def go_on(self, found: FoundMemory, origins: Mapping[int, Origin], parts: list[list[Event]]) -> list[list[Event]]:
+        """Take over the memory of a step that has begun; what is left to be played of these parts.
+
+        A plan that is made then begins with nothing cached (`begin_afresh`). Large blocks that belong to nothing in the
+        log were the earlier plan's, and go with it, or are the loop's, and are counted apart.
+        """
+        blocks = self.memory.adopt(found.segments)
+        at = {origin: blocks[address] for origin, address in found.addresses.items() if address in blocks}
+        self._blocks = {serial: at[origin] for serial, origin in origins.items() if origin in at}
+        before, first, *others = parts
+        index = next(index for index, event in enumerate(first) if isinstance(event, Resumed))
+        resumed = first[index]
+        assert isinstance(resumed, Resumed)
+        held = {serial: at[origin] for origin, serial, _ in resumed.gradients if origin in at}
+        self._let_go(blocks, {*self._blocks.values(), *held.values()})
+        came = [event for event in before if not (isinstance(event, Allocated) and event.serial in self._blocks)]
+        self._blocks |= held
+        missing = [Allocated(serial, size) for _, serial, size in resumed.gradients if serial not in held]
+        return [[*came, *missing, Emptied()], first[index + 1 :], *others]
+
+    def _let_go(self, blocks: Mapping[int, Block], known: set[Block]) -> None:
+        """Free what is not known, but for workspaces and what is small."""
+        threads: list[Thread] = ["backward", "forward"]
+        for block in blocks.values():
+            if block.state != "allocated" or block in known or block.pool.is_small:
+                continue
+            if block.requested_bytes == self._workspace_bytes and threads:
+                self._threads.add(threads.pop())
+            else:
+                self.memory.free(block)
+
     def follow(self, use: AllocatorUse) -> None:
         """Set the allocator as the executor does when a plan is attached."""
         if use.settings:
-            self._memory.configure(parse_settings(use.settings))
+            self.memory.configure(parse_settings(use.settings))
         self._releases = frozenset(use.releases)
 
     def play(self, events: list[Event]) -> None:
@@ -164,12 +203,14 @@ class Replay:
             elif isinstance(event, Multiplied):
                 self._multiply(event.thread)
             elif isinstance(event, Emptied):
-                self._memory.empty_cache()
+                self.memory.empty_cache()
+            elif isinstance(event, Resumed):
+                continue
             elif event.serial in self._blocks:  # else it was made before the step, and went when that was first played
-                self._memory.free(self._blocks.pop(event.serial))
+                self.memory.free(self._blocks.pop(event.serial))
 
     def _allocate(self, event: Allocated) -> None:
-        memory, old = self._memory, self._blocks.get(event.serial)
+        memory, old = self.memory, self._blocks.get(event.serial)
         highest_bytes = memory.peak_reserved_bytes
         self._blocks[event.serial] = memory.allocate(event.num_bytes)
         if memory.peak_reserved_bytes > highest_bytes:
@@ -183,9 +224,9 @@ class Replay:
     def _reach(self, point: ReleasePoint) -> None:
         self._passed = point
         if point in self._releases:
-            self._memory.empty_cache()
+            self.memory.empty_cache()
 
     def _multiply(self, thread: Thread) -> None:
         if self._workspace_bytes and thread not in self._threads:
             self._threads.add(thread)
-            self._memory.allocate(self._workspace_bytes)
+            self.memory.allocate(self._workspace_bytes)

@@ -16,7 +16,7 @@ from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved.allocation_log import AllocationLog, Reached
-from memscale._planning.reserved.allocations import HoldsMore, Reserved, reserved_of
+from memscale._planning.reserved.allocations import HoldsMore, Reserved, Start, reserved_of
 
 WORTH = 0.005
 """The share of the reserved bytes that all releases which are left out may cost together."""
@@ -33,11 +33,11 @@ def least_reserved(
     *,
     may_switch: bool,
     workspace_bytes: int,
-    earlier: AllocatorSettings | None = None,
+    start: Start = None,
 ) -> tuple[AllocatorUse, Reserved]:
-    """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page. `earlier`:
+    """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page. `start`:
     as in `reserved_of`."""
-    trials = _Trials(log, settings, workspace_bytes, earlier)
+    trials = _Trials(log, settings, workspace_bytes, start)
     texts = ("", SMALL_PAGES) if may_switch else ("",)
     found = [trials.improved(trials.start(text)) for text in texts]
     limit_bytes = int(min(map(trials.bytes_of, found)) * (1 + WORTH))
@@ -51,10 +51,10 @@ def growing(
     settings: AllocatorSettings,
     *,
     workspace_bytes: int,
-    earlier: AllocatorSettings | None = None,
+    start: Start = None,
 ) -> tuple[AllocatorUse, Reserved]:
-    """Segments that grow page by page and no release, and what is reserved then. `earlier`: as in `reserved_of`."""
-    trials = _Trials(log, settings, workspace_bytes, earlier)
+    """Segments that grow page by page and no release, and what is reserved then. `start`: as in `reserved_of`."""
+    trials = _Trials(log, settings, workspace_bytes, start)
     return (use := AllocatorUse(SMALL_PAGES)), trials.played(use)
 
 
@@ -66,10 +66,10 @@ class _Trials:
         log: AllocationLog,
         settings: AllocatorSettings,
         workspace_bytes: int,
-        earlier: AllocatorSettings | None = None,
+        start: Start = None,
     ) -> None:
         self._log = log
-        self._settings, self._earlier = settings, earlier
+        self._settings, self._start = settings, start
         self._workspace_bytes = workspace_bytes
         self._known: dict[AllocatorUse, Reserved] = {}
         self._above: dict[AllocatorUse, int] = {}
@@ -93,7 +93,7 @@ class _Trials:
             use=use,
             num_steps=NUM_STEPS,
             most_bytes=most_bytes,
-            earlier=self._earlier,
+            start=self._start,
         )
 
     def holds_at_most(self, use: AllocatorUse, most_bytes: int) -> bool:

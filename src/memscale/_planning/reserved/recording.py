@@ -34,6 +34,7 @@ from memscale._planning.reserved.allocation_log import (
     AllocationLog,
     Event,
     Freed,
+    Origin,
     Place,
     Thread,
 )
@@ -240,6 +241,7 @@ def record_steps(
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
         _see_what_is_there(rehearsal, recorder, inputs_first=inputs_first)
+        log.origins = _origins(rehearsal, log)
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
@@ -250,8 +252,7 @@ def record_steps(
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if learns and attached is not None else None
-        staying = [parameter for parameter in stand_ins.values() if id(parameter) not in away]
-        parts = _Parts(rehearsal, recorder, stepping, missing, leaving, staying)
+        parts = _Parts(rehearsal, recorder, stepping, missing, leaving, list(stand_ins.values()), away)
         log.steps = parts.record_all(num_steps, lesson, limit, passes)
     return log
 
@@ -269,6 +270,22 @@ def _see_what_is_there(rehearsal: FakeRehearsal, recorder: EventRecorder, *, inp
 def _see_inputs(rehearsal: FakeRehearsal, recorder: EventRecorder) -> None:
     recorder.events.place = Place("inputs")
     recorder.see_all(rehearsal.inputs.tensors(), "other")
+
+
+def _origins(rehearsal: FakeRehearsal, log: AllocationLog) -> dict[int, Origin]:
+    """Which tensor each of the allocations is that are there."""
+    kinds = {
+        "parameter": rehearsal.model.parameters(),
+        "buffer": rehearsal.model.buffers(),
+        "input": rehearsal.inputs.tensors(),
+    }
+    found: dict[int, Origin] = {}
+    for kind, tensors in kinds.items():
+        for position, tensor in enumerate(tensors):
+            serial = log.serial_of(private.storage_key(tensor.untyped_storage()))
+            if serial is not None:
+                found.setdefault(serial, (kind, position))
+    return found
 
 
 def _watch_modules(rehearsal: FakeRehearsal, recorder: EventRecorder, undo: contextlib.ExitStack) -> None:
@@ -404,11 +421,14 @@ class _Parts:
         optimizer: SteppedOptimizer | None,
         missing: _Missing,
         leaving: LeftGradients | None,
-        staying: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+        away: set[int],
     ) -> None:
-        """`staying` are the parameters on the device."""
+        """`parameters` are those of the whole model, in order, and `away` the ids of those that are not on the
+        device."""
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
-        self._missing, self._leaving, self._staying = missing, leaving, staying
+        self._missing, self._leaving, self._parameters = missing, leaving, parameters
+        self._staying = [parameter for parameter in parameters if id(parameter) not in away]
 
     def record_all(
         self, num_steps: int, lesson: _Lesson | None, limit: Limit | None, passes: KnownPasses | None
@@ -501,7 +521,15 @@ class _Parts:
         elif self._rehearsal.holds_gradients:
             # An earlier batch of this step, whose gradients are added to.
             _pass_through(self._rehearsal, self._recorder)
+            self._recorder.events.resume(self._gradients())
         return _pass_through(self._rehearsal, self._recorder)
+
+    def _gradients(self) -> Iterator[tuple[Origin, int, int]]:
+        """Those that are there, by the parameter's position, with the keys of their storages and their bytes."""
+        for position, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                storage = parameter.grad.untyped_storage()
+                yield ("gradient", position), private.storage_key(storage), storage.nbytes()
 
     def _step(self, num_steps: int) -> list[list[Event]]:
         """Steps of the optimizer. The stage's function modes have nothing to say there, and take time at every call."""

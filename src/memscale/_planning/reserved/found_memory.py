@@ -1,0 +1,71 @@
+"""The accelerator's caching allocator as it is now, in the middle of a training step.
+
+    found = find_memory(model, inputs, "cuda")      # None where no gradients lie on the card
+    reserved_of(log, settings, start=found)         # the step goes on from there
+
+A loop that adds up gradients shows it when its second batch begins. The gradients of the first lie in segments that the
+plan before has made, in the sizes of that plan's tensors, and stay there until the optimizer has stepped; so do the
+workspaces of matrix products, for good. What the next plan holds beside them depends on what is free around them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale._decide.allocator.blocks import BlockState, SegmentState
+from memscale._planning.reserved.allocation_log import Origin
+from memscale._profile.inputs import Inputs
+from memscale._torch import private
+from memscale._torch.released_gradients import held_gradient
+
+_STATES: dict[str, Any] = {"active_allocated": "allocated", "active_awaiting_free": "awaiting events"}
+"""States by PyTorch's words; all others are free."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundMemory:
+    """What an allocator holds, and where in it the tensors of a training step lie."""
+
+    segments: tuple[SegmentState, ...]
+    addresses: Mapping[Origin, int]
+    """Where parameters, buffers, inputs and gradients lie."""
+
+
+def find_memory(model: nn.Module, inputs: Inputs, device_type: str) -> FoundMemory | None:
+    """What the device's allocator holds; None where it does not tell, or no gradients are there."""
+    gradients = [held_gradient(parameter) if parameter.is_leaf else None for parameter in model.parameters()]
+    addresses = dict(_addresses("gradient", gradients, device_type))
+    snapshot = getattr(torch.get_device_module(device_type), "memory_snapshot", None) if addresses else None
+    if snapshot is None:
+        return None
+    addresses.update(_addresses("parameter", model.parameters(), device_type))
+    addresses.update(_addresses("buffer", model.buffers(), device_type))
+    addresses.update(_addresses("input", inputs.tensors(), device_type))
+    return FoundMemory(tuple(segments_in(snapshot(), torch.accelerator.current_device_index())), addresses)
+
+
+def segments_in(snapshot: Iterable[Mapping[str, Any]], device_index: int) -> Iterable[SegmentState]:
+    """The segments of one device, of what `torch.cuda.memory_snapshot()` returns; not those of graphs and pools."""
+    for segment in snapshot:
+        if segment["device"] == device_index and tuple(segment["segment_pool_id"]) == (0, 0):
+            blocks = tuple(
+                BlockState(block["size"], block["requested_size"], _STATES.get(block["state"], "free"))
+                for block in segment["blocks"]
+            )
+            is_small = segment["segment_type"] == "small"
+            place = segment["address"], segment["total_size"], segment["stream"]
+            yield SegmentState(*place, is_small, blocks, segment["is_expandable"])
+
+
+def _addresses(kind: str, tensors: Iterable[torch.Tensor | None], device_type: str) -> Iterable[tuple[Origin, int]]:
+    for position, tensor in zip(itertools.count(), tensors, strict=False):
+        if tensor is None or tensor.device.type != device_type or tensor.layout is not torch.strided:
+            continue
+        if type(tensor) in (torch.Tensor, nn.Parameter) and not private.is_fake(tensor):
+            yield (kind, position), tensor.untyped_storage().data_ptr()
