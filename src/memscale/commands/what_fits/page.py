@@ -184,6 +184,8 @@ def _how_full(log: Log) -> str:
     """How many cells have figures, and what the others lack."""
     every = [cell for kind in KINDS for cell in cells(log, kind)]
     num_filled = sum(cell.best is not None or cell.is_final for cell in every)
+    if num_filled == len(every):
+        return f"Each of its {num_filled} cells has its answer."
     return f"{num_filled} of {len(every)} cells have their answer; each of the others says what is not known."
 
 
