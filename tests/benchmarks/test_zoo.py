@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 from collections.abc import Iterator
 
@@ -40,7 +41,10 @@ def _no_twin_is_kept() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")  # of libraries, about configurations that nobody would train
 @pytest.mark.parametrize(("suite", "name", "way"), [*SAMPLE, *(pytest.param(*case, marks=full) for case in REST)])
 def test_it_trains_the_same(suite: str, name: str, way: str, no_leaks: None) -> None:
+    frozen = gc.get_freeze_count()
     result = zoo.attempt(suite, name, way)
+    assert gc.get_freeze_count() <= frozen, "what the tests have put out of sight is theirs"
+    assert gc.get_freeze_count() > 0
     assert result["status"] == "exact", result
     assert result["actions"] or way not in ("recomputed", "streamed")
     assert "TileMlp" in result["actions"] or way != "tiled"

@@ -160,9 +160,6 @@ def _every(
 ) -> None:
     gc.collect()
     gc.freeze()  # what was there before is not looked at again after each failure
-    try:
-        nth = 1
-        while outcome(technique, way, fault, nth, directory, plain, strike) != NOT_REACHED:
-            nth += 1
-    finally:
-        gc.unfreeze()
+    nth = 1
+    while outcome(technique, way, fault, nth, directory, plain, strike) != NOT_REACHED:
+        nth += 1
