@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from memscale._torch import private
 
@@ -120,6 +121,16 @@ def test_a_number_can_be_asked_for_until_it_is_written_to() -> None:
         number.add_(torch.empty(()))
         with pytest.raises(private.data_dependent_errors()):
             number.item()
+
+
+def test_an_operator_that_would_send_to_other_processes_is_an_error_before_it_sends() -> None:
+    """PyTorch's own mode for fake tensors hands it to the process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with private.fake_tensor_mode(), pytest.raises(private.CommunicatesError, match=r"c10d\.allreduce_"):
+            dist.all_reduce(torch.empty(4))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
