@@ -73,8 +73,8 @@ KERNELS: dict[str, Kernel] = {
     "rms_norm": Kernel(operators.rms_norm, _BOTH),
     "fused_add_rms_norm": Kernel(
         operators.fused_add_rms_norm,
-        "Three other modules' weights exist. Up to H = 8192 the sum over rows is split over blocks; its buffer goes by"
-        " the number of processors.",
+        "Three other modules' weights exist. Up to H = 8192 the sum over rows is split; its buffer grows with the"
+        " number of multiprocessors.",
     ),
     "megatron_rms_norm": Kernel(operators.megatron_rms_norm),
     "group_norm": Kernel(operators.group_norm, f"{_BOTH} All three modes ran forward and backward."),
@@ -101,8 +101,8 @@ KERNELS: dict[str, Kernel] = {
         is_unpredicted=True,
     ),
     "sparse_multi_token_attention": Kernel(operators.sparse_multi_token_attention, _BOTH, adds_in_place=True),
-    "rope": Kernel(operators.rope, "The angles were a product: one cuBLAS workspace."),
-    "llama4_rope": Kernel(operators.llama4_rope, "The angles were a product: one cuBLAS workspace."),
+    "rope": Kernel(operators.rope, "A matrix product made the angles, and left one cuBLAS workspace."),
+    "llama4_rope": Kernel(operators.llama4_rope, "A matrix product made the angles, and left one cuBLAS workspace."),
     "fused_linear_cross_entropy": Kernel(operators.fused_linear_cross_entropy, _BOTH),
     "fused_linear_jsd": Kernel(operators.fused_linear_jsd, _IN_PLACE, adds_in_place=True),
     "distill_cosine_loss": Kernel(operators.distill_cosine_loss, _BOTH, adds_in_place=True),
@@ -116,7 +116,8 @@ KERNELS: dict[str, Kernel] = {
     "fused_linear_grpo_loss_sequence": Kernel(operators.grpo_loss, _BOTH),
     "kto_loss": Kernel(operators.kto_loss, _HELD.format("1,265.51"), held_mib=lambda settings: 1265.50537109375),
     "fused_moe": Kernel(
-        operators.fused_moe, "How many rows go to which expert is drawn; by ours and theirs the peak differs a little."
+        operators.fused_moe,
+        "How many rows go to which expert is random; with their draws and ours the peak differs a little.",
     ),
     **{
         f"fused_linear_{name}_loss": Kernel(

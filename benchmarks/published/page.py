@@ -37,56 +37,82 @@ class Section:
     source: str
     bar: str
     uncertain: str
+    columns: tuple[str, str, str] = ("published", "predicted", "difference")
+    """What is above an entry's three figures."""
 
+
+VERDICTS = (
+    ("exact", "The prediction is the published figure, to its last digit; a difference beside it is rounding."),
+    ("within 3%, holds", "It is as near as the bar asks, or says the same about what fits."),
+    (
+        "explained: held before",
+        "The process that was measured held memory from before: the same number of bytes is missing in all rows of a "
+        "sweep.",
+    ),
+    (
+        "explained: blocks",
+        "The caching allocator leaves up to 1 MiB of a large block unused. How much depends on what ran before in that "
+        "process. The figure lies between no waste and 1 MiB for each large block.",
+    ),
+    ("explained: router and blocks", "The same, and which expert gets how many rows is random: up to 0.1 %."),
+    ("explained: workspace", "A library's kernel takes memory whose size is not published."),
+    ("missed", "None of these: the prediction is wrong, or there is none."),
+)
+"""What the words in the last column mean."""
 
 SECTIONS = {
     "liger": Section(
         "Plain operators (Liger's benchmarks), `max_memory_allocated` in MiB",
         "linkedin/Liger-Kernel, `benchmark/data/all_benchmark_data.csv` of 2026-08-21",
         "all rows exact to the byte or explained",
-        "Which version of a script made a row is not recorded; what it keeps alive was read from the versions that are"
-        " public; where the figures show something else the row's note says so. Published figures are 32-bit floats.",
+        "Nobody recorded which version of a script made a row. What a script keeps alive was read from the public"
+        " versions; where the figures show something else, the note on the operator says so. Published figures are"
+        " 32-bit floats. A script compares several implementations; rows are of the plain one.",
     ),
     "table": Section(
         "The published table, allocated at the peak",
         "the table of plain and optimised peaks on an RTX 3090 that this project is measured by",
         "the four baselines to the second decimal in GiB, the fifth out of memory",
-        "That the figures are GiB and of allocated bytes is inferred. Versions are not known; ours are "
-        "torch 2.13. Batches are predicted without an attention mask, which `transformers` skips on real "
-        "tensors where it hides nothing: with it BERT-Base is 3.1497 and BERT-Large 7.6237 GiB.",
+        "We inferred that the figures are GiB of allocated bytes. The versions that were measured are not known; ours"
+        " is torch 2.13. Batches are predicted without an attention mask, because `transformers` drops a mask that"
+        " hides nothing. With the mask, BERT-Base would be 3.1497 and BERT-Large 7.6237 GiB.",
     ),
     "images": Section(
         "FLUX.2 with PEFT's methods, reserved at the peak",
         "huggingface/peft, `method_comparison/image-gen/results` of June to August 2026",
         "within 3 % of what was reserved",
-        "What FFTs allocate inside themselves (C3A, FourierFT) is not predicted. Versions of PEFT differ from ours."
-        " Evaluations between the steps are left out; the card's memory is empty of them by then. Methods that are not"
-        " predicted count as missed.",
+        "What FFTs allocate inside themselves (C3A, FourierFT) is not predicted. The versions of PEFT differ from ours."
+        " Evaluations between the training steps are left out: their memory is free again when training goes on."
+        " Methods that are not predicted count as missed.",
     ),
     "texts": Section(
         "Llama-3.2-3B with PEFT's methods, reserved, over LoRA of rank 32",
         "huggingface/peft, `method_comparison/MetaMathQA/results` of July 2026, 99th percentile",
         "within 3 % of the ratio",
-        "Lengths of the texts are not known here: one length for all was chosen so that LoRA of rank 32 comes out as"
-        " published. That one constant is fitted.",
+        "The lengths of the texts are not known here. One length for all rows was chosen so that LoRA of rank 32 comes"
+        " out as published: that one constant is fitted.",
     ),
     "models": Section(
         "LitGPT's LoRA runs (allocated) and Hugging Face's BERT-Large (nvidia-smi)",
         "Lightning-AI/litgpt, its resource tables of 2023-10-20; huggingface/transformers,"
         " `perf_train_gpu_one.mdx` at 0016acf7",
-        "none of its own; within 3 % is what the others must keep",
-        "LitGPT's models are those of 0.4.1, a year younger than the figures, BERT's those of today. nvidia-smi counts"
-        " whatever else is on the card. Quantised runs, adapters and mixed precision are not tried.",
+        "none was set for these rows; they are held against the 3 % of the others",
+        "LitGPT's models are those of version 0.4.1, which is a year younger than the figures; BERT's are those of"
+        " today. nvidia-smi also counts what other programs hold on the card. Rows with quantised weights, adapters or"
+        " mixed precision were not predicted.",
     ),
     "timm": Section(
-        "Vision models (timm's sweep), fits at one batch and fails at the next; what a step needs, and the room for it",
+        "Vision models (timm's sweep), the batch that fits and the next one, which runs out of memory",
         "huggingface/pytorch-image-models, `results/benchmark-train-amp-*-pt112-cu113-rtx3090.csv` and `benchmark.py`",
-        "at least 95 % of the transformers' inequalities and 90 % of all (two a row; a row that misses one holds the"
-        " other)",
-        "The room is 23.70 GiB, as the driver offers them, without 1.3 GB of context: an estimate from out-of-memory"
-        " messages of that time, which leave 1.2 to 1.6 GiB; it is the same for all rows. Workspaces of convolutions"
-        " are estimated by the tensors that must be turned; cuDNN's benchmark mode may choose others. Models are those"
-        " of timm 0.6.7, the version of that time. Rows that are not listed were not run: their order is by chance.",
+        "at least 95 % of the transformers' inequalities and 90 % of all. Each row is two: one batch fits, the next"
+        " does not. A row that misses one still counts for the other",
+        "The room for PyTorch is an estimate, the same for all rows: the driver offers 25.45 GB (23.70 GiB) of the"
+        " card, and 1.3 GB of it are taken for the CUDA context. Out-of-memory messages of that time leave 1.2 to"
+        " 1.6 GiB for the context. The first table says how many inequalities would hold with another room."
+        " Workspaces of convolutions are estimated from the tensors whose layout must be changed; cuDNN's benchmark"
+        " mode may choose others. Models are those of timm 0.6.7, the version of that time. The rows are a random"
+        " sample: what is not listed was not run.",
+        columns=("published: batch", "predicted: needed by the two batches", "room for PyTorch"),
     ),
 }
 
@@ -101,6 +127,10 @@ def to_markdown(sections: dict[str, list[Entry]], details: Mapping[str, Details]
         "",
         "Written by `python -m benchmarks.published`. Published figures were measured by others on real cards;",
         "predicted ones are ours, made on fake tensors on a machine without a card.",
+        "",
+        "| verdict | what it means |",
+        "|---|---|",
+        *(f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS),
         "",
         "| figures | rows | exact or held | explained | missed | bar |",
         "|---|---|---|---|---|---|",
@@ -130,8 +160,17 @@ def _section_lines(section: Section, entries: Sequence[Entry], details: Sequence
     lines += [*details, ""] if details else []
     notes = {entry.name.partition(",")[0]: entry.note for entry in entries if entry.note}
     lines += [f"- {name}: {note}" for name, note in notes.items()]
-    lines += ["", "| row | card | published | predicted | difference | verdict |", "|---|---|---|---|---|---|"]
+    lines += ["", f"| row | card | {' | '.join(section.columns)} | verdict |", "|---|---|---|---|---|---|"]
     for entry in entries:
-        cells = (entry.name, entry.card, entry.published, entry.predicted, entry.difference, entry.verdict)
+        difference = readable(entry.difference)
+        cells = (entry.name, entry.card, entry.published, entry.predicted, difference, entry.verdict)
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
+
+
+def readable(difference: str) -> str:
+    """The same, in MiB where it is many KiB."""
+    number, _, unit = difference.partition(" ")
+    if unit != "KiB" or abs(float(number)) < 10 * 1024:
+        return difference
+    return f"{float(number) / 1024:+,.1f} MiB"

@@ -41,24 +41,26 @@ SECTIONS = {
         "Training steps of vision transformers (timm's sweep)",
         "huggingface/pytorch-image-models, `results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv`, column"
         " `train_step_time`",
-        "both constants of the card, to 55 of these rows: one number for all products, one for everything else; the"
-        " others were predicted afterwards",
-        "torch 1.12: attention as products, fp16 autocast of the forward, SGD parameter by parameter; definitions of"
-        " models are those of today. Kernels of convolutions and of eager attention reach other shares than the"
-        " constants say, by model: that is the spread. Models that timm has no more, or that do not run on fake"
-        " tensors, and those that were not run are not listed.",
+        "two constants of the card, to 55 of these rows: one for all matrix products, one for everything else. The"
+        " other rows were predicted afterwards",
+        "The runs used torch 1.12: attention as matrix products, fp16 autocast of the forward, SGD one parameter at a"
+        " time. The definitions of the models are those of today's timm. Convolutions and eager attention reach another"
+        " share of the card's speed than the constants say, and the share differs from model to model: that is the"
+        " spread. Not listed are models that timm no longer has, that do not run on fake tensors, or that were not"
+        " run.",
     ),
     "torchao": Section(
         "A ViT of 1.1 billion parameters with its optimizer on the host (torchao)",
         "pytorch/ao, README of `torchao/optim`: timm's `vit_giant_patch14_dinov2`, full bf16, activation checkpointing,"
         " batch 32, RTX 4070 Ti SUPER, Ryzen 5600, DDR4",
         "nothing",
-        "Images of 224 pixels, 45 classes and fused AdamW are those of their benchmark script,"
-        " which prints allocated bytes: our plans are bounded by live ones. The card's speeds are its vendor's; the"
-        " host's step is taken at 12 GB/s of memory traffic, a nominal figure, and its memory at 32 GB. How others"
-        " overlap is modelled in one line each (benchmarks/published_times/torchao.py). Our rows are predictions by"
-        " the same model: nobody has measured them. The cache of this card (48 MB, that of an RTX 3090 6 MB) holds what"
-        " many of its element-wise kernels hand to one another (25 MB); the time model knows no caches.",
+        "Images of 224 pixels, 45 classes and fused AdamW are those of their benchmark script. It prints allocated"
+        " bytes, while our plans are bounded by live bytes. The card's speeds are its vendor's. The host is assumed to"
+        " have 32 GB and to step the optimizer at 12 GB/s of memory traffic; both figures are nominal. How the others"
+        " overlap transfers with compute is modelled in one line each (benchmarks/published_times/torchao.py). Rows"
+        " of our plans are predictions by the same model: nobody has measured them. The cache of this card has 48 MB,"
+        " that of an RTX 3090 6 MB; what many element-wise kernels hand to one another (25 MB) fits into the former"
+        " alone, and the time model has no caches.",
     ),
 }
 
@@ -68,19 +70,20 @@ def to_markdown(sections: dict[str, list[Entry]]) -> str:
         "# Predicted against published step times",
         "",
         "Written by `python -m benchmarks.published_times`. Published times were measured by others on real cards;",
-        "predicted ones are ours, by the model that plans are made by, on fake tensors on a machine without a card.",
+        "predicted ones are ours, on fake tensors on a machine without a card, by the time model that plans use.",
         "",
-        "One set of constants holds for all rows, and none is for a model: products in 16 bits reach",
+        "All rows are predicted with the same constants; none is chosen for a model. Matrix products in 16 bits reach",
         f"{HALF_MATMUL_EFFICIENCY:.0%} of a card's nominal throughput, everything else {MEMORY_EFFICIENCY:.0%} of its"
-        f" nominal bandwidth, and a launch takes the host {LAUNCH_S * 1e6:.0f} µs (nominal; it hardly matters here).",
-        "Products in 32 bits are in none of these rows: their 60 % is nominal.",
+        f" nominal memory bandwidth, and launching a kernel takes the host {LAUNCH_S * 1e6:.0f} µs (a nominal figure;"
+        " it hardly matters here).",
+        "No row has matrix products in 32 bits: the 60 % that is assumed for these is nominal.",
         "",
-        "| figures | rows | median ratio | from | to | mean error | fitted |",
+        "| figures | rows | median ratio | lowest | highest | mean absolute error | fitted |",
         "|---|---|---|---|---|---|---|",
     ]
     shown = [(SECTIONS[name], sections[name]) for name in SECTIONS if name in sections]
     lines += [_summary_line(section, entries) for section, entries in shown]
-    lines += ["", "The ratio is predicted over published.", "", "## Rows", ""]
+    lines += ["", "The ratio is the predicted time over the published one.", "", "## Rows", ""]
     for section, entries in shown:
         lines += _section_lines(section, entries)
     return "\n".join(lines).rstrip() + "\n"
@@ -98,7 +101,7 @@ def _section_lines(section: Section, entries: Sequence[Entry]) -> list[str]:
     lines += [
         f"Uncertain: {section.uncertain}",
         "",
-        "| row | card | published | predicted | ratio | |",
+        "| row | card | published | predicted | ratio | note |",
         "|---|---|---|---|---|---|",
     ]
     for entry in entries:

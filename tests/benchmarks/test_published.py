@@ -18,7 +18,7 @@ from benchmarks import published
 from benchmarks.published import adapters, liger, models, old_timm, operators, vision
 from benchmarks.published.card import Card
 from benchmarks.published.operators import Step, empty
-from benchmarks.published.page import Entry, to_markdown
+from benchmarks.published.page import VERDICTS, Entry, readable, to_markdown
 from memscale import Hardware
 from memscale._planning.reserved.allocations import Reserved, reserved_of
 from memscale._units import MIB
@@ -273,6 +273,29 @@ def test_the_page_counts_what_is_missed() -> None:
     assert "| Plain operators (Liger's benchmarks) | 3 | 1 | 1 | 1 |" in page
     assert "1 exact, 1 explained: blocks, 1 missed" in page
     assert "- softmax: A note." in page
+
+
+@pytest.mark.parametrize(
+    ("difference", "shown"),
+    [
+        ("+1.0 KiB", "+1.0 KiB"),
+        ("-12533760.0 KiB", "-12,240.0 MiB"),
+        ("+58572.0 KiB", "+57.2 MiB"),
+        ("-5.83%", "-5.83%"),
+    ],
+)
+def test_a_large_difference_is_shown_in_a_larger_unit(difference: str, shown: str) -> None:
+    assert readable(difference) == shown
+
+
+def test_every_verdict_of_the_page_is_explained_on_it() -> None:
+    explained = ", ".join(verdict for verdict, _ in VERDICTS).split(", ")
+    found = {
+        entry.verdict.partition(":")[0] if entry.is_missed else entry.verdict
+        for all_of in kept().values()
+        for entry in all_of
+    }
+    assert found <= set(explained)
 
 
 def test_the_page_is_written_from_what_is_kept(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,7 +182,7 @@ def test_a_cell_without_figures_says_why_and_has_a_command() -> None:
     largest = page.markdown(Log().with_answer(answer(Question("RTX 3070", "gpt2-xl", "full"), fits=True)))
     assert "| 10 GB | GPT-2 | gpt2-xl, as a smaller card trains it: not planned for yet |" in largest
     assert "| 8 GB | Qwen | not known: it has no inputs |" in text
-    assert "| 48 GB | FLUX | none: weights and moments alone exceed card and host |" in text
+    assert "| 48 GB | FLUX | none: weights and optimizer state alone exceed card and host |" in text
     assert "memscale table --log docs/results/what_fits.json --card 48 --family Llama --kind full\n" in text
     no_plan = page.markdown(Log().with_answer(answer(SMALL, fits=False)))
     assert "| 8 GB | GPT-2 | none: no plan fits |" in no_plan

@@ -115,7 +115,7 @@ class Question:
         return next(size for size, name in CARDS.items() if name == self.card)
 
     def cannot_fit(self, host_gb: float) -> bool:
-        """Whether weights and moments alone are more than card and host together have."""
+        """Whether weights and optimizer state alone are more than card and host together have."""
         least_bytes = NUM_PARAMETERS[self.model] * LEAST_BYTES_A_PARAMETER[self.kind]
         return least_bytes > self.size * 2**30 + host_gb * 1e9
 

@@ -20,7 +20,7 @@ from memscale.commands.what_fits import (
 )
 from memscale.report.tables import table
 
-_TITLES: dict[Kind, str] = {"full": "In full", "lora": "With LoRA"}
+_TITLES: dict[Kind, str] = {"full": "in full", "lora": "with LoRA"}
 _HEADER = ("card", "family", "largest", "total on the card", "step", "host RAM", "mode", "rule of thumb")
 
 
@@ -59,7 +59,7 @@ def _why_empty(cell: Cell, log: Log) -> str:
     """Why a cell has no figures."""
     if cell.is_final:
         too_large = cell.smallest.cannot_fit(log.host_gb)
-        return "none: weights and moments alone exceed card and host" if too_large else "none: no plan fits"
+        return "none: weights and optimizer state alone exceed card and host" if too_large else "none: no plan fits"
     questions = [Question(CARDS[cell.size], model, cell.kind) for model in FAMILIES[cell.family]]
     errors = [answer.error for answer in map(log.answer, questions) if answer is not None and answer.error]
     if errors:
@@ -82,9 +82,9 @@ def lines(log: Log) -> list[str]:
     parts = [_caption(log)]
     for kind in KINDS:
         rows = [_row(cell, log) for cell in cells(log, kind)]
-        parts += ["", f"{_TITLES[kind]}: {_what_is_trained(kind)}", ""]
+        parts += ["", f"{_sentence(_TITLES[kind])}: {_what_is_trained(kind)}", ""]
         parts += table([_HEADER, *rows], left=(0, 1, 2, 6, 7))
-    return [*parts, "", _legend()]
+    return [*parts, "", *_legend()]
 
 
 def _row(cell: Cell, log: Log) -> tuple[str, ...]:
@@ -121,18 +121,27 @@ def _what_is_trained(kind: Kind) -> str:
     return f"adapters of rank {RANK} on {layers}, frozen weights in bf16, AdamW; {shapes}"
 
 
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
 def _caption(log: Log) -> str:
     return (
         f"The largest model of each family that trains, on a host with {log.host_gb:g} GB. All figures are predicted."
     )
 
 
-def _legend() -> str:
-    return (
-        f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} B per parameter in full, "
-        f"{BYTES_A_PARAMETER['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card. "
-        '"or larger": the next model was not planned for yet. A version in brackets planned that cell.'
-    )
+def _legend() -> list[str]:
+    cards = ", ".join(f"{size} GB: {card}" for size, card in CARDS.items())
+    shares = BYTES_A_PARAMETER
+    return [
+        f"card: {cards}; they differ in speed as well as in memory",
+        "step: the time of a training step, and how many times that of one without MemScale, if that had the memory",
+        "host RAM: what waits in the host's memory",
+        f"rule of thumb: what should fit without MemScale, at {shares['full']} bytes per parameter in full and "
+        f"{shares['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card",
+        '"or larger": the next larger model has not been tried; a version in brackets: the one that made that plan',
+    ]
 
 
 def markdown(log: Log) -> str:
@@ -143,25 +152,26 @@ def markdown(log: Log) -> str:
         "",
         f"{_caption(log)} Only exact techniques are used: a model trains as it would without MemScale, bit for bit.",
         f"Written by `memscale table` (memscale {log.version}) from [what_fits.json](what_fits.json), which answers "
-        f"{num_known} of {len(_all_questions())} questions. {_how_full(log)}",
-        "Every figure is of a plan for that very card. That a larger model does not fit follows from a plan for it, for"
-        " a smaller one or for a larger card; or from its weights and moments alone, where card and host have less.",
-        "Of SDXL and FLUX, the network that is trained: text encoders and VAE run before it, and are not counted.",
+        f"{num_known} of {len(_all_questions())} questions (does this model train on this card?). {_how_full(log)}",
+        "Every figure is of a plan for that very card. A larger model is said not to fit where planning found no way,"
+        " for it, for a smaller model or on a larger card; or where its weights and optimizer state alone exceed"
+        " card and host together.",
+        "For SDXL and FLUX only the network that is trained counts: text encoders and VAE run before it.",
         "",
-        _legend(),
+        *(f"- {line}" for line in _legend()),
     ]
     for kind in KINDS:
         parts += [
             "",
-            f"## {_TITLES[kind]}",
+            f"## {_sentence(_TITLES[kind])}",
             "",
-            f"{_what_is_trained(kind)[0].upper()}{_what_is_trained(kind)[1:]}.",
+            f"{_sentence(_what_is_trained(kind))}.",
             "",
         ]
         parts += _markdown_table([_HEADER, *(_row(cell, log) for cell in cells(log, kind))])
         parts += [
             "",
-            f"### Commands: {_TITLES[kind].lower()}",
+            f"### Commands: {_TITLES[kind]}",
             "",
             "Each gives the plan of its cell, with every choice; `memscale table` fills a cell that is not final.",
             "",
