@@ -218,7 +218,7 @@ def test_misfits_say_the_numbers_and_the_remedy() -> None:
 
 
 def test_a_technique_that_is_off_is_named_but_not_promised() -> None:
-    with pytest.raises(DoesNotFitError, match="not tried: enable_checkpointing"):
+    with pytest.raises(DoesNotFitError, match="switched off: enable_checkpointing"):
         decide(PROFILE, resolve(with_budget(BASELINE / 2, enable_checkpointing=False), HARDWARE))
 
 

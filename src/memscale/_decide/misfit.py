@@ -42,7 +42,7 @@ def explain_misfit(
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
     # What no mode turns on is not for everybody.
     exact = dict.fromkeys(technique.switch for technique in TECHNIQUES if technique.is_exact and technique.modes)
-    untried = " and ".join(switch for switch in exact if not getattr(config, switch))
+    switched_off = " and ".join(switch for switch in exact if not getattr(config, switch))
     reserved = plan.predicted_reserved_bytes
     batch = _batch_of(profile)
     if smaller is None:
@@ -57,7 +57,7 @@ def explain_misfit(
         f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
         + (f" Sizes that were rehearsed: {tried}{'' if smaller else '; none of them fits'}." if tried else "")
         + (f" {ALONE} {show_bytes(least_bytes)}: no smaller batch fits." if least_bytes else "")
-        + (f" Off, and not tried: {untried}." if untried else "")
+        + (f" Exact techniques that are switched off: {switched_off}." if switched_off else "")
     )
 
 
