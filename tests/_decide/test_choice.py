@@ -42,17 +42,18 @@ PROFILES = {
     "both": profile_with((*ATTENTIONS, *MLPS)),
 }
 
-runs = st.builds(
-    RunOptions,
-    head_rows=st.sampled_from((0, 1, 64, 128, 4096)),
-    num_tiles=st.sampled_from((0, 2, 4, 8, 16)),
-    offloads_optimizer=st.booleans(),
-    streams_rest=st.booleans(),
-    precision=st.sampled_from(("", "bfloat16", "float16")),
-    quantizes_optimizer=st.booleans(),
-    steps_in_buckets=st.booleans(),
-    loss_by_rows=st.booleans(),
-)
+OPTIONS: dict[str, st.SearchStrategy] = {
+    "head_rows": st.sampled_from((0, 1, 64, 128, 4096)),
+    "num_tiles": st.sampled_from((0, 2, 4, 8, 16)),
+    "offloads_optimizer": st.sampled_from((0.0, 1.0, 0.25, 0.03125)),
+    "streams_rest": st.booleans(),
+    "precision": st.sampled_from(("", "bfloat16", "float16")),
+    "quantizes_optimizer": st.booleans(),
+    "steps_in_buckets": st.booleans(),
+    "steps_in_backward": st.booleans(),
+    "steps_on_device": st.booleans(),
+    "loss_by_rows": st.booleans(),
+}
 
 
 @st.composite
@@ -60,10 +61,13 @@ def choices(draw: st.DrawFn) -> Choice:
     """Any treatment of any block, in the model's order."""
     treatments = draw(st.tuples(*(st.sampled_from(TREATMENTS) for _ in BLOCKS)))
     treated = zip(BLOCKS, treatments, strict=True)
-    run = draw(runs)
-    if run.offloads_optimizer:
-        run = dataclasses.replace(run, offloads_optimizer=draw(st.sampled_from((1.0, 0.25, 0.03125))))
+    run = draw(st.builds(RunOptions, **OPTIONS))
     return Choice(tuple((fqn, treatment) for fqn, treatment in treated if treatment != KEEP), run)
+
+
+def test_every_option_of_a_run_is_drawn() -> None:
+    """One that is not could get lost on the way to its actions and back."""
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(RunOptions)}
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
