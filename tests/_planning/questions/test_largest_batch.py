@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,16 +13,19 @@ from torch import nn
 
 import memscale
 from memscale import Config, DoesNotFitError, Hardware, OptimizationMode, zoo
+from memscale._decide import decide
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
+from memscale._decide.eligible import Eligible, resolve
 from memscale._decide.policy import choose_strategy
+from memscale._plan import Plan
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._planning.questions.largest_batch import Fit, fit
+from memscale._planning.questions.largest_batch import Fit, Fitting, _Search, fit
 from memscale._profile.inputs import Inputs, derive_inputs
 from tests.lanes import some
-from tests.profiles import hardware_of
+from tests.profiles import full_profile, hardware_of
 
 HARDWARE = hardware_of()
 MODES = (OptimizationMode.CONSERVATIVE, OptimizationMode.BALANCED)
@@ -155,6 +159,43 @@ def test_16_bits_are_considered_for_a_card_that_has_them_wherever_it_is() -> Non
         for wish in (config, config.replace(use_mixed_precision=False))
     ]
     assert sizes[0] > sizes[1]
+
+
+class _Refused(_Search):
+    """A search whose rehearsals refuse whatever is drawn, from 340 down, and whose plans fit up to a size."""
+
+    def __init__(self, largest: int) -> None:
+        self.limit, self.anchors, self.on_progress = 1000, (2, 4), str
+        self.size, self.planned = largest, []
+        profile = full_profile(2)
+        self.plan = decide(profile, resolve(Config(memory_budget_gb=1e3), HARDWARE))
+
+    def _leanest(self, eligible: Eligible) -> Eligible:
+        return eligible
+
+    def _look_into_everything(self, eligible: Eligible, name: str) -> None:
+        pass
+
+    def _solve(self, eligible: Eligible, device_bytes: int, upper: int) -> tuple[int, Plan | None]:
+        return min(340, upper), self.plan
+
+    def _confirmed(self, size: int, plan: Plan, eligible: Eligible) -> Plan:
+        return dataclasses.replace(plan, fits=False)
+
+    def _full_plan(self, size: int, eligible: Eligible, name: str) -> Plan:
+        self.planned.append(size)
+        return dataclasses.replace(self.plan, fits=size <= self.size)
+
+
+@pytest.mark.parametrize("largest", [4, 5, 300, 335, 336, 337, 351, 1000])
+def test_a_refused_guess_is_still_where_the_search_begins(largest: int) -> None:
+    """It began at what fits without any technique, and made a plan for every power of two in between."""
+    search = _Refused(largest)
+    known = Fitting(4, 0, 1.0, None)
+    assert search.largest(resolve(Config(), HARDWARE), "", known).size == largest
+    assert search.planned[0] == 336
+    assert len(search.planned) <= 2 * math.log2(abs(largest - 336) + 2) + 3
+    assert min(search.planned) >= 4
 
 
 def test_nothing_fits_where_parameters_do_not() -> None:

@@ -125,8 +125,7 @@ class _Search:
         lean = self._leanest(eligible)
         self._look_into_everything(lean, name)
         known = at_least.size if at_least is not None else 0
-        guess = max(known, self._guess(lean, name, known))
-        low, high = self._bracket(guess, eligible, name)
+        low, high = self._bracket(self._guess(lean, name, known), known, eligible, name)
         while low + 1 < high:
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(middle, eligible, name) else (low, middle)
@@ -140,13 +139,15 @@ class _Search:
         return eligible.by(eligible.travels[-1])
 
     def _guess(self, eligible: Eligible, name: str, known: int) -> int:
-        """The largest size that drawn profiles, each rehearsed at its size, were found to fit at; 0 where none was."""
+        """The largest size that drawn profiles, each rehearsed at its size, were found to fit at. Where none was, the
+        size below the last of them: what is drawn is near, and a plan in full may do more than it."""
         budget = eligible.budget.device_bytes
-        share, upper, best = 1.0, self.limit, known
+        share, upper, best, near = 1.0, self.limit, known, known
         anchors = self.anchors
         for _ in range(_MAX_ROUNDS):
             size, plan = self._solve(eligible, int(budget * share), upper)
             if plan is None or size <= best:
+                near = best
                 break
             self.on_progress(f"{name}: rehearsing at {size}")
             confirmed = self._confirmed(size, plan, eligible)
@@ -155,22 +156,23 @@ class _Search:
             if confirmed.fits:
                 best = size
             else:
-                upper = size - 1
+                upper = near = size - 1
                 if share < _WORTH_LOOKING and self.anchors == anchors and size > 2:
                     self.anchors, share = (size // 2, size), 1.0
                     self._look_into_everything(eligible, name)
         self.anchors = anchors
-        return best
+        return best if best > known else near
 
-    def _bracket(self, guess: int, eligible: Eligible, name: str) -> tuple[int, int]:
-        """A size that fits, or 0, and a larger one that does not: by ever longer strides from the guess."""
+    def _bracket(self, guess: int, known: int, eligible: Eligible, name: str) -> tuple[int, int]:
+        """A size that fits, or 0, and a larger one that does not: by ever longer strides from the guess, and not across
+        a size that is known to fit with less."""
         low, high, stride = 0, self.limit + 1, 1
         size = min(max(guess, 1), self.limit)
         while low < size < high:
             if self._fits(size, eligible, name):
                 low, size = size, min(size + stride, self.limit)
             else:
-                high, size = size, size - stride
+                high, size = size, max(known, size - stride) if known < size else size - stride
             if low and high <= self.limit:
                 break
             stride *= 2
