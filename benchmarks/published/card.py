@@ -22,8 +22,8 @@ from memscale import Hardware
 from memscale._decide.allocator import SMALL_BYTES, CachingAllocator
 from memscale._decide.allocator.blocks import Block
 from memscale._planning.reserved.allocation_log import Thread
+from memscale._planning.reserved.event_recorder import PRODUCTS
 from memscale._planning.reserved.kernel_temporaries import KernelTemporaries
-from memscale._planning.reserved.recording import PRODUCTS
 from memscale._profile.kernels_in_place import gpu_kernels
 from memscale._profile.segments import SegmentRecorder
 from memscale._torch import private

@@ -44,7 +44,14 @@ from memscale._planning.reserved.allocation_log import AllocationLog
 from memscale._planning.reserved.allocations import Start, allocator_settings, reserved_of, settings_before_plans
 from memscale._planning.reserved.found_memory import find_memory
 from memscale._planning.reserved.least_reserved import growing, least_reserved
-from memscale._planning.reserved.recording import Limit, highest_of, record_steps, rehearse_lengthened
+from memscale._planning.reserved.recording import (
+    Limit,
+    Shortcuts,
+    UnderPlan,
+    highest_of,
+    record_steps,
+    rehearse_lengthened,
+)
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
 from memscale._profile import KEEP, StepTrace, TraceKey, Treatment
@@ -364,21 +371,21 @@ class OneWay(Trials):
         attached = actions if attached is None else attached
         of_passes = tuple(action for action in actions if not technique_of(action).only_steps)
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
+        key = (self.travel, self.key_of(of_passes), bool(actions), names_modules, tuple(cuts))
         return record_steps(
             self.rehearsal,
             self.model,
             self.job.optimizer,
-            learns=self._learns(actions),
-            attach=self.attacher(attached, config) if actions else None,
-            rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
-            hardware=self.hardware,
-            points=points_of(beside) if actions else (),
-            names_modules=names_modules,
-            cuts=cuts,
-            known=self.stage.known_steps,
-            limit=limit,
+            under=UnderPlan(
+                attach=self.attacher(attached, config) if actions else None,
+                rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
+                points=points_of(beside) if actions else (),
+                learns=self._learns(actions),
+            ),
             # Passes know nothing of what waits between steps.
-            passes=self.stage.passes((self.travel, self.key_of(of_passes), bool(actions), names_modules, tuple(cuts))),
+            shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, limit=limit, passes=self.stage.passes(key)),
+            hardware=self.hardware,
+            names_modules=names_modules,
             inputs_first=self._inputs_come_first,
         )
 

@@ -18,7 +18,7 @@ from memscale._planning.planner import Planner
 from memscale._planning.reserved import bucket_steps
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Freed
 from memscale._planning.reserved.allocations import reserved_of
-from memscale._planning.reserved.recording import record_steps
+from memscale._planning.reserved.recording import Shortcuts, UnderPlan, record_steps
 from memscale._profile.device_kernels import GpuKernels
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
@@ -39,7 +39,7 @@ def log_of(
 ) -> AllocationLog:
     rules = costs.rules(PlannedStep(moves=moves, packs=eight_bit, **how), window_bytes=64 * MIB)
     rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
-    return record_steps(rehearsal, model, "adamw", rules=rules)
+    return record_steps(rehearsal, model, "adamw", under=UnderPlan(rules=rules))
 
 
 def bytes_after(log: AllocationLog, num_steps: int) -> int:
@@ -81,7 +81,7 @@ def test_the_first_step_makes_the_state(learns: bool) -> None:
     """Also where the second may differ, and is recorded for itself."""
     model = small()
     rehearsal, attach = FakeRehearsal(model, Inputs((features(0),), {}), "cuda"), _Learning if learns else None
-    log = record_steps(rehearsal, model, "adamw", learns=learns, attach=attach)
+    log = record_steps(rehearsal, model, "adamw", under=UnderPlan(learns=learns, attach=attach))
     first, second = ({event.serial for event in step if isinstance(event, Allocated)} for step in log.steps)
     assert bytes_after(log, 0) < bytes_after(log, 1) == bytes_after(log, 2)
     assert len(second) < len(first)
@@ -187,10 +187,11 @@ def test_a_step_that_another_log_recorded_goes_on_in_this_one() -> None:
     rules = costs_of(model, overlaps=False).rules(PlannedStep(moves=True), window_bytes=64 * MIB)
     rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
     known: dict[Any, Any] = {}
-    record_steps(rehearsal, model, "adamw", rules=rules, num_steps=1, known=known)
+    under, shortcuts = UnderPlan(rules=rules), Shortcuts(known=known)
+    record_steps(rehearsal, model, "adamw", under=under, num_steps=1, shortcuts=shortcuts)
     assert known
-    again = record_steps(rehearsal, model, "adamw", rules=rules, num_steps=2, known=known)
-    alone = record_steps(rehearsal, model, "adamw", rules=rules, num_steps=2)
+    again = record_steps(rehearsal, model, "adamw", under=under, num_steps=2, shortcuts=shortcuts)
+    alone = record_steps(rehearsal, model, "adamw", under=under, num_steps=2)
     assert [bytes_after(again, number) for number in range(3)] == [bytes_after(alone, number) for number in range(3)]
     assert reserved_of(again) == reserved_of(alone)
 

@@ -1,8 +1,9 @@
 """Forward and backward of a plan that were recorded, for plans that differ from it in the optimizer's step alone.
 
     passes: KnownPasses = []
-    record_steps(..., rules=rules, passes=passes)       # forward and backward run, and are kept
-    record_steps(..., rules=others, passes=passes)      # they are taken from there; the optimizer's steps run
+    shortcuts = Shortcuts(passes=passes)
+    record_steps(..., under=UnderPlan(rules=rules), shortcuts=shortcuts)     # forward and backward run, and are kept
+    record_steps(..., under=UnderPlan(rules=others), shortcuts=shortcuts)    # they are taken from there
 
 An optimizer's step sees nothing of what came before it but parameters and gradients, and a step ends with what forward
 and backward have left. So the log of a step is put together from the two. Serial numbers are given in order, so what

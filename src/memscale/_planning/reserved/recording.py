@@ -1,7 +1,7 @@
 """The allocations of whole training steps, recorded in their order on a stage of fake tensors.
 
-    log = record_steps(rehearsal, model, "adamw")                               # of the unmodified model
-    log = record_steps(rehearsal, model, "adamw", attach=attach, rules=rules)   # as a plan changes it
+    log = record_steps(rehearsal, model, "adamw")                                         # of the unmodified model
+    log = record_steps(rehearsal, model, "adamw", under=UnderPlan(attach=attach, rules=rules))    # as a plan changes it
 
 A step is forward, backward, the optimizer's step and `zero_grad()`. The log has what lives all the time (parameters,
 buffers, the batch), then the first step, in which the optimizer makes its state, and a second one, which is like all
@@ -17,8 +17,7 @@ allocated on the one that computes, too. See NOTE [stream order] in transfers.py
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -36,172 +35,54 @@ from memscale._planning.reserved.allocation_log import (
     Freed,
     Origin,
     Place,
-    Thread,
 )
 from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
-from memscale._planning.reserved.kernel_temporaries import KernelTemporaries
+from memscale._planning.reserved.event_recorder import EventRecorder, LogRecorder
 from memscale._planning.reserved.known_passes import KnownPasses, Passed, gradients_of, made_again
 from memscale._planning.reserved.left_gradients import LeftGradients
 from memscale._planning.reserved.lengthened import Mark, lengthened
-from memscale._profile import Phase, Segment, StepTrace
-from memscale._profile.device_kernels import OPENED
+from memscale._profile import Segment, StepTrace
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of, run_backward
-from memscale._profile.segments import FakeRecorder
 from memscale._profile.shallow import Cut, shortened
 from memscale._torch import private
-from memscale._torch.live_bytes import Kind
 from memscale._units import round_up
 
-_aten = torch.ops.aten
-PRODUCTS = frozenset(
-    (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._grouped_mm.default)
-)
-"""Operators that cuBLAS computes."""
 
-_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
-"""Its last results are a seed and an offset, which a card keeps on the host."""
+class Limit(Protocol):
+    """What live bytes are held against."""
 
-CARD_TYPE = "cuda"
-"""The devices whose kernels are known to allocate for themselves."""
+    def admits(self, trace: StepTrace) -> bool:
+        """Whether it is worth going on, given the highest forward and backward as one segment."""
 
 
-class LogRecorder(FakeRecorder):
-    """Records live storages as they come and go while a rehearsal runs, and where blocks begin."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnderPlan:
+    """What a plan changes about the steps."""
 
-    def __init__(self, rehearsal: FakeRehearsal) -> None:
-        super().__init__(rehearsal.device_type, rehearsal.rounding_bytes)
-        self.storages = AllocationLog()
-        self.log = self.storages
-        self.storage_marks: list[Mark] = []
-        """Where the step came to a module that is watched."""
-
-    @contextlib.contextmanager
-    def without_log(self) -> Iterator[None]:
-        """What comes is in the books and in no log."""
-        log, self.log = self.log, None
-        try:
-            yield
-        finally:
-            self.log = log
-
-    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
-        super().move_to(phase, module_fqn, call)
-        if module_fqn:
-            self.storage_marks.append((phase, module_fqn, self.storages.num_events))
+    attach: Attach | None = None
+    """Puts its techniques on the model, for the one without the blocks that are cut; None: the model is as it is."""
+    rules: BucketRules | None = None
+    """How the optimizer steps; None: as it does by itself."""
+    points: Iterable[ReleasePoint] = ()
+    """Moments of the step that the log is to have."""
+    learns: bool = False
+    """Whether the second step may differ from the first."""
 
 
-class _Both:
-    """Two logs that are told the same."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shortcuts:
+    """What spares a part of the recording."""
 
-    def __init__(self, first: AllocationLog, second: AllocationLog) -> None:
-        self._logs = first, second
-
-    def allocate(self, key: int, num_bytes: int) -> None:
-        for log in self._logs:
-            log.allocate(key, num_bytes)
-
-    def free(self, key: int) -> None:
-        for log in self._logs:
-            log.free(key)
-
-
-class EventRecorder(LogRecorder):
-    """Has another log, of what an allocator is asked for: with what kernels allocate inside themselves, and without
-    what is new on fake tensors alone."""
-
-    def __init__(self, rehearsal: FakeRehearsal, log: AllocationLog, hardware: Hardware | None = None) -> None:
-        super().__init__(rehearsal)
-        self.events = log
-        self.marks: list[Mark] = []
-        self.log = self._both = _Both(self.storages, log)
-        self._kernels = KernelTemporaries(hardware)
-        self._is_dropout = self._has_seed = False
-        self._call: tuple[Any, tuple[Any, ...]] | None = None
-        """The operator whose results are seen, and its arguments, where something is allocated between them."""
-        self.thread: Thread = "forward"
-        self.is_optimizing = False
-        self._has_card_kernels = rehearsal.target_type == CARD_TYPE
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._has_card_kernels and func in OPENED:
-            return self._run_opened(func, args, kwargs)
-        self._is_dropout = func is _aten.native_dropout.default
-        self._has_seed = self._has_card_kernels and func is _EFFICIENT
-        is_between = self._has_card_kernels and func is _aten.convolution_backward.default
-        self._call = (func, args) if is_between else None
-        self.events.place = self._place_of(func)
-        result = super().run(func, args, kwargs)
-        if func is _aten.add.Tensor and self.thread == "backward" and not torch.is_grad_enabled():
-            self._see_sum(result, args)
-        if func in PRODUCTS:
-            self.events.multiply(self.thread)
-        elif self._has_card_kernels:
-            for sizes in self._kernels.inside(func, args, result, kwargs):
-                self.events.pass_by(sizes)
-        return result
-
-    def _run_opened(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self, self.without_storages():
-            result = OPENED[func](*args, **kwargs)
-        storage = result.untyped_storage()
-        self.storages.allocate(private.storage_key(storage), storage.nbytes())
-        return result
-
-    @contextlib.contextmanager
-    def without_storages(self) -> Iterator[None]:
-        """What comes is in the allocator's log alone."""
-        self.log = self.events
-        try:
-            yield
-        finally:
-            self.log = self._both
-
-    @contextlib.contextmanager
-    def optimizing(self) -> Iterator[None]:
-        """The optimizer steps."""
-        self.is_optimizing = self.reads_any_number = True
-        try:
-            with self.without_storages():
-                yield
-        finally:
-            self.is_optimizing = self.reads_any_number = False
-
-    def move_to(self, phase: Phase, module_fqn: str, call: int) -> None:
-        super().move_to(phase, module_fqn, call)
-        if module_fqn:
-            self.marks.append((phase, module_fqn, self.events.num_events))
-
-    def _place_of(self, func: Any) -> Place:
-        phase, module_fqn, _ = self._place
-        return _place("optimizer", "", func) if self.is_optimizing else _place(phase, module_fqn, func)
-
-    def _see_sum(self, result: torch.Tensor, summands: tuple[Any, ...]) -> None:
-        """See NOTE [sums of gradients]. A view's memory is also its base's, and is not added to."""
-        num_bytes = result.untyped_storage().nbytes()
-        whole = (summand for summand in summands if isinstance(summand, torch.Tensor) and summand._base is None)
-        storages = [summand.untyped_storage() for summand in whole]
-        alike = [private.storage_key(storage) for storage in storages if storage.nbytes() == num_bytes]
-        self.events.sum_up(private.storage_key(result.untyped_storage()), alike)
-
-    def see_all(self, tree: Any, kind: Kind | None = None) -> None:
-        """A dropout's mask is allocated before its result; seeds of attention are not the device's; the backward of
-        a convolution has a kernel with a workspace of its own for each of its results."""
-        if self._call is not None:
-            (func, args), self._call = self._call, None
-            for leaf, sizes in itertools.zip_longest(
-                tree, list(self._kernels.after_each(func, args, tree)), fillvalue=()
-            ):
-                super().see_all([leaf], kind)
-                self.events.pass_by(sizes)
-            return
-        tree = tree[:2] if self._has_seed else tree
-        super().see_all(tree[::-1] if self._is_dropout else tree, kind)
-
-
-@functools.lru_cache(maxsize=65536)
-def _place(phase: str, module_fqn: str, func: Any) -> Place:
-    return Place(phase, module_fqn, str(func))
+    cuts: Sequence[Cut] = ()
+    """Blocks that forward and backward are recorded without, to which the log is then lengthened."""
+    known: KnownSteps | None = None
+    """Buckets that this optimizer was seen to step; more are added."""
+    limit: Limit | None = None
+    """Asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer does not
+    step, and the log has levels and no steps."""
+    passes: KnownPasses | None = None
+    """Those that a recording of the same plan but for the optimizer's step has filled; or none yet."""
 
 
 def record_steps(
@@ -210,30 +91,18 @@ def record_steps(
     optimizer: str | Optimizer,
     *,
     num_steps: int = 2,
-    learns: bool = False,
-    attach: Attach | None = None,
-    rules: BucketRules | None = None,
+    under: UnderPlan = UnderPlan(),
+    shortcuts: Shortcuts = Shortcuts(),
     hardware: Hardware | None = None,
-    points: Iterable[ReleasePoint] = (),
     names_modules: bool = False,
-    cuts: Sequence[Cut] = (),
-    known: KnownSteps | None = None,
-    limit: Limit | None = None,
-    passes: KnownPasses | None = None,
     inputs_first: bool = False,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
-    `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. `attach` puts a
-    plan's techniques on, and `rules` say how the optimizer steps under it; None: as it is. With a `hardware`, what its
-    kernels allocate inside themselves is in the log, too. `learns`: the second step may differ from the first.
-    `points`: moments of the step that the log is to have.
-    `names_modules`: the log says in which block or other piece of the model something is allocated. `cuts`: blocks that
-    forward and backward are recorded without, to which the log is then lengthened; `attach` is for the model without
-    them. `NotAlike` where that cannot be. `known`: buckets that this optimizer was seen to step; more are added.
-    `limit` is asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer
-    does not step, and the log has levels and no steps. `passes`: those that a recording of the same plan but for
-    the optimizer's step has filled; or none yet. `inputs_first`: the batch is on the device before the model.
+    `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. With a `hardware`,
+    what its kernels allocate inside themselves is in the log, too. `names_modules`: the log says in which block or
+    other piece of the model something is allocated. `inputs_first`: the batch is on the device before the model.
+    `NotAlike` where blocks that are cut do not stand for others.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
@@ -245,15 +114,15 @@ def record_steps(
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
-        missing = _Missing(rehearsal, recorder, cuts, undo)
-        attached = None if attach is None else _attached(attach, rehearsal, recorder, undo)
-        watch(rehearsal.model, points, log.reach, undo)
+        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo)
+        attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
+        watch(rehearsal.model, under.points, log.reach, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
-        stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, rules, known)
+        stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, under.rules, shortcuts.known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
-        lesson = _Lesson(attached) if learns and attached is not None else None
+        lesson = _Lesson(attached) if under.learns and attached is not None else None
         parts = _Parts(rehearsal, recorder, stepping, missing, leaving, list(stand_ins.values()), away)
-        log.steps = parts.record_all(num_steps, lesson, limit, passes)
+        log.steps = parts.record_all(num_steps, lesson, shortcuts.limit, shortcuts.passes)
     return log
 
 
@@ -402,13 +271,6 @@ def _optimizer_on(
         ids = {id(copy): original for original, copy in stand_ins.items()}
         forgets = rehearsal.emulates_gpu
         return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
-
-
-class Limit(Protocol):
-    """What live bytes are held against."""
-
-    def admits(self, trace: StepTrace) -> bool:
-        """Whether it is worth going on, given the highest forward and backward as one segment."""
 
 
 class _Parts:
