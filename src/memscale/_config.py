@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any, Literal
 
-from memscale._errors import ConfigError, shown
+from memscale._errors import ConfigError, is_system_name, shown
 
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(:\d+)?")
 _MAX_COUNT = 2**63 - 1
@@ -208,19 +208,19 @@ class Config:
         for name in ("allow_host_step", "recover_from_oom"):
             if getattr(self, name) is not None:
                 _check_bool(self, name)
-        if self.auto_policy not in ("rule", "learned") and not isinstance(self.auto_policy, bool):
+        if not isinstance(self.auto_policy, bool | str) or self.auto_policy not in (True, False, "rule", "learned"):
             raise _bad("auto_policy", self.auto_policy, 'True, False, "rule" or "learned"')
         for name in ("max_cpu_offload_gb", "memory_budget_gb"):
             _check_gb(self, name)
         if self.device is not None and not _DEVICE.fullmatch(self.device):
             raise _bad("device", self.device, 'a device like "cpu" or "cuda:0", or None')
         for name, what in (("offload_dir", "a directory"), ("log_file", "a file")):
-            if getattr(self, name) == "":
-                raise _bad(name, "", f"{what}, or None")
+            if getattr(self, name) is not None and not is_system_name(getattr(self, name)):
+                raise _bad(name, getattr(self, name), f"{what}, or None")
         _check_share(self, "target_gpu_utilization")
         _check_int(self, "warmup_steps", minimum=0)
         _check_port(self, "observability_port")
-        if not isinstance(self.observability_host, str) or not self.observability_host:
+        if not isinstance(self.observability_host, str) or not is_system_name(self.observability_host):
             raise _bad("observability_host", self.observability_host, 'an address like "127.0.0.1" or "0.0.0.0"')
         if self.async_offload is not None:
             _check_bool(self, "async_offload")
@@ -324,7 +324,7 @@ def _make_text(config: Config, name: str) -> None:
     value = getattr(config, name)
     if value is None or isinstance(value, str):
         return
-    if isinstance(value, os.PathLike):
+    if isinstance(value, os.PathLike) and isinstance(os.fspath(value), str):
         _set(config, name, os.fspath(value))
     elif name == "device" and type(value).__name__ == "device":
         _set(config, name, str(value))

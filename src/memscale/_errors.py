@@ -1,7 +1,9 @@
 """What MemScale raises, and how its messages quote others. One base class, so that `except memscale.MemScaleError`
-catches all of it."""
+catches all of it. Beside them, what every room asks of a value before it raises one."""
 
 from __future__ import annotations
+
+import os
 
 MAX_QUOTED_CHARACTERS = 300
 """How much of another's error message is quoted. The whole of it is the `__cause__`, or in the log at DEBUG."""
@@ -29,8 +31,19 @@ def shown(value: object) -> str:
     """A value that is not allowed, as it is written in Python, unless that is long."""
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"<an integer of {value.bit_length()} bits>"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # its class cannot say what it is, which is nothing that the message is about
+        text = f"<a {type(value).__name__}>"
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
+
+
+def is_system_name(text: str) -> bool:
+    """Whether the system may take it as a name: it is not empty, and has no character that a name cannot have."""
+    try:
+        return bool(os.fsencode(text)) and "\0" not in text
+    except UnicodeEncodeError:
+        return False
 
 
 def install_command(extra: str) -> str:

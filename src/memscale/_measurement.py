@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from memscale._errors import ConfigError
+from memscale._errors import ConfigError, shown
 from memscale._torch import private
 from memscale._torch.device_memory import total_peak_bytes
 from memscale._torch.live_bytes import KINDS, Kind, LiveBytes, parts_of_sparse, rounding_of
@@ -129,9 +129,9 @@ def _device_type(device: str | torch.device | None) -> str:
     try:
         wanted = torch.device(device).type
     except RuntimeError as error:
-        raise ConfigError(f"device={device!r} is not a device that PyTorch knows") from error
+        raise ConfigError(f"device={shown(device)} is not a device that PyTorch knows") from error
     if wanted not in there:
-        raise ConfigError(f"device={device!r} cannot be measured here: this machine has {' and '.join(there)}")
+        raise ConfigError(f"device={shown(device)} cannot be measured here: this machine has {' and '.join(there)}")
     return wanted
 
 

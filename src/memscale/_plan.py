@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from typing import Any, ClassVar, Literal
 
 from memscale import _json
-from memscale._errors import PlanError, shortened, shown
+from memscale._errors import PlanError, is_system_name, shortened, shown
 
 DecisionSource = Literal["user_config", "rule", "rule_fallback", "ml"]
 
@@ -428,8 +429,11 @@ class Plan:
             An equal plan.
 
         Raises:
+            TypeError: It is no text.
             PlanError: The text is no plan; the message says what is wrong with it.
         """
+        if not isinstance(text, str | bytes | bytearray):
+            raise TypeError(f"Plan.from_json takes the text of a plan, not {type(text).__name__}")
         try:
             plan: Plan = _json.decode(cls, _json.loads(text))
         except (ValueError, AttributeError) as error:
@@ -451,9 +455,10 @@ class Plan:
             path: The file; what is there is overwritten.
 
         Raises:
+            TypeError: `path` is no path.
             OSError: The file cannot be written.
         """
-        pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
+        _path_of(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
@@ -468,11 +473,23 @@ class Plan:
             An equal plan.
 
         Raises:
+            TypeError: `path` is no path.
             PlanError: The file holds no plan; the message says what is wrong with it.
             OSError: The file cannot be read.
         """
+        file = _path_of(path)
         try:
-            text = pathlib.Path(path).read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise PlanError(f"{path} is not a plan: it is not a text file") from error
         return cls.from_json(text)
+
+
+def _path_of(path: object) -> pathlib.Path:
+    """The file that this names; whether it is there is the system's to say."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"the path of a plan is a string or a pathlib.Path, not {type(path).__name__}")
+    text = os.fspath(path)
+    if not is_system_name(text):
+        raise PlanError(f"there is no file with the name {shown(text)}")
+    return pathlib.Path(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import weakref
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._errors import MemScaleError, PlanError, shortened
+from memscale._errors import MemScaleError, PlanError, is_system_name, shortened, shown
 from memscale._execute import orderly_exit, reserving
 from memscale._execute.attachment import Attachment
 from memscale._execute.malloc import is_short, return_freed_memory
@@ -309,11 +310,17 @@ class Executor:
 
         Args:
             state: What `state_dict` returned.
+
+        Raises:
+            TypeError: It is no dict.
+            ConfigError: It is not what `state_dict` returns; nothing of it is taken over.
         """
+        if not isinstance(state, dict):
+            raise TypeError(f"load_state_dict takes what state_dict() returned, a dict, not {type(state).__name__}")
         if state.get("loss_scale") is not None:
-            if self._loss_scale is None:
-                self._loss_scale = LossScale()
-            self._loss_scale.load_state_dict(state["loss_scale"])
+            scale = LossScale() if self._loss_scale is None else self._loss_scale
+            scale.load_state_dict(state["loss_scale"])
+            self._loss_scale = scale
 
     def learnt(self) -> list[Any]:
         """What techniques have learnt from the steps so far. A step that changes none of it is as all that follow."""
@@ -365,7 +372,8 @@ class Executor:
         Both steps are rehearsed on fake tensors, which takes seconds; a page without them says why.
 
         Raises:
-            TypeError: `path` is no path.
+            TypeError: `path` is no path, or a figure is no number.
+            ValueError: `path` cannot be a file's, or a figure is negative or not finite.
             MemScaleError: There is no plan yet, or Plotly is not installed.
             OSError: The file cannot be written.
         """
@@ -373,6 +381,10 @@ class Executor:
 
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f'report takes the path of a file, as in report("run.html"), not {type(path).__name__}')
+        if not is_system_name(os.fspath(path)):
+            raise ValueError(f"there is no file with the name {shown(path)}")
+        for name, figure in (("step_ms", step_ms), ("live_peak_bytes", live_peak_bytes)):
+            _check_figure(name, figure)
         plan = self.plan
         if plan is None:
             raise MemScaleError("there is no plan to report on yet: it is made at the first training forward")
@@ -399,6 +411,16 @@ class Executor:
         except MemScaleError as error:
             return dataclasses.replace(report, without_steps=shortened(str(error)).rstrip("."))
         return dataclasses.replace(report, plain=plain, planned=planned, times=times)
+
+
+def _check_figure(name: str, figure: object) -> None:
+    """What somebody measured is shown as it is, so it has to be a number that can be shown."""
+    if figure is None:
+        return
+    if isinstance(figure, bool) or not isinstance(figure, int | float):
+        raise TypeError(f"{name} must be a number or None, not {type(figure).__name__}")
+    if not 0 <= figure < math.inf:
+        raise ValueError(f"{name}={shown(figure)} is not allowed; it must be a number from 0 up, or None")
 
 
 def _allocated_of(plan: Plan) -> int | None:

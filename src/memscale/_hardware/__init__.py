@@ -6,6 +6,7 @@ The data is plain and needs no torch; only `Hardware.detect` loads it (`detect.p
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING
 
 from memscale._errors import ConfigError, shown
@@ -38,6 +39,9 @@ class Hardware:
         print(memscale.estimate(model, batch, hardware=there).recommended_mode)
 
     `detect` reads this machine, `from_name` a table of published figures.
+
+    Raises:
+        ConfigError: A number of bytes is negative, or a speed is not above zero: no step could be counted with it.
     """
 
     device_type: str
@@ -91,6 +95,16 @@ class Hardware:
     """How many a GPU has: how much memory some kernels take inside themselves depends on it."""
     workspace_bytes: int = 0
     """What each thread that multiplies matrices takes, by architecture."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None and "None" in str(field.type):
+                continue
+            if field.name.endswith(("_per_s", "_flops", "_efficiency")):
+                _check_number(field.name, value, "above 0", isinstance(value, int | float) and 0 < value <= sys.maxsize)
+            elif field.name.endswith("_bytes"):
+                _check_number(field.name, value, "of bytes", isinstance(value, int) and 0 <= value <= sys.maxsize)
 
     @property
     def has_streams(self) -> bool:
@@ -178,6 +192,11 @@ class Hardware:
             f"{self.total_bytes / 1e9:.1f} GB, {self.free_bytes / 1e9:.1f} GB free; "
             f"host {self.host_available_bytes / 1e9:.1f} GB available; {' and '.join(maths) or 'no 16-bit math'}"
         )
+
+
+def _check_number(name: str, value: object, what: str, is_allowed: bool) -> None:
+    if isinstance(value, bool) or not is_allowed:
+        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a number {what}")
 
 
 def _known_card(name: object) -> Card:

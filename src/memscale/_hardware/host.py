@@ -10,6 +10,8 @@ import pathlib
 import platform
 import shutil
 
+from memscale._errors import ConfigError, is_system_name, shortened, shown
+
 
 def host_memory() -> tuple[int, int]:
     """Total and available bytes of host RAM, the control group's limit included."""
@@ -80,9 +82,14 @@ def disk_free(offload_dir: str) -> int:
 
 
 def nearest_existing(path: str) -> pathlib.Path:
-    """The path itself, or the directory in which it would be made."""
-    absolute = pathlib.Path(path).absolute()
-    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    """The directory for offloading itself, or the one in which it would be made."""
+    if not isinstance(path, str | os.PathLike) or not is_system_name(os.fspath(path)):
+        raise ConfigError(f"offload_dir={shown(path)} cannot be the name of a directory")
+    try:
+        absolute = pathlib.Path(path).absolute()
+        return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    except OSError as error:  # a name that is too long, for example
+        raise ConfigError(f"offload_dir={shown(path)} is not a directory: {shortened(str(error))}") from error
 
 
 def resident_bytes() -> int:

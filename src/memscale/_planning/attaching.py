@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from memscale._config import Config
 from memscale._decide.eligible import Eligible
-from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError
+from memscale._errors import ConfigError, DoesNotFitError, MemScaleError, ParkedError, shortened, shown
 from memscale._execute import parking, reserving
 from memscale._execute.executor import Executor, executor_of
 from memscale._execute.executor import execute as execute_plan
@@ -278,9 +278,9 @@ def _check_directory(offload_dir: str) -> None:
     """Check now that files can be made there: the first tensor may be sent hours later. Nothing is left behind."""
     existing = nearest_existing(offload_dir)
     if not existing.is_dir():
-        raise ConfigError(f"offload_dir={offload_dir!r} is not a directory")
+        raise ConfigError(f"offload_dir={shown(offload_dir)} is not a directory")
     try:
         with tempfile.TemporaryFile(dir=existing):  # it has no name, or only for a moment: a kill leaves nothing
             pass
     except OSError as error:
-        raise ConfigError(f"offload_dir={offload_dir!r} cannot be written: {error}") from error
+        raise ConfigError(f"offload_dir={shown(offload_dir)} cannot be written: {shortened(str(error))}") from error

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from memscale._config import Config
 from memscale._decide.eligible import Eligible, resolve
+from memscale._errors import ConfigError, shown
 from memscale._hardware import Hardware
 from memscale._hardware.detect import detect_hardware
 from memscale._profile import NOTHING_HELD, LoopHolds
@@ -74,5 +75,5 @@ def device_of(model: nn.Module, config: Config) -> torch.device:
         try:
             return torch.device(config.device)
         except RuntimeError as error:
-            raise ValueError(f"device={config.device!r} is not a device that PyTorch knows") from error
+            raise ConfigError(f"device={shown(config.device)} is not a device that PyTorch knows") from error
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

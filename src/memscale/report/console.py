@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from memscale._config import Config
-from memscale._errors import ConfigError
+from memscale._errors import ConfigError, quoted, shown
 from memscale._hardware import Hardware
 from memscale._plan import LayerRow, Plan
 from memscale._progress import DELAY_S, Board
@@ -33,7 +33,7 @@ def open_log(config: Config, on_detach: Callable[..., Any]) -> None:
     try:
         handler = _LogFile(config.log_file)
     except OSError as error:
-        raise ConfigError(f"log_file={config.log_file!r} cannot be written: {error}") from error
+        raise ConfigError(f"log_file={shown(config.log_file)} cannot be written: {quoted(error)}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.setLevel(logging.INFO)
     on_detach(_close_log, handler)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from memscale._errors import ConfigError, MemScaleError, install_command
+from memscale._errors import ConfigError, MemScaleError, install_command, shortened, shown
 from memscale._plan import Plan
 from memscale.report.explain import what_is_done
 from memscale.techniques import by_technique
@@ -252,4 +252,4 @@ def _why_not(host: str, port: int, error: OSError) -> str:
             f"observability_port={port} is in use: another program or another wrapped model listens on {host}:{port}; "
             "choose another port, or 0 for any that is free"
         )
-    return f"observability_port={port} cannot be opened on observability_host={host!r}: {error}"
+    return f"observability_port={port} cannot be opened on observability_host={shown(host)}: {shortened(str(error))}"

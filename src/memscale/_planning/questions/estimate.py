@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,7 +14,7 @@ from memscale._config import Config, OptimizationMode
 from memscale._decide.choice import Choice
 from memscale._decide.eligible import Eligible
 from memscale._decide.policy import choose_strategy
-from memscale._errors import MemScaleError
+from memscale._errors import ConfigError, MemScaleError, quoted, shown
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.advice import find_smaller
@@ -190,7 +191,9 @@ def _check_arguments(model: object, optimizer: object, config: object, hardware:
     if not isinstance(optimizer, str | Optimizer):
         raise TypeError(f"optimizer must be a name or a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, str) and optimizer not in (*OPTIMIZERS, "none"):
-        raise ValueError(f"optimizer={optimizer!r} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}")
+        raise ValueError(
+            f"optimizer={shown(optimizer)} is not known; it must be one of {', '.join([*OPTIMIZERS, 'none'])}"
+        )
     if not isinstance(config, Config | None):
         raise TypeError(f"config must be a memscale.Config or None, not {type(config).__name__}")
     if not isinstance(hardware, Hardware | None):
@@ -198,6 +201,17 @@ def _check_arguments(model: object, optimizer: object, config: object, hardware:
             f"hardware must be a memscale.Hardware or None, not {type(hardware).__name__}; "
             "a card by its name is Hardware.from_name(name)"
         )
+    if hardware is not None:
+        _check_device_type(hardware.device_type)
+
+
+def _check_device_type(device_type: object) -> None:
+    try:
+        torch.device(cast(str, device_type))  # whatever stands there: PyTorch knows its own devices
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device_type={shown(device_type)} of the hardware is not a device: {quoted(error)}"
+        ) from error
 
 
 def breakdown_at_peak(profile: Profile, peak_bytes: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memscale._errors import ConfigError
+from memscale._errors import ConfigError, quoted, shown
 from memscale._torch import private
 from memscale._torch.interception import CallsUnderWay, intercept
 from memscale._torch.optimizer_steps import StepOrder, StepWatcher, owns_any, parameters_of, watch_steps
@@ -213,11 +213,18 @@ class LossScale(StepWatcher):
         return {"scale": self.value, "good_steps": self.good_steps, "num_skipped_steps": self.num_skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        value = float(state["scale"])
+        """Take over all of it, or nothing where a part of it is not what `state_dict` gives."""
+        try:
+            value = float(state["scale"])
+            counts = int(state["good_steps"]), int(state["num_skipped_steps"])
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"this is not the state of a loss scale: {quoted(error)}") from error
         if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
             raise ConfigError(f"a loss scale of {value!r} is not allowed; it must be a power of two")
+        if not all(0 <= count < 2**63 for count in counts):
+            raise ConfigError(f"the state of a loss scale cannot count {shown(counts)} steps")
         self.value = value
-        self.good_steps, self.num_skipped_steps = int(state["good_steps"]), int(state["num_skipped_steps"])
+        self.good_steps, self.num_skipped_steps = counts
 
 
 class _Closure:

@@ -253,6 +253,7 @@ class Streamer:
         """Keeps optimizer state beside the parameters."""
         self.landed: LandedGradients | None = None
         """The gradients that wait for a step on the device; None if the host steps the parameters."""
+        self._has_said_casts = False
 
     def add(self, layer: Layer) -> None:
         self.layers.append(weakref.ref(layer))
@@ -369,6 +370,17 @@ class Streamer:
     def is_called_again(self, index: int) -> bool:
         """Whether an earlier call of this layer still waits for its backward."""
         return len(self._pending[index]) > 1
+
+    def say_that_casts_differ(self, module_fqn: str) -> None:
+        """Once a run, and not in a rehearsal. See NOTE [casts] in sum_order.py."""
+        if not self._has_said_casts and not private.is_fake(self.anchor):
+            self._has_said_casts = True
+            logger.warning(
+                "%s is called several times before its backward, with streamed parameters and under autocast: PyTorch "
+                "alone would add up the gradients of calls under one autocast in 16 bits, here it is done in 32. "
+                "Their last bits may differ from those of plain training",
+                module_fqn,
+            )
 
     def drop_ahead(self) -> None:
         """Drop the visits that were fetched ahead."""

@@ -181,6 +181,8 @@ class StreamedForward(RecomputedForward):
                 f"{self.module_fqn} uses a parameter more than once under autocast, whose gradients PyTorch adds up in "
                 "16 bits; those of a streamed layer would be added up in 32. Leave it out of parameter streaming"
             )
+        if again and self._uses.is_cast:
+            self.streamer.say_that_casts_differ(self.module_fqn)
         for position, ((_, parameter), weight) in enumerate(zip(places, weights, strict=True)):
             follows = parameter.requires_grad and tails.of(parameter) is not None
             if position in several or follows:

@@ -13,8 +13,9 @@ every forward of a layer that is called again while an earlier call still waits 
 
 NOTE [casts]: autocast casts a parameter once and remembers it, so that plain PyTorch adds up the gradients of its uses
 in 16 bits and casts their sum. It remembers no copies, each use of which has a cast of its own, so that the sum would
-be made of 32 bits. A call that casts a copy twice is refused. One that is called several times under one autocast, with
-a cast in each, is not noticed: those sums may differ from plain PyTorch's by the rounding of 16 bits.
+be made of 32 bits. A call that casts a copy twice is refused. Where a layer is called again before its backward,
+with a cast in each, the log says once that those sums may differ from plain PyTorch's by the rounding of 16 bits: they
+do if the calls are under one autocast, and do not if each is under one of its own, which nobody can tell apart here.
 
 Known limits: it is not noticed if a layer uses a parameter once at first and more often later, without having been
 called twice before. A call whose operators save nothing for backward leaves no tail. A graph of gradients
@@ -113,6 +114,8 @@ class Uses:
         self._several: dict[tuple[bool, ...], set[int]] = {}
         """Positions among the layer's weights, by training mode, by autocast and by which weights are trained."""
         self._counts_always = False
+        self.is_cast = False
+        """Whether autocast casts any of them in the last call that was counted."""
         self.cast_twice: set[int] = set()
         """Positions of those that autocast casts more than once in the last call that was counted."""
 
@@ -133,6 +136,7 @@ class Uses:
             self._several[key] = {position for position, each in enumerate(users) if len(each) > 1}
             cast_twice = {position for position, each in enumerate(users) if each.count(_CAST) > 1}
             self.cast_twice = cast_twice if is_cast_once else set()
+            self.is_cast = is_cast_once and any(_CAST in each for each in users)
         return self._several[key]
 
 
