@@ -79,14 +79,24 @@ class Card(SegmentRecorder):
         adds_in_place: autograd adds gradients that meet into the first of them where nobody else holds it. On fake
             tensors it never does. An addition inside a node's own backward looks the same from here, so this is for
             programs without one.
+        lt_workspace_bytes: what a product with a bias takes while it is computed. cuBLASLt, which computes it, had a
+            workspace of its own for each product until torch 2.12; since then it shares cuBLAS's.
     """
 
-    def __init__(self, hardware: Hardware, *, has_multiplied: bool = False, adds_in_place: bool = False) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        *,
+        has_multiplied: bool = False,
+        adds_in_place: bool = False,
+        lt_workspace_bytes: int = 0,
+    ) -> None:
         super().__init__("cpu", ACCELERATOR_ROUNDING_BYTES, counts_fakes=True)
         self.memory = CachingAllocator()
         self.log = self.blocks = _Blocks(self.memory)
         self.adds_in_place = adds_in_place
         self._workspace_bytes = hardware.workspace_bytes
+        self._lt_workspace_bytes = lt_workspace_bytes
         self._kernels = KernelTemporaries(hardware)
         self._threads: set[Thread] = set()
         if has_multiplied:
@@ -102,10 +112,18 @@ class Card(SegmentRecorder):
         if is_backward and (func in SCATTERS or (self.adds_in_place and func is _aten.add.Tensor)):
             self._give_up(args[0])
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        for sizes in self._kernels.inside(func, args, result, kwargs):
+        for sizes in self._inside(func, args, result, kwargs):
             for block in [self.memory.allocate(num_bytes) for num_bytes in sizes]:
                 self.memory.free(block)
         return result
+
+    def _inside(
+        self, func: Any, args: tuple[Any, ...], result: Any, kwargs: dict[str, Any] | None
+    ) -> Iterator[tuple[int, ...]]:
+        """What a call allocates and frees before it returns."""
+        yield from self._kernels.inside(func, args, result, kwargs)
+        if func is _aten.addmm.default and self._lt_workspace_bytes:
+            yield (self._lt_workspace_bytes,)
 
     def _multiply(self, thread: Thread) -> None:
         if thread not in self._threads:

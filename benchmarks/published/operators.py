@@ -6,6 +6,7 @@ weights, an output gradient) is made, too, and kept by `holding`. Values are of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ Step = Callable[[], object]
 Settings = dict[str, Any]
 """A row's: dimensions by their names, `dtype`, `mode`."""
 BF16 = torch.bfloat16
+HALF_LOG = math.log(0.5)
 
 
 def holding(step: Step, *kept: object) -> Step:
@@ -257,7 +259,8 @@ def fused_neighborhood_attention(s: Settings) -> Step:
         scores = scores.masked_fill(~near, float("-inf"))
         weights = scores.softmax(-1)
         output = weights @ value
-        return out(output.transpose(1, 2).contiguous().view(batch, length, width))
+        output = output.transpose(1, 2).contiguous().view(batch, length, width)
+        return out(output)
 
     return holding(_both(forward, gradient), others)
 
@@ -395,8 +398,11 @@ def _wide_divergence(first: Tensor, second: Tensor) -> Tensor:
     return _divergence(first, second).to(BF16)
 
 
-def _distillation(s: Settings, soft_loss: Callable[[Tensor, Tensor], Tensor], *, in_place: bool) -> Step:
-    """A student of half the width; both implementations' heads, the plain input and both students' inputs exist."""
+def _distillation(s: Settings, soft_loss: Callable[[Tensor, Tensor], Tensor], *, is_early: bool) -> Step:
+    """A student of half the width; both implementations' heads, the plain input and both students' inputs exist.
+
+    Early versions took the teacher's gradients as well, and did not divide by the temperature in place.
+    """
     width, vocabulary, rows = s["H"], s["V"], s["BT"]
     others = head(width // 2, vocabulary), head(width, vocabulary)
     student, teacher = head(width // 2, vocabulary), head(width, vocabulary)
@@ -406,19 +412,19 @@ def _distillation(s: Settings, soft_loss: Callable[[Tensor, Tensor], Tensor], *,
 
     def logits() -> tuple[Tensor, Tensor, Tensor]:
         mine = x @ student.weight.t()
-        with torch.no_grad():
+        with torch.set_grad_enabled(is_early):
             theirs = fixed @ teacher.weight.t()
         mine, theirs = mine.float(), theirs.float()
         return mine, theirs, F.cross_entropy(mine, target)
 
     def forward() -> Tensor:
         mine, theirs, hard = logits()
-        if in_place:
-            mine /= 1.0
-            theirs /= 1.0
-        else:
+        if is_early:
             mine = mine / 1.0
             theirs = theirs / 1.0
+        else:
+            mine /= 1.0
+            theirs /= 1.0
         return 0.5 * hard + 0.5 * soft_loss(mine, theirs)
 
     return holding(_loss(forward), others, kept)
@@ -429,19 +435,18 @@ def distill_cosine_loss(s: Settings) -> Step:
         first, second = F.normalize(mine, dim=-1), F.normalize(theirs, dim=-1)
         return (1 - F.cosine_similarity(first, second, dim=-1)).mean()
 
-    return _distillation(s, soft_loss, in_place=True)
+    return _distillation(s, soft_loss, is_early=False)
 
 
 def distill_jsd_loss(s: Settings) -> Step:
     def soft_loss(mine: Tensor, theirs: Tensor) -> Tensor:
         first, second = mine.log_softmax(-1), theirs.log_softmax(-1)
-        middle = 0.5 * first.exp() + 0.5 * second.exp()
-        middle_log = middle.log()
+        middle_log = torch.logsumexp(torch.stack((first + HALF_LOG, second + HALF_LOG)), 0)
         one = F.kl_div(middle_log, first, reduction="batchmean", log_target=True)
         two = F.kl_div(middle_log, second, reduction="batchmean", log_target=True)
         return 0.5 * two + 0.5 * one
 
-    return _distillation(s, soft_loss, in_place=False)
+    return _distillation(s, soft_loss, is_early=True)
 
 
 def _mean_log_probabilities(logits: Tensor, target: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ SAMPLE = [
     ("group_norm", "full", 32, B200),
     ("softmax", "full", 4096, "NVIDIA GeForce RTX 3090"),
     ("sparsemax", "full", 8192, "NVIDIA GeForce RTX 3090"),
+    ("fused_neighborhood_attention", "full", 64, H100),
     ("fused_neighborhood_attention", "full", 4096, H100),
     ("megatron_rms_norm", "full", 1024, H100),
     ("jsd", "full", 1024, B200),
@@ -51,6 +52,19 @@ def test_published_peaks_of_plain_operators_are_predicted_to_the_byte(key: tuple
 def test_what_a_process_held_before_is_the_same_in_every_row_of_a_sweep() -> None:
     verdicts = {liger.predict(ROWS["embedding", "full", x, A100]).verdict for x in (1024, 16384)}
     assert verdicts == {"explained: held before"}
+
+
+def test_the_distilled_divergence_grows_as_published() -> None:
+    verdicts = {liger.predict(ROWS["distill_jsd_loss", "full", x, H100]).verdict for x in (1024, 8192)}
+    assert verdicts == {"explained: blocks"}
+
+
+def test_a_workspace_explains_only_what_is_missing() -> None:
+    row = ROWS["sparse_multi_token_attention", "full", 32, "NVIDIA GeForce RTX 3090"]
+    outcome = liger.predict(row)
+    assert outcome.verdict == "explained: workspace"
+    lower = dataclasses.replace(outcome, row=dataclasses.replace(row, mib=outcome.predicted_mib - 0.01))
+    assert lower.verdict == "missed"
 
 
 def test_the_table_has_every_published_row() -> None:
