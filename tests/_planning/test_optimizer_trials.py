@@ -20,7 +20,7 @@ from memscale._decide.policy import Strategy
 from memscale._execute.executor import execute, executor_of
 from memscale._execute.settings import ExecutionSettings
 from memscale._hardware import Hardware
-from memscale._plan import OffloadOptimizer, Plan, QuantizeOptimizer, StepInBuckets, StreamParameters
+from memscale._plan import Checkpoint, OffloadOptimizer, Plan, QuantizeOptimizer, StepInBuckets, StreamParameters
 from memscale._planning import optimizer_trials
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
@@ -29,6 +29,7 @@ from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale.techniques.offload.optimizer import in_buckets
 from memscale.techniques.offload.optimizer.adoption import adopt
+from memscale.techniques.offload.optimizer.buckets import Waiting
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters import streaming
 from memscale.techniques.optimizer8bit.blocks import BlockPacking, table_bytes
@@ -431,3 +432,47 @@ def test_devices_that_bitsandbytes_has_kernels_for(simgpu_device: Any) -> None:
     for device_type in ("cpu", "simgpu"):
         has_kernel = private.has_own_kernel("bitsandbytes::quantize_blockwise", device_type)
         assert (table_bytes(device_type) == 1024) == has_kernel
+
+
+def with_state_away() -> Any:
+    """A model whose plan lets optimizer state wait, a plain twin, and the optimizers of both, after one step."""
+    torch.manual_seed(0)
+    plain = Mlp(width=SMALL, depth=2).to("simgpu")
+    models = [plain, copy.deepcopy(plain)]
+    executor = execute(models[1], plan_of([OffloadOptimizer(1 << 20)], device_type="simgpu"))
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    step_all(models, optimizers)
+    return models, optimizers, executor
+
+
+def step_all(models: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
+    for model, optimizer in zip(models, optimizers, strict=True):
+        torch.manual_seed(1)  # of dropout
+        model(torch.ones(4, SMALL, device="simgpu")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_planning_leaves_state_that_waits_where_it_is() -> None:
+    """A plan that is made in training counts the state that there is, and needs none of its values."""
+    models, optimizers, executor = with_state_away()
+    job = Job(models[1], Config(enable_logging=False), Hardware.detect("simgpu"), optimizers[1])
+    planner = Planner(job, Inputs((torch.ones(8, SMALL, device="simgpu"),), {}))
+    assert planner._has_state
+    waiting = [entry for entry in optimizers[1].state.values() if isinstance(entry, Waiting)]
+    assert waiting
+    assert all(entry.bucket is not None for entry in waiting)
+    executor.detach()
+
+
+def test_state_that_was_looked_at_does_not_come_to_the_device_with_another_plan() -> None:
+    """Who looks gets it on the host, where it waits for the next step: plans promise steps without it."""
+    models, optimizers, executor = with_state_away()
+    looked_at = [entry["exp_avg"] for entry in optimizers[1].state.values()]
+    assert "cpu" in {tensor.device.type for tensor in looked_at}
+    before = torch.accelerator.memory_allocated()
+    executor.apply(plan_of([Checkpoint("blocks.0"), OffloadOptimizer(1 << 20)], device_type="simgpu"))
+    assert torch.accelerator.memory_allocated() == before
+    step_all(models, optimizers)
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    executor.detach()

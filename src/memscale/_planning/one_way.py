@@ -68,6 +68,7 @@ from memscale._torch import private
 from memscale._units import MIB, round_up, show_bytes
 from memscale.report.explain import words_of_actions
 from memscale.techniques import planned_step, settling_steps, technique_of
+from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -452,7 +453,7 @@ class OneWay(Trials):
     @property
     def _has_state(self) -> bool:
         """Whether the optimizer has made its state: the log makes it again, and does not know where it lies."""
-        return not isinstance(self.job.optimizer, str) and any(self.job.optimizer.state.values())
+        return not isinstance(self.job.optimizer, str) and any(map(values_here, self.job.optimizer.state.values()))
 
     def first_reserve(self, eligible: Eligible) -> int:
         """What is expected to be held above what is live: that of the plain step, where that could be left alone."""

@@ -31,6 +31,7 @@ from memscale._profile.optimizer_twin import (
 from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
+from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.in_backward import bucket_bytes_of
 from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable
 from memscale.techniques.offload.store.stores import PART_BYTES
@@ -90,12 +91,13 @@ class OptimizerCosts:
     def leave_idle(self, idle: frozenset[int]) -> None:
         """The parameters with these ids never get a gradient, for which optimizers make no state.
 
-        What has state already keeps it; Adagrad makes it for all parameters at once.
+        What has state already keeps it; Adagrad makes it for all parameters at once. State that waits elsewhere is not
+        brought here for this question.
         """
         if self._optimizer == "adagrad":
             idle = frozenset()
         if isinstance(self._optimizer, Optimizer):
-            idle -= {id(parameter) for parameter, state in self._optimizer.state.items() if state}
+            idle -= {id(parameter) for parameter, state in self._optimizer.state.items() if values_here(state)}
         if idle != self._idle:
             self._idle = idle
             self._found.clear()

@@ -167,8 +167,16 @@ class AdoptedOptimizer:
         self._move_beside(optimizer, [p for bucket in stale.values() for p in bucket.parameters])
 
     def _move_what_stayed(self, optimizer: Optimizer) -> None:
-        """Move state that is too small to travel to the device of its parameter."""
-        self._move_beside(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+        """Move state that is too small to travel to the device of its parameter.
+
+        State that somebody has looked at is on the host until the next step takes it from there: it waits, too.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._move_beside(optimizer, [p for p in parameters if not self._was_looked_at(p, optimizer.state.get(p))])
+
+    def _was_looked_at(self, parameter: torch.Tensor, entry: object) -> bool:
+        bucket = self._bucket_of.get(id(parameter))
+        return bucket is not None and bucket.ticket is not None and isinstance(entry, Waiting) and entry.bucket is None
 
     def _move_beside(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         """Move the state of these parameters that does not wait to the devices of the parameters."""
