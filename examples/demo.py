@@ -85,7 +85,7 @@ class Trainer:
         if budget_gb is not None:
             wish = memscale.Config(memory_budget_gb=budget_gb, enable_logging=False)
             self.model = memscale.wrap(self.model, wish, sample_input=self.batch(0))
-            self.plan = self.model._memscale_executor.plan
+            self.plan = memscale.executor_of(self.model).plan
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def batch(self, number: int) -> dict[str, torch.Tensor]:

@@ -36,6 +36,16 @@ def test_wrap_returns_the_same_object() -> None:
     assert attached_plan(model).fits
 
 
+def test_the_executor_of_a_wrapped_model_has_a_public_name() -> None:
+    model = memscale.wrap(small(), QUIET, SAMPLE)
+    executor = memscale.executor_of(model)
+    assert executor is executor_of(model)
+    assert isinstance(executor, memscale.Executor)
+    memscale.detach(model)
+    with pytest.raises(memscale.MemScaleError, match="is not wrapped"):
+        memscale.executor_of(model)
+
+
 @pytest.mark.parametrize(
     "sample", [SAMPLE, (SAMPLE,), {"x": SAMPLE}, SAMPLE.to("meta")], ids=["tensor", "tuple", "dict", "meta"]
 )
@@ -46,7 +56,7 @@ def test_samples_of_every_kind_give_the_same_plan(sample: Any) -> None:
 
 @pytest.mark.parametrize("target", [None, 3, "model", torch.ones(3), Mlp, [Mlp()]], ids=lambda t: type(t).__name__)
 def test_anything_but_a_model_is_named(target: Any) -> None:
-    for verb in (memscale.wrap, memscale.detach):
+    for verb in (memscale.wrap, memscale.detach, memscale.executor_of):
         with pytest.raises(TypeError, match=type(target).__name__):
             verb(target)
 

@@ -51,6 +51,9 @@ MODEL_FILE = """
     def short():
         return nn.Sequential(Block(), Block()), torch.zeros(512, 64)
 
+    def heavy():
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), torch.zeros(4, 1024)
+
     def wrong_sample():
         return build()[0], torch.zeros(512, 63)
 
@@ -386,6 +389,29 @@ def test_what_no_report_can_be_made_of_is_a_sentence(shell: Shell, tmp_path: pat
     assert "overwrite the other" in shell.complaint("plan", "gpt2", "--output", both, "--pareto", both)
     assert "directory" in shell.complaint("report", "gpt2", "--output", str(tmp_path))
     assert not (tmp_path / "memscale-report.html").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "report"])
+def test_what_the_host_has_no_room_for_may_wait_on_disk(
+    shell: Shell, model_file: str, tmp_path: pathlib.Path, command: str
+) -> None:
+    made, place = tmp_path / "made", tmp_path / "waits"
+    asked = (command, f"{model_file}:heavy", "--gpu", "RTX 3090", "--host", "0.02", "--budget", "0.18", "-o", str(made))
+    assert "the budget is" in shell.complaint(*asked, code=1)
+    shell(*asked, "--offload-dir", str(place))
+    assert "on the host or the disk" in made.read_text() if command == "report" else memscale.Plan.load(made).fits
+    assert not place.exists(), "a question writes nothing"
+
+
+def test_a_place_on_disk_that_is_none_is_a_sentence(shell: Shell, model_file: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for place, says in ((str(file), "is not a directory"), (LONG, "cannot be used")):
+        sentence = shell.complaint("plan", f"{model_file}:short", "--offload-dir", place)
+        assert "--offload-dir" in sentence
+        assert says in sentence
+    (tmp_path / "a.json").write_text("{}")
+    assert "only --output" in shell.complaint("report", str(tmp_path / "a.json"), "--offload-dir", str(tmp_path))
 
 
 def test_a_plan_that_does_not_fit_exits_with_1(shell: Shell, model_file: str) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from memscale._api import detach as detach
     from memscale._api import execute as execute
+    from memscale._api import executor_of as executor_of
     from memscale._api import optimize as optimize
     from memscale._api import park as park
     from memscale._api import parked as parked
@@ -71,6 +72,7 @@ _HOME_OF = {
     "optimize": "_api",
     "detach": "_api",
     "execute": "_api",
+    "executor_of": "_api",
     "apply_all_optimizations": "_api",
     "park": "_api",
     "resume": "_api",

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
 from memscale._errors import DoesNotFitError, MemScaleError
 from memscale._execute import parking
-from memscale._execute.executor import Executor, executor_of
+from memscale._execute.executor import Executor
+from memscale._execute.executor import executor_of as find_executor
 from memscale._plan import Plan
 from memscale._planning.attaching import Circumstances, attach, attach_saved
 from memscale._planning.full_stack import StackReport, convert_optimizer
@@ -70,8 +71,8 @@ def wrap(
             of these lengths.
 
     Returns:
-        The same object. A model's executor is `model._memscale_executor`, and `model._memscale_executor.plan.explain()`
-        says what was planned and why.
+        The same object. `memscale.executor_of(target)` is what carries out its plan, and its `plan.explain()` says what
+        was planned and why.
 
     Raises:
         TypeError: `target` is neither of the two, or another argument has the wrong type.
@@ -166,11 +167,36 @@ def detach(model: nn.Module) -> None:
     Raises:
         TypeError: `model` is neither of the two.
     """
-    executor = executor_of(_model_of(model))
+    executor = find_executor(_model_of(model))
     if executor is None:
         warnings.warn(f"this {type(model).__name__} is not wrapped; nothing to detach", stacklevel=2)
         return
     executor.detach()
+
+
+def executor_of(model: nn.Module) -> Executor:
+    """What carries out the plan of a wrapped model: the plan itself, what was moved and waited for, reports.
+
+        model = memscale.wrap(model)
+        ...                                     # some steps of training
+        executor = memscale.executor_of(model)
+        print(executor.plan.explain())
+        executor.report("run.html")
+
+    Args:
+        model: A wrapped model, or a `transformers.Trainer` that has one.
+
+    Returns:
+        The executor; its `plan` is None until the first training forward, where `wrap` knew no batch.
+
+    Raises:
+        TypeError: `model` is neither of the two.
+        MemScaleError: The model is not wrapped.
+    """
+    executor = find_executor(_model_of(model))
+    if executor is None:
+        raise MemScaleError(f"this {type(model).__name__} is not wrapped: memscale.wrap(model) plans for it")
+    return executor
 
 
 def park(model: nn.Module, optimizer: Optimizer | None = None) -> int:
@@ -199,7 +225,7 @@ def park(model: nn.Module, optimizer: Optimizer | None = None) -> int:
     in the log.
     """
     module = _model_of(model)
-    return parking.park(module, executor_of(module), _checked_optimizer(optimizer))
+    return parking.park(module, find_executor(module), _checked_optimizer(optimizer))
 
 
 def resume(model: nn.Module) -> int:
@@ -270,7 +296,8 @@ def apply_all_optimizations(
     The optimizer that is returned is bitsandbytes' own 8-bit class where it has one for this optimizer and device: with
     the same groups, options and (converted) state, and schedulers that were bound before go on. Elsewhere it is the one
     that came, whose waiting state is in 8 bits. What was done and what was not, and why, is shown and is in
-    `model._memscale_executor.outcomes`. `memscale.detach(model)` undoes it: the optimizer that came has its state back.
+    `memscale.executor_of(model).outcomes`. `memscale.detach(model)` undoes it: the optimizer that came has its state
+    back.
     """
     config = (
         Config(mode=OptimizationMode.AGGRESSIVE, force_optimize=True) if config is None else _checked_config(config)
@@ -283,7 +310,7 @@ def apply_all_optimizations(
     known = _checked_optimizer(optimizer)
     assert known is not None
     _warn_of_stranger(_model_of(model), known)
-    earlier = executor_of(_model_of(model))
+    earlier = find_executor(_model_of(model))
     if earlier is not None:
         earlier.detach()  # before the optimizer is looked at: it may have been replaced
     conversion, detail = convert_optimizer(known, _model_of(model), config)

@@ -65,6 +65,12 @@ LoraOption = Annotated[
 HostOption = Annotated[
     float | None, typer.Option("--host", metavar="GB", help="With --gpu: the host's memory; without: this machine's.")
 ]
+OffloadDirOption = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        "--offload-dir", metavar="DIR", help="A directory: what the host has no room for may wait on its disk."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -144,6 +150,7 @@ def estimate(
     with_weights: WeightsOption = False,
     lora: LoraOption = None,
     host: HostOption = None,
+    offload_dir: OffloadDirOption = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, max=MAX_SIZE, help="Ranks that train it together.")
     ] = None,
@@ -164,8 +171,8 @@ def estimate(
     from memscale.commands.subject import Asked, config_of
 
     command.run(
-        Asked(model, batch, seq, gpu, optimizer, with_weights, lora, host),
-        config_of(mode, budget, utilization, overlaps, force=force),
+        Asked(model, batch, seq, gpu, optimizer, with_weights, lora, host, offload_dir),
+        config_of(mode, budget, utilization, overlaps, force=force, offload_dir=offload_dir),
         command.Together(world_size, ddp, fsdp),
         is_mode_chosen=mode is not None,
         snapshot=snapshot,
@@ -189,6 +196,7 @@ def plan(
     with_weights: WeightsOption = False,
     lora: LoraOption = None,
     host: HostOption = None,
+    offload_dir: OffloadDirOption = None,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", help="Write the plan there, as JSON.")
     ] = None,
@@ -202,8 +210,8 @@ def plan(
     from memscale.commands import plan as command
     from memscale.commands.subject import Asked, config_of
 
-    asked = Asked(model, batch, seq, gpu, optimizer, with_weights, lora, host)
-    config = config_of(mode, budget, utilization, overlaps, force=force)
+    asked = Asked(model, batch, seq, gpu, optimizer, with_weights, lora, host, offload_dir)
+    config = config_of(mode, budget, utilization, overlaps, force=force, offload_dir=offload_dir)
     command.run(asked, config, output=output, pareto=pareto, explain=explain, as_json=as_json)
 
 
@@ -228,16 +236,18 @@ def report(
     with_weights: WeightsOption = False,
     lora: LoraOption = None,
     host: HostOption = None,
+    offload_dir: OffloadDirOption = None,
 ) -> None:
     """Write one HTML page: memory over a step with and without MemScale, the plan, what there would be instead."""
     from memscale.commands import report as command
     from memscale.commands.subject import Asked, config_of
 
-    is_anything_given = (batch, seq, gpu, budget, overlaps, lora, host) != (None,) * 7 or force or with_weights
+    options = (batch, seq, gpu, budget, overlaps, lora, host, offload_dir)
+    is_anything_given = any(option is not None for option in options) or force or with_weights
     is_anything_changed = (optimizer, utilization, mode) != ("adamw", 0.85, "balanced")
     command.run(
-        Asked(subject, batch, seq, gpu, optimizer, with_weights, lora, host),
-        config_of(mode, budget, utilization, overlaps, force=force),
+        Asked(subject, batch, seq, gpu, optimizer, with_weights, lora, host, offload_dir),
+        config_of(mode, budget, utilization, overlaps, force=force, offload_dir=offload_dir),
         has_options=is_anything_given or is_anything_changed,
         output=output,
     )
@@ -256,14 +266,15 @@ def fit(
     mode: Annotated[str | None, typer.Option("--mode", help="This mode only.")] = None,
     overlaps: AsyncOption = None,
     with_weights: WeightsOption = False,
+    offload_dir: OffloadDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the largest batch (or the longest sequence) that fits, plain and in each mode. By prediction alone."""
     from memscale.commands import fit as command
     from memscale.commands.subject import Asked, config_of
 
-    asked = Asked(model, batch, seq, gpu, optimizer, with_weights)
-    config = config_of(mode, budget, utilization, overlaps)
+    asked = Asked(model, batch, seq, gpu, optimizer, with_weights, offload_dir=offload_dir)
+    config = config_of(mode, budget, utilization, overlaps, offload_dir=offload_dir)
     command.run(asked, config, vary, is_mode_chosen=mode is not None, as_json=as_json)
 
 

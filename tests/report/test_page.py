@@ -284,6 +284,24 @@ def test_a_run_whose_steps_cannot_be_shown_says_why(report: Report, tmp_path: pa
     )
 
 
+def test_a_page_of_a_plan_alone_says_that_it_has_no_steps(report: Report) -> None:
+    page = Page(Report(report.plan).html())
+    assert any(text.startswith("Not shown: this page was made of a plan") for text in page.shown)
+    assert not any("Not shown" in text for text in Page(report.html()).shown)
+
+
+def test_live_bytes_are_a_line_of_their_own(report: Report) -> None:
+    assert report.planned is not None
+    lines = {trace["name"]: trace for trace in Page(report.html()).figures["memory1"]["data"]}
+    assert max(lines["live"]["y"]) == report.planned.peak_bytes
+    assert "stackgroup" not in lines["live"]
+
+
+def test_layers_fill_their_chart(report: Report) -> None:
+    axis = Page(report.html()).figures["layers"]["layout"]["xaxis"]
+    assert axis["range"] == [-0.6, len(report.plan.rows) - 0.4]
+
+
 def test_the_bound_says_for_which_budget_it_holds(report: Report) -> None:
     plan = dataclasses.replace(report.plan, least_slowdown=1.0, budget_bytes=7_057_000_000)
     texts = [note["text"] for note in Page(Report(plan).html()).figures["front"]["layout"]["annotations"]]

@@ -9,8 +9,10 @@ import pytest
 
 from memscale import Hardware, OptimizationMode
 from memscale._hardware.footprints import footprint_of
+from memscale._plan import Checkpoint, OffloadOptimizer
 from memscale._planning.questions.estimate import Estimate, ModeEstimate
 from memscale.report import doctor, terminal
+from memscale.techniques.loss_by_rows import LossByRows
 from tests.parity import plan_of
 
 pytestmark = pytest.mark.unit
@@ -69,6 +71,18 @@ def test_what_is_not_there_has_no_column() -> None:
 def test_the_plain_step_has_them_too() -> None:
     text = "\n".join(terminal.estimate_lines("model", 1, CARD, estimate_of()))
     assert "allocates 7.000 and reserves 8.000 GB, 9.000 GB in all" in text
+
+
+def test_a_plan_shows_what_is_done_to_the_whole_run_and_what_waits() -> None:
+    numbers: dict[str, Any] = {"movable_bytes": 2 * GB, "device_type": "cpu"}
+    lines = terminal.plan_lines(
+        plan_of([LossByRows(1 << 20), Checkpoint("0"), OffloadOptimizer(1 << 20, 0.5)], **numbers)
+    )
+    assert [line.split("  ")[-1].strip() for line in lines if line.startswith("the whole run")] == [
+        "loss by rows",
+        "offload optimizer: 50.0% of its state",
+    ]
+    assert "  waiting:   2.000 GB on the disk" in lines
 
 
 def doctor_says(hardware: Hardware) -> str:

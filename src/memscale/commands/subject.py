@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import TYPE_CHECKING, Any
 
 from memscale import zoo
 from memscale._config import Config, OptimizationMode
-from memscale._errors import ConfigError, shown
+from memscale._errors import ConfigError, quoted, shown
 from memscale.commands.progress import progress
 
 if TYPE_CHECKING:
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
     from memscale._profile.inputs import Inputs
 
 MAX_HOST_GB = 1e6
-_OPTION_OF = {"memory_budget_gb": "--budget", "target_gpu_utilization": "--utilization", "mode": "--mode"}
+_OPTION_OF = {
+    "memory_budget_gb": "--budget",
+    "target_gpu_utilization": "--utilization",
+    "mode": "--mode",
+    "offload_dir": "--offload-dir",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Asked:
     with_weights: bool
     lora: int | None = None
     host_gb: float | None = None
+    offload_dir: pathlib.Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +59,13 @@ class Subject:
 
 
 def config_of(
-    mode: str | None, budget: float | None, utilization: float, overlaps: bool | None, *, force: bool = False
+    mode: str | None,
+    budget: float | None,
+    utilization: float,
+    overlaps: bool | None,
+    *,
+    force: bool = False,
+    offload_dir: pathlib.Path | None = None,
 ) -> Config:
     """What the options of a command wish for. What is wrong with one is said of the option, not of the field."""
     try:
@@ -62,6 +75,7 @@ def config_of(
             target_gpu_utilization=utilization,
             force_optimize=force,
             async_offload=overlaps,
+            offload_dir=None if offload_dir is None else str(offload_dir),
         )
     except ConfigError as error:
         field, equals, rest = str(error).partition("=")
@@ -71,9 +85,8 @@ def config_of(
 
 def open_subject(asked: Asked) -> Subject:
     """Check what is cheap to check before anything heavy is imported, then build the model."""
-    from memscale._hardware import Hardware
-
     zoo.check_name(asked.name)
+    _check_directory(asked.offload_dir)
     hardware = _card(asked.gpu, asked.host_gb)
     with progress(f"building {asked.name}"):
         _check_optimizer(asked.optimizer)
@@ -84,7 +97,31 @@ def open_subject(asked: Asked) -> Subject:
         inputs = inputs_for(asked.name, model, sample, asked.batch, asked.seq)
         if asked.lora is not None:
             model, inputs = zoo.with_adapters_for(model, inputs, asked.lora)
-        return Subject(asked.name, model, inputs, hardware or Hardware.detect(), asked.optimizer)
+        return Subject(asked.name, model, inputs, _with_disk(hardware, asked.offload_dir), asked.optimizer)
+
+
+def _check_directory(offload_dir: pathlib.Path | None) -> None:
+    from memscale._hardware.host import nearest_existing
+
+    if offload_dir is None:
+        return
+    try:
+        is_directory = nearest_existing(str(offload_dir)).is_dir()
+    except (OSError, ValueError) as error:  # a name that is too long, or that no file can have
+        raise ConfigError(f"--offload-dir {shown(str(offload_dir))} cannot be used: {quoted(error)}") from error
+    if not is_directory:
+        raise ConfigError(f"--offload-dir {shown(str(offload_dir))} is not a directory")
+
+
+def _with_disk(card: Hardware | None, offload_dir: pathlib.Path | None) -> Hardware:
+    """The card, or what this machine has, with the room that the directory has on this machine's disk."""
+    from memscale._hardware import Hardware
+    from memscale._hardware.host import disk_free
+
+    place = None if offload_dir is None else str(offload_dir)
+    if card is None:
+        return Hardware.detect(offload_dir=place)
+    return card if place is None else dataclasses.replace(card, disk_free_bytes=disk_free(place))
 
 
 def _card(gpu: str | None, host_gb: float | None) -> Hardware | None:

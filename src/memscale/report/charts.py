@@ -26,6 +26,12 @@ _TREATMENT_COLORS = ("#54a24b", "#eeca3b", "#f58518", "#e45756", "#b279a2", "#72
 _KEPT_COLOR, _BUDGET_COLOR, _CHOSEN_COLOR = "#4c78a8", "#e45756", "#e45756"
 _PHASE_COLORS = {"forward": "#4c78a8", "backward": "#f58518", "optimizer": "#b279a2"}
 _PREDICTED_COLOR, _MEASURED_COLOR = "#4c78a8", "#54a24b"
+_LINES = {
+    "live": ("total_bytes", "#2f3542", "solid", 1),
+    "allocated": ("allocated_bytes", "#888888", "dot", 1.5),
+    "reserved": ("reserved_bytes", "#888888", "solid", 1.5),
+}
+"""The lines above the stacked kinds: of which field of a moment, and how each is drawn."""
 _LABEL_WIDTH = 22
 """Characters in a line of a label beside bars: a phone has room for no more."""
 MOST_MOMENTS = 900
@@ -45,7 +51,7 @@ def plotly() -> ModuleType:
 
 
 def memory_chart(step: StepMemory, budget_bytes: int, top_bytes: int) -> Any:
-    """Live bytes by kind, stacked, from the beginning of a step to its end; what is reserved, and the budget."""
+    """Live bytes by kind, stacked, from the beginning of a step to its end; their sum, what is reserved, the budget."""
     graph = plotly()
     moments = step.thinned(MOST_MOMENTS).moments
     told = {"hovertemplate": "%{y:.4s}B"}
@@ -57,10 +63,10 @@ def memory_chart(step: StepMemory, budget_bytes: int, top_bytes: int) -> Any:
             figure.add_scatter(
                 y=heights, name=kind, fillcolor=_KIND_COLORS[kind], line_color=_KIND_COLORS[kind], **area, **told
             )
-    for name, field, dash in (("allocated", "allocated_bytes", "dot"), ("reserved", "reserved_bytes", "solid")):
+    for name, (field, color, dash, width) in _LINES.items():
         heights = [getattr(moment, field) for moment in moments]
         if heights and heights[0] is not None:
-            line = {"dash": dash, "width": 1.5, "shape": "hv", "color": "#888888"}
+            line = {"dash": dash, "width": width, "shape": "hv", "color": color}
             figure.add_scatter(y=heights, name=name, mode="lines", line=line, **told)
     _tell_places(figure, moments)
     if shows_budget(budget_bytes, top_bytes):
@@ -129,7 +135,8 @@ def layers_chart(rows: Sequence[LayerRow]) -> Any:
             textposition="none",
             hovertemplate="%{text}<extra></extra>",
         )
-    bare = {"showticklabels": False, "showgrid": False}
+    # The range is said, because Plotly leaves room for a bar on both sides of one that is alone in its colour.
+    bare = {"showticklabels": False, "showgrid": False, "zeroline": False, "range": [-0.6, len(rows) - 0.4]}
     figure.update_layout(barmode="overlay", showlegend=True, xaxis={"title": "layers, in order", **bare})
     return figure
 

@@ -69,7 +69,7 @@ def words_of_actions(actions: Iterable[Action], blocks: Collection[str] | None =
     parts = [
         f"{words}: {counts[words]} layer{'s' if counts[words] > 1 else ''}" for words in sorted(counts, key=_mildness)
     ]
-    return ", ".join([*parts, *_run_parts(actions), *(["stream the rest"] if streams_rest else [])]) or "nothing"
+    return ", ".join([*parts, *words_for_run(actions), *(["stream the rest"] if streams_rest else [])]) or "nothing"
 
 
 def _mildness(words: str) -> tuple[int, str]:
@@ -77,7 +77,8 @@ def _mildness(words: str) -> tuple[int, str]:
     return next((index for index, begin in enumerate(_BEGINS) if words.startswith(begin)), len(_BEGINS)), words
 
 
-def _run_parts(actions: Sequence[Action]) -> list[str]:
+def words_for_run(actions: Sequence[Action]) -> list[str]:
+    """What these actions do to the run as a whole; what is said of all of them is said once."""
     said: list[Action] = []
     for mine in by_technique(actions).values():
         once = technique_of(mine[0]).said_once
@@ -124,6 +125,7 @@ def _number_lines(plan: Plan) -> list[str]:
         f"{plan.predicted_slowdown:.2f}x the time, {'fits' if plan.fits else 'does not fit'}",
         *_bound_lines(plan),
         *_held_lines(plan),
+        *_waiting_lines(plan),
     ]
 
 
@@ -138,18 +140,23 @@ def _bound_lines(plan: Plan) -> list[str]:
 
 
 def _held_lines(plan: Plan) -> list[str]:
-    """What the allocator and the card hold, and what waits elsewhere; nothing where no allocator keeps memory."""
+    """What the allocator and the card hold; nothing where no allocator keeps memory."""
     if plan.predicted_allocated_bytes is None or plan.predicted_reserved_bytes is None:
         return []
     allocated, reserved = show_bytes(plan.predicted_allocated_bytes), show_bytes(plan.predicted_reserved_bytes)
     total = show_bytes(plan.predicted_total_bytes or 0)
-    beside = [(plan.host_bytes, "on the host"), (plan.movable_bytes, "on the host or the disk")]
-    waits = " and ".join(f"{show_bytes(num_bytes)} {where}" for num_bytes, where in beside if num_bytes)
     return [
         f"  card:      {allocated} allocated, {reserved} reserved; {total} with the context and what others hold",
         *_allocator_lines(plan),
-        *([f"  waiting:   {waits}"] if waits else []),
     ]
+
+
+def _waiting_lines(plan: Plan) -> list[str]:
+    """What waits elsewhere: below a CPU there is only its disk."""
+    lower = "on the disk" if plan.device_type == "cpu" else "on the host or the disk"
+    beside = [(plan.host_bytes, "on the host"), (plan.movable_bytes, lower)]
+    waits = " and ".join(f"{show_bytes(num_bytes)} {where}" for num_bytes, where in beside if num_bytes)
+    return [f"  waiting:   {waits}"] if waits else []
 
 
 def _transfer_lines(plan: Plan) -> list[str]:

@@ -43,7 +43,7 @@ class Report:
     elsewhere: tuple[tuple[str, int | None, int | None], ...] = ()
     """The same as `measured`, of what waits on the host and on disk."""
     without_steps: str = ""
-    """Why a report of a run has neither of the two steps."""
+    """Why a report of a run has neither of the two steps; "": it was made of a plan alone."""
 
     def write(self, path: pathlib.Path) -> None:
         """The page; to a file that ends with ".json", the data that it is made of."""
@@ -130,8 +130,8 @@ class Report:
             sections.append(_section(f"One step {name}", f"memory{number}", words, table))
         if sections:
             yield f'<div class="pair">{"".join(sections)}</div>'
-        elif self.without_steps:
-            yield _section("Memory over a step", "", f"Not shown: {self.without_steps}.", "")
+        else:
+            yield _section("Memory over a step", "", f"Not shown: {self.without_steps or _NO_MODEL}.", "")
 
     def _layers(self, figures: dict[str, Any]) -> Iterable[str]:
         rows = self.plan.rows
@@ -225,6 +225,10 @@ class Report:
         yield _section("Host and disk", "elsewhere", note, _table(("what", "predicted", "measured"), cells))
 
 
+_NO_MODEL = (
+    "this page was made of a plan, and a step is rehearsed with its model; memscale report MODEL draws its memory and "
+    "what travels when"
+)
 _OF_A_PLAN = (
     "Nothing was measured: this page was made of a plan. Of a run, executor.report(...) and a Trainer's "
     "memscale_report write one with what the device's allocator counted."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memscale.report.explain import grouped, head_lines, techniques_text, what_is_done
+from memscale.report.explain import grouped, head_lines, techniques_text, what_is_done, words_for_run
 from memscale.report.tables import table
 
 if TYPE_CHECKING:
@@ -196,9 +196,11 @@ def _provenance(hardware: Hardware, plan: Plan) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The head of `Plan.explain()` and, instead of a line a layer, one a group of neighbours treated alike."""
+    """The head of `Plan.explain()` and, instead of a line a layer, one a group of neighbours treated alike; then what
+    is done to the whole run."""
     header = ("layers", "params", "activations", "what is done")
-    cells = [header, *(_group_cells(group) for group in grouped(plan.rows))]
+    run = [("the whole run", "", "", words) for words in words_for_run(plan.actions)]
+    cells = [header, *(_group_cells(group) for group in grouped(plan.rows)), *run]
     return [*head_lines(plan), "", *table(cells, left=(0, 3))]
 
 
