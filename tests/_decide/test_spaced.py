@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 import pytest
 
 from memscale import Config
 from memscale._decide import decide_on, find_candidates
-from memscale._decide.choice import Choice, RunOptions
+from memscale._decide.choice import Choice, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.link_clock import held_bytes
 from memscale._decide.spaced import spaced_choices, thinned
 from memscale._decide.travel import travels, wider
-from memscale._profile import CHECKPOINT, OFFLOAD, STREAM, OptimizerCost
+from memscale._profile import CHECKPOINT, CHECKPOINT_OFFLOAD, KEEP, OFFLOAD, SELECTIVE, STREAM, OptimizerCost
 from tests.profiles import MB, Block, full_profile, hardware_of, profile_of
 
 pytestmark = pytest.mark.unit
@@ -25,8 +26,8 @@ SIZE = 30
 BLOCK = Block(keeps=SIZE + 2, keeps_checkpointed=4, temporaries=5, time=100)
 
 
-def model_of(num_blocks: int, *, window: int = SIZE, **hardware: object) -> CostModel:
-    blocks = {f"blocks.{index}": BLOCK for index in range(num_blocks)}
+def model_of(num_blocks: int, *, window: int = SIZE, block: Block = BLOCK, **hardware: object) -> CostModel:
+    blocks = {f"blocks.{index}": block for index in range(num_blocks)}
     profile = profile_of(blocks, variants=(CHECKPOINT, OFFLOAD, STREAM), optimizer=FREE)
     found = hardware_of(link_directions=2, **hardware)
     return CostModel(profile, found, overlaps=True, window_bytes=window * MB)
@@ -53,6 +54,31 @@ def test_what_is_far_apart_is_hidden(places: tuple[int, ...], waited: float) -> 
     side_by_side = CostModel(model.profile, model.hardware, overlaps=True).evaluate(offloading(*places)).step_ms
     assert found - plain == pytest.approx(min(waited, side_by_side - plain))
     assert found <= side_by_side
+
+
+def treated(pattern: str) -> Choice:
+    """A letter for each block: o(ffloaded), s(treamed), c(heckpointed), or kept."""
+    ways = {"o": OFFLOAD, "s": STREAM, "c": CHECKPOINT}
+    return Choice(tuple((f"blocks.{place}", ways[way]) for place, way in enumerate(pattern) if way in ways))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parameters", "waited"),
+    [
+        ("osssosss", 5, 0),  # 300 ms leave beside the streamed blocks, and come beside their backward
+        ("s-o-s-o-", 5, 0),
+        ("ossossos", 5, 50),  # the weights of 1 are asked for when the activations of 0 are, and come behind them
+        ("sossosso", 5, 50),
+        ("osso", 20, 0),  # the weights of 1 come behind the activations of 0: both are there when 2 is done
+        ("osso", 30, 100),  # and now 100 ms later
+        ("oosso", 5, 200 + 300),  # in forward 1 waits for the window, in backward 0 is asked for when 1 is done
+    ],
+)
+def test_activations_and_weights_share_the_link(pattern: str, parameters: int, waited: float) -> None:
+    """What comes back comes in the order in which it is asked for, not in that in which it is used."""
+    model = model_of(len(pattern), block=dataclasses.replace(BLOCK, parameters=parameters))
+    unwaiting = model.evaluate(treated(pattern.replace("o", "-"))).step_ms
+    assert model.evaluate(treated(pattern)).step_ms - unwaiting == pytest.approx(waited)
 
 
 def test_a_window_that_holds_less_than_a_block_hides_nothing_new() -> None:
@@ -107,13 +133,27 @@ def test_blocks_are_replaced_as_far_apart_as_the_link_needs() -> None:
     assert found == [(0, 3, 6), (1, 4, 7), (0, 3), (4, 7), (0, 6), (1, 7)]
 
 
-def test_streamed_and_offloaded_blocks_are_left_as_they_are() -> None:
-    base = Choice((("blocks.0", STREAM), ("blocks.7", CHECKPOINT)))
-    for choice in spaced_choices(model_of(8), [base]):
-        treated = dict(choice.blocks)
-        assert treated["blocks.0"] == STREAM
-        assert list(treated) == sorted(treated)
-    assert not list(spaced_choices(model_of(8), [Choice(tuple((f"blocks.{i}", STREAM) for i in range(7)))]))
+def shown(choice: Choice, num_blocks: int) -> str:
+    found = dict(choice.blocks)
+    letters = {KEEP: "-", SELECTIVE: "k", OFFLOAD: "o", STREAM: "s", CHECKPOINT: "c", CHECKPOINT_OFFLOAD: "w"}
+    return "".join(letters[found.get(f"blocks.{place}", KEEP)] for place in range(num_blocks))
+
+
+def test_streamed_and_waiting_blocks_are_as_many_as_before() -> None:
+    waiting = (("blocks.1", CHECKPOINT_OFFLOAD), *treated("---c-sss").blocks)
+    for choice in spaced_choices(model_of(8), [Choice(waiting)]):
+        found = shown(choice, 8)
+        assert (found.count("s"), found.count("w")) == (3, 1)
+        assert list(dict(choice.blocks)) == sorted(dict(choice.blocks))
+    assert not list(spaced_choices(model_of(8), [treated("sssssss-")])), "one alone is in the window all the time"
+
+
+def test_blocks_between_streamed_ones_are_replaced_too() -> None:
+    """The others move up. What is computed again makes way for them before what is kept does."""
+    found = [shown(choice, 10) for choice in spaced_choices(model_of(10), [treated("-cccccssss")])]
+    assert found[:2] == ["occoccssss", "-coccossss"], "among those that are not streamed"
+    assert found[2] == "o-cossosso", "every third of all"
+    assert {"o-cocsosss", "-ccossosso", "-ccocsssso"} <= set(found)
 
 
 def test_bases_are_thinned_to_both_ends() -> None:
@@ -133,6 +173,16 @@ def test_the_search_finds_plans_that_recompute_less() -> None:
     assert plan.fits
     assert plan.predicted_slowdown < before.predicted_slowdown - 0.01
     assert any(type(action).__name__ == "OffloadActivations" for action in plan.actions)
+
+
+def test_the_search_finds_plans_that_send_between_streamed_blocks() -> None:
+    """With half of the blocks streamed side by side, only every third of the others could send theirs away."""
+    model = model_of(12, block=dataclasses.replace(BLOCK, parameters=20, gradients=20))
+    top = model.evaluate(Choice()).peak_bytes
+    for share in (0.4, 0.5, 0.6):
+        plan = decide_on(model, resolve(Config(memory_budget_gb=share * top / 1e9), model.hardware))
+        assert plan.fits
+        assert re.search("so+s", shown(choice_of(plan.actions, model.profile), 12))
 
 
 def test_a_larger_budget_is_never_slower_and_no_plan_is_below_the_bound() -> None:

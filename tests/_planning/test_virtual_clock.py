@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -57,35 +58,64 @@ class Residual(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Clocked:
-    """The time model of four blocks, and the clock's time of their plain step."""
+class SetUp:
+    """A model of equal blocks, a card and a config."""
 
+    num_blocks: int
+    width: int
+    rows: int
+    card: simgpu.Card
+    config: Config
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Chain(*(Residual(self.width) for _ in range(self.num_blocks)), width=self.width)
+
+    def batch(self) -> torch.Tensor:
+        return features(0, self.rows, self.width)
+
+
+FOUR = SetUp(4, WIDTH, ROWS, CARD, CONFIG)
+SENT_BYTES = 3 * 1024 * 128 * 4
+"""What a block of the other set-up saves: its input, and what its tanh gives, which is twice as wide."""
+APART = SetUp(
+    7,
+    128,
+    1024,
+    dataclasses.replace(CARD, link_gbps=4.0),
+    CONFIG.replace(
+        async_config=AsyncOffloadConfig(min_tensor_bytes=4096, window_bytes=SENT_BYTES, prefetch_bytes=SENT_BYTES)
+    ),
+)
+"""What a block saves takes 2.7 times as long to travel as its forward computes, and windows hold that of one block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clocked:
+    """The time model of some blocks, and the clock's time of their plain step."""
+
+    of: SetUp
     predicted: CostModel
     plain_ms: float
 
     def ratios(self, choice: Choice) -> tuple[float, float]:
         """Over the plain step's time: predicted, and by the clock."""
         predicted = self.predicted.evaluate(choice).step_ms / self.predicted.evaluate(Choice()).step_ms
-        simgpu.set_card(CARD)
+        simgpu.set_card(self.of.card)
         plan = plan_of(tuple(actions_of(choice, self.predicted.profile)))
-        settings = ExecutionSettings.from_config(CONFIG, torch.device("simgpu"))
-        model = four_blocks()
+        settings = ExecutionSettings.from_config(self.of.config, torch.device("simgpu"))
+        model = self.of.build()
         executor = execute(model, plan, settings)
         try:
-            return predicted, step_ms(model) / self.plain_ms
+            return predicted, step_ms(model, self.of.batch()) / self.plain_ms
         finally:
             executor.detach()
 
 
-def four_blocks() -> nn.Module:
-    torch.manual_seed(0)
-    return Chain(*(Residual() for _ in range(4)), width=WIDTH)
-
-
-def step_ms(model: nn.Module) -> float:
+def step_ms(model: nn.Module, batch: torch.Tensor) -> float:
     """The time of a step of the steady state. See NOTE [one thread of the host]."""
     optimizer = torch.optim.AdamW(model.parameters())
-    x = features(0, ROWS, WIDTH).to("simgpu")
+    x = batch.to("simgpu")
     for step in range(NUM_WARM_STEPS + 1):
         if step == NUM_WARM_STEPS:
             torch.accelerator.synchronize()
@@ -118,17 +148,29 @@ def _device(simgpu_device: Any, no_leaks: Any) -> None:
     """Registers the device; every test must give its device and pinned bytes back."""
 
 
-@pytest.fixture(scope="module")
-def clocked() -> Iterator[Clocked]:
+@contextlib.contextmanager
+def clock_of(set_up: SetUp) -> Iterator[Clocked]:
     with simgpu.race_mode("off"):  # it takes time and changes none
-        simgpu.set_card(CARD)
-        inputs = Inputs((features(0, ROWS, WIDTH),), {})
-        planner = Planner(Job(four_blocks(), CONFIG, Hardware.detect("simgpu")), inputs)
-        planner.look_into_everything(planner.job.eligible.under(CONFIG))
-        found = Clocked(planner.cost_model(), step_ms(four_blocks().to("simgpu")))
+        simgpu.set_card(set_up.card)
+        inputs = Inputs((set_up.batch(),), {})
+        planner = Planner(Job(set_up.build(), set_up.config, Hardware.detect("simgpu")), inputs)
+        planner.look_into_everything(planner.job.eligible.under(set_up.config))
+        found = Clocked(set_up, planner.cost_model(), step_ms(set_up.build().to("simgpu"), set_up.batch()))
         del planner
         yield found
     simgpu.reset()
+
+
+@pytest.fixture(scope="module")
+def clocked() -> Iterator[Clocked]:
+    with clock_of(FOUR) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def far_apart() -> Iterator[Clocked]:
+    with clock_of(APART) as found:
+        yield found
 
 
 def test_the_clock_shows_the_same_time_each_time(clocked: Clocked) -> None:
@@ -165,3 +207,14 @@ def test_activations_that_leave_beside_other_blocks(clocked: Clocked, where: str
     blocks = tuple((fqn, treatment) for fqn, treatment in ways.items() if treatment != KEEP)
     predicted, shown = clocked.ratios(Choice(blocks))
     assert predicted == pytest.approx(shown, rel=0.04)
+
+
+@pytest.mark.parametrize("pattern", ["ossosso", "sososos", "osocsso"])
+def test_activations_and_weights_that_share_the_link(far_apart: Clocked, pattern: str) -> None:
+    """What offloaded blocks between streamed ones need is asked for long before; weights come behind it."""
+    ways = {"o": OFFLOAD, "s": STREAM, "c": CHECKPOINT}
+    blocks = tuple((f"blocks.{index}", ways[way]) for index, way in enumerate(pattern))
+    sent = far_apart.predicted.sent_by_blocks(RunOptions())
+    assert {one.num_bytes for one in sent.values()} == {SENT_BYTES}
+    predicted, shown = far_apart.ratios(Choice(blocks, RunOptions(steps_on_device=True)))
+    assert predicted == pytest.approx(shown, rel=0.05)

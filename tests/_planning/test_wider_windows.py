@@ -11,15 +11,22 @@ from torch import nn
 
 import memscale
 import simgpu
-from memscale import AsyncOffloadConfig, Config
-from memscale._decide import link_clock, travel
+from memscale import AsyncOffloadConfig, Config, Hardware
+from memscale._decide import link_clock, plan_as_it_is, travel
+from memscale._decide.choice import Choice, RunOptions, actions_of
 from memscale._plan import OffloadActivations, Plan
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._profile import CHECKPOINT, OFFLOAD, STREAM
+from memscale._profile.inputs import Inputs
 from memscale.techniques.offload.activations import offloader
 from tests._planning.test_virtual_clock import CARD, Residual
 from tests.models import Chain, features
 from tests.parity import attached_plan
 
 WIDTH, ROWS, WINDOW_BYTES = 128, 1024, 1 << 16
+SENT_BYTES = 3 * ROWS * WIDTH * 4
+"""What a block saves: its input, and what its tanh gives, which is twice as wide."""
 SMALL = functools.partial(
     AsyncOffloadConfig, window_bytes=WINDOW_BYTES, prefetch_bytes=WINDOW_BYTES, min_tensor_bytes=4096
 )
@@ -86,3 +93,29 @@ def test_windows_are_part_of_a_plan_that_holds_and_trains_the_same() -> None:
     assert narrow.conditions is not None
     assert narrow.conditions.window_bytes == WINDOW_BYTES, "the user has set it"
     assert narrow.predicted_slowdown > plan.predicted_slowdown + 0.01
+
+
+def test_blocks_that_send_between_streamed_ones_train_the_same() -> None:
+    """What the search tries where nothing leaves beside streamed blocks. See NOTE [among streamed blocks]."""
+    expected = trained(build().to("simgpu"))
+    windows = SMALL(window_bytes=SENT_BYTES, prefetch_bytes=SENT_BYTES)
+    config = Config(device="simgpu", async_offload=True, async_config=windows, enable_logging=False)
+    planner = Planner(Job(build(), config, Hardware.detect("simgpu")), Inputs((features(0, ROWS, WIDTH),), {}))
+    planner.look_into_everything(planner.job.eligible)
+    ways = {"o": OFFLOAD, "s": STREAM, "c": CHECKPOINT}
+    blocks = tuple((f"blocks.{index}", ways[way]) for index, way in enumerate("ossosscs"))
+    actions = tuple(actions_of(Choice(blocks, RunOptions(steps_on_device=True)), planner.profile))
+    decided = plan_as_it_is(planner.profile, planner.job.eligible, actions, "")
+    plan = planner.confirm(decided, planner.job.eligible)
+    del planner
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    model = build()
+    executor = memscale.execute(model, plan, config)
+    found = trained(model)
+    torch.accelerator.synchronize()
+    peak_bytes = torch.accelerator.max_memory_allocated()
+    executor.detach()
+    assert all(map(torch.equal, found, expected))
+    output_bytes = ROWS * WIDTH * 4  # the loop drops its output, and a plan counts with one that keeps it
+    assert plan.predicted_peak_bytes - output_bytes <= peak_bytes <= plan.predicted_peak_bytes

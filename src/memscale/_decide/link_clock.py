@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 
 from memscale._config import AsyncOffloadConfig
 from memscale._decide.step_time import Pace
@@ -40,34 +41,80 @@ def spaced_ms(course: Course, sent: dict[str, Sent], streamed: dict[str, int], p
     """Forward and backward, with the link beside them; `sent` are the blocks that send their activations away, and
     `streamed` are the bytes of the weights that travel.
 
-    What an offloaded block has saved leaves behind its
-    forward. Of what is in the window then, the oldest is waited for. The last block's activations are still there when
-    backward begins; those of each other block are asked for when the one behind it is done.
+    What an offloaded block has saved leaves behind its forward. Of what is in the window then, the oldest is waited
+    for. What comes back does so one after the other, in the order in which it is asked for: see `_backward_ms`.
     """
-    link_ms, turn, stretch_ms = pace.link_ms, course.first_backward, course.stretch_ms
-    now = leaves = comes = asked = 0.0
+    now, gone = _forward_ms(course, sent, pace, window_bytes)
+    back = list(course.owners[course.first_backward :])
+    arriving = {fqn: float(pace.link_ms(one.num_bytes)) for fqn, one in sent.items()}
+    arriving |= {fqn: float(pace.link_ms(num_bytes)) for fqn, num_bytes in streamed.items()}
+    queue = _Queue(arriving, gone, {**_followed(back, sent), **_followed(back, streamed)})
+    return max(_backward_ms(course, now, sent, streamed, queue), max(gone.values(), default=0.0))
+
+
+def _forward_ms(course: Course, sent: dict[str, Sent], pace: Pace, window_bytes: int) -> tuple[float, dict[str, float]]:
+    """When forward is over, and when each block's activations have left."""
+    now = leaves = 0.0
     window: collections.deque[tuple[int, float]] = collections.deque()
     gone: dict[str, float] = {}
-    for index, owner in enumerate(course.owners[:turn]):
-        now += sent[owner].forward_ms if owner in sent else stretch_ms[index]
+    for index, owner in enumerate(course.owners[: course.first_backward]):
+        now += sent[owner].forward_ms if owner in sent else course.stretch_ms[index]
         if owner in sent:
             while window and sum(size for size, _ in window) + sent[owner].num_bytes > window_bytes:
                 now = max(now, window.popleft()[1])
-            gone[owner] = leaves = max(now, leaves) + float(link_ms(sent[owner].num_bytes))
+            gone[owner] = leaves = max(now, leaves) + float(pace.link_ms(sent[owner].num_bytes))
             window.append((sent[owner].num_bytes, leaves))
-    is_last = True
+    return now, gone
+
+
+def _backward_ms(course: Course, now: float, sent: dict[str, Sent], streamed: dict[str, int], queue: _Queue) -> float:
+    """When backward is over that begins now.
+
+    The activations of the last block that sends are still there, and so are the weights of the last that is streamed.
+    Other activations are asked for when the block that sends behind them is done, and those that come back first when
+    it begins; weights are asked for when the streamed block behind them begins. A block waits for its own.
+    """
+    turn, is_first = course.first_backward, True
     for index, owner in enumerate(course.owners[turn:], start=turn):
-        if owner not in sent:
-            now += stretch_ms[index]
-            comes = max(comes, now) + float(link_ms(streamed[owner])) if owner in streamed else comes
+        now = max(now, queue.here.get(owner, 0.0))
+        if owner in sent:
+            queue.ask_behind(owner, now if is_first else now + sent[owner].backward_ms)
+            now += sent[owner].backward_ms
+            is_first = False
             continue
-        if not is_last:
-            comes = max(comes, asked, gone[owner]) + float(link_ms(sent[owner].num_bytes))
-            now = max(now, comes)
-        asked = now if is_last else now + sent[owner].backward_ms
-        now += sent[owner].backward_ms
-        is_last = False
-    return max(now, leaves)
+        if owner in streamed:
+            queue.ask_behind(owner, now)
+        now += course.stretch_ms[index]
+    return now
+
+
+@dataclasses.dataclass(slots=True)
+class _Queue:
+    """What comes back over the link, one after the other."""
+
+    arriving_ms: dict[str, float]
+    """How long that of each block takes."""
+    gone: dict[str, float]
+    """When it has left, at the earliest."""
+    following: dict[str, str]
+    """The block that is asked for at each block."""
+    here: dict[str, float] = dataclasses.field(default_factory=dict)
+    """When that of each block is there, once it is asked for."""
+    last: float = 0.0
+    """When all that was asked for is there."""
+
+    def ask_behind(self, owner: str, now: float) -> None:
+        """Ask for what comes next."""
+        found = self.following.get(owner)
+        if found is not None:
+            self.last = max(self.last, now, self.gone.get(found, 0.0)) + self.arriving_ms[found]
+            self.here[found] = self.last
+
+
+def _followed(owners: Sequence[str], chosen: Collection[str]) -> dict[str, str]:
+    """Which of the chosen comes after which."""
+    found = [owner for owner in owners if owner in chosen]
+    return dict(itertools.pairwise(found))
 
 
 def held_bytes(owners: Sequence[str], sent: dict[str, Sent], offloaded: Sequence[str], window_bytes: int) -> list[int]:

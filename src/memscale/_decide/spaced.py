@@ -6,18 +6,19 @@ again would. That takes windows as large as what one block saves, which stays in
 activations take its place, and a way of treating the blocks that the search does not find: it puts equal treatments
 side by side, and counts with each block what that block sends. So plans that the search has found are tried again with
 some of their blocks replaced, every so many, and timed by walking through the step with the clock of the link
-(`link_clock.py`). Nothing here depends on the device's budget.
+(`link_clock.py`). Where blocks are streamed, both are tried: blocks that send theirs away among those that are not
+streamed, and among all (NOTE [among streamed blocks]). Nothing here depends on the device's budget.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from memscale._decide.choice import Choice
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.link_clock import Sent
-from memscale._profile import OFFLOAD
+from memscale._profile import KEEP, OFFLOAD, Treatment
 
 MAX_BASES, MAX_FULL_BASES = 16, 96
 """How many plans that the search has found are tried with blocks replaced in all numbers; and how many with as
@@ -36,10 +37,34 @@ def spaced_choices(model: CostModel, bases: Sequence[Choice]) -> Iterator[Choice
         free = [fqn for fqn in sent if not (fqn in treated and (treated[fqn].streams or treated[fqn].offloads))]
         if len(free) < 2 or max(one.num_bytes for one in sent.values()) > model.window_bytes:
             continue
-        patterns = _patterns(len(free), _distance(model, [sent[fqn] for fqn in free]))
-        for places in patterns if id(base) in few else patterns[:2]:
-            replaced = {**treated, **{free[place]: OFFLOAD for place in places}}
-            yield Choice(tuple((fqn, replaced[fqn]) for fqn in model.blocks if fqn in replaced), base.run)
+        is_full = id(base) in few
+        distance = _distance(model, [sent[fqn] for fqn in free])
+        patterns = _patterns(len(free), distance)
+        for places in patterns if is_full else patterns[:2]:
+            yield _in_order(model, {**treated, **{free[place]: OFFLOAD for place in places}}, base.run)
+        if len(free) < len(sent):
+            patterns = [places for places in _patterns(len(sent), distance) if len(places) <= len(free)]
+            for places in patterns if is_full else patterns[:2]:
+                yield _in_order(model, {**treated, **_among_others(list(sent), free, treated, places)}, base.run)
+
+
+def _in_order(model: CostModel, treated: Mapping[str, Treatment], run: RunOptions) -> Choice:
+    return Choice(tuple((fqn, treated[fqn]) for fqn in model.blocks if treated.get(fqn, KEEP) != KEEP), run)
+
+
+def _among_others(
+    blocks: Sequence[str], free: Sequence[str], treated: Mapping[str, Treatment], places: Sequence[int]
+) -> dict[str, Treatment]:
+    """The blocks in these places send theirs away, in place of as many free ones; the other treatments move up.
+
+    NOTE [among streamed blocks]: the search puts those that are streamed side by side. Nothing leaves in their forward,
+    so what blocks between them send has time to leave there, too. Of the free blocks those that are computed again
+    make way first: they are what takes time.
+    """
+    dearest = sorted(free, key=lambda fqn: treated.get(fqn, KEEP).recompute == "none")
+    dropped, chosen = set(dearest[: len(places)]), set(places)
+    others = iter([treated.get(fqn, KEEP) for fqn in blocks if fqn not in dropped])
+    return {fqn: OFFLOAD if place in chosen else next(others) for place, fqn in enumerate(blocks)}
 
 
 def _distance(model: CostModel, sent: Sequence[Sent]) -> int:
