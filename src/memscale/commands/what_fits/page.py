@@ -138,7 +138,7 @@ def _legend() -> list[str]:
         f"card: {cards}; they differ in speed as well as in memory",
         "step: the time of a training step, and how many times that of one without MemScale, if that had the memory",
         "host RAM: what waits in the host's memory",
-        f"rule of thumb: what should fit without MemScale, at {shares['full']} bytes per parameter in full and "
+        f"rule of thumb: what should fit without MemScale, at {shares['full']} B per parameter in full and "
         f"{shares['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card",
         '"or larger": the next larger model has not been tried; a version in brackets: the one that made that plan',
     ]
