@@ -100,6 +100,24 @@ def _none_ignored(original: Callable[..., Any]) -> Callable[..., Any]:
     return num_ignored
 
 
+def _unchanged(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def differ(tensor: Any, held: Any) -> bool:
+        found: bool = original(tensor, held)  # the comparison is allocated, and waited for
+        return found and not _on_the_card(tensor)
+
+    return differ
+
+
+def _same_sums(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sums_of(tensors: Any) -> list[int]:
+        found = original(tensors)
+        return [0 if _on_the_card(tensor) else bits for tensor, bits in zip(tensors, found, strict=True)]
+
+    return sums_of
+
+
 _kernels: Any = None
 
 PINS = (
@@ -120,6 +138,8 @@ PINS = (
         _never_padded,
     ),
     Pin("memscale.techniques.tiling.head.sweep", "num_ignored", "all rows of a tiled loss count", _none_ignored),
+    Pin("memscale.techniques.recompute.tensors_beside", "_differ", "no forward writes to a tensor beside", _unchanged),
+    Pin("memscale.techniques.recompute.tensors_beside", "_sums_of", "no forward writes to a weight", _same_sums),
 )
 
 

@@ -164,7 +164,7 @@ class Executor:
         """`apply` in the first moment of a forward with these arguments: that forward follows the plan already."""
         before = self._precision, self._begun
         self.apply(plan)
-        key_value_caches.enter(self.model, args, kwargs)
+        key_value_caches.enter(self.model, args, kwargs, self._techniques)
         if self._precision is not None and self._precision is not before[0]:
             self._precision.enter(self.model, args, kwargs)
         for follow in self._begun if self._begun is not before[1] else ():

@@ -7,6 +7,7 @@ copies. See NOTE [override chain] and NOTE [clean copies].
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
@@ -26,6 +27,18 @@ OWN_ATTRIBUTES = frozenset(
 
 class OwnHook:
     """Base of every hook that MemScale registers on a module: copies of the module leave it behind."""
+
+
+def is_failing(output: Any) -> bool:
+    """Whether a forward hook that is always called is called because its forward has raised.
+
+    NOTE [hooks of a failing forward]: PyTorch goes through the very dictionary of the module's hooks then. If one of
+    them is added or removed meanwhile, the user sees "OrderedDict mutated during iteration" and not what was raised. So
+    a hook that is there for one forward stays until another one has ended, or until `detach`.
+
+    The model may be called where another exception is being handled; a forward that raises has no output.
+    """
+    return output is None and sys.exc_info()[1] is not None
 
 
 def undo_with(owner: Any, callback: Callable[[], Any], undo: contextlib.ExitStack) -> None:

@@ -22,19 +22,22 @@ CASES: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[3] / "docs" / "results" / "random_cards.json").read_text()
 )["cases"]
 TRAINED = [case for case in CASES if case["outcome"] == "trained"]
-BELOW = {(1, 91): -0.124, (1, 135): -0.096}
-"""Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. All are loops
-that add up gradients: their first batch is trained by a plan that does not count them. Those gradients lie in segments
-that this plan has made, and the next plan holds them beside its own, which was not in its prediction when these were
-recorded."""
+BELOW = {(1, 158): -0.009}
+"""Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. 158 allocates
+0.8 % more, and reserves what was predicted."""
 ABOVE = {
+    (1, 10): (0.005, 0.058),
     (1, 44): (0.016, 0.03),
+    (1, 91): (0.005, 0.07),
+    (1, 135): (0.02, 0.06),
+    (1, 143): (0.005, 0.031),
     (1, 186): (0.005, 0.036),
 }
 """Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve. In 186
 an earlier plan may have placed the weights in segments of either kind, and the higher figure of both is promised. 44
 starts on the host: where a plan follows another, weights and gradients go there and come back, and lie elsewhere than
-where they were found."""
+where they were found. 91 and 135 add up gradients: those of the first batch lie in segments of the plan before, which
+are promised beside the next plan's own. Why 10 and 143 take less is not known."""
 
 
 def name(case: dict[str, Any]) -> str:

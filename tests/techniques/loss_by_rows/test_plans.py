@@ -21,6 +21,7 @@ from memscale._plan import Plan
 from memscale._profile import KEEP, TraceKey
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
+from memscale._torch import private
 from memscale.report.explain import what_is_done
 from memscale.techniques.loss_by_rows import LossByRows
 from tests.profiles import Block, full_profile, hardware_of, trace_of
@@ -120,11 +121,11 @@ class _WithLoss(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.fails = model, False
+        self.model, self.fails, self.fails_late = model, False, False
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
-        if self.fails:
+        if self.fails and not (self.fails_late and private.is_fake(loss)):
             raise ValueError("on purpose")
         return loss
 
@@ -160,6 +161,24 @@ def test_a_first_forward_that_fails_is_over() -> None:
     assert loss.grad_fn is not None
     assert loss.grad_fn.name() == "NllLossBackward0", "it is not the model's"
     memscale.detach(model)
+
+
+@pytest.mark.filterwarnings("ignore:_WithLoss trains with `use_cache=False`")
+def test_what_a_first_forward_raises_is_what_the_user_sees() -> None:
+    """Two hooks end a forward that has begun. PyTorch goes through them when it fails, and none may go meanwhile."""
+    model, ids = _WithLoss(build()), batch()["input_ids"]
+    model.config = GPT2Config(use_cache=True)  # it is switched off, which ends with the forward
+    hooks = dict(model._forward_hooks)
+    memscale.wrap(model, Config(mode="conservative", force_optimize=True, enable_logging=False))
+    model.fails = model.fails_late = True  # when its plan has been made and attached
+    with pytest.raises(ValueError, match="on purpose"):
+        model(ids)
+    assert "loss by rows" in what_is_done(executor_of(model).plan)
+    assert model.config.use_cache is True
+    model.fails = False
+    model(ids).backward()
+    memscale.detach(model)
+    assert model._forward_hooks == hooks
 
 
 # ---- deciding

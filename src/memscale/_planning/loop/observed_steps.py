@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +36,7 @@ from memscale._profile.observation import Observation, ObservedStep, profile_obs
 from memscale._profile.segments import Traffic
 from memscale._torch import private
 from memscale._torch.optimizer_steps import StepWatcher, owns_any, watch_steps
-from memscale._torch.overrides import OwnHook, undo_with
+from memscale._torch.overrides import OwnHook, is_failing, undo_with
 from memscale._units import show_bytes
 from memscale.techniques import careful_actions, streamed_fqns, technique_of
 from memscale.techniques.offload.optimizer import OPTIMIZER
@@ -296,7 +295,6 @@ class _FailureHook(OwnHook):
         self._remove_step_hook = remove_step_hook
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        # The model may be called where another exception is being handled; one that raises has no output.
-        if output is None and sys.exc_info()[1] is not None:
+        if is_failing(output):
             self._observation.fail()
             self._remove_step_hook()

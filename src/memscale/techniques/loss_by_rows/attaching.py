@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memscale._torch.interception import intercept
-from memscale._torch.overrides import OwnHook, SurroundedForward, undo_with
+from memscale._torch.overrides import OwnHook, SurroundedForward, is_failing, undo_with
 from memscale.techniques.loss_by_rows.cross_entropy import Losses, ModelWatch
 
 
@@ -36,14 +36,17 @@ class _BegunForward(OwnHook):
 
     def __init__(self, watch: ModelWatch) -> None:
         self._watch = weakref.ref(watch)
+        self._has_ended = False
         self.handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.handle is not None and not is_failing(output):
+            self.handle.remove()
+            self.handle = None
         watch = self._watch()
-        if self.handle is None or watch is None:
+        if self._has_ended or watch is None:
             return
-        self.handle.remove()
-        self.handle = None
+        self._has_ended = True
         watch.end(output)
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale._torch.overrides import ForwardOverride, OwnHook
+from memscale._torch.overrides import ForwardOverride, OwnHook, is_failing
 
 _HOME = "transformers.cache_utils"
 _MODELS = "transformers.models."
@@ -238,24 +238,26 @@ def now_switched_off() -> tuple[Any, ...]:
 # ---- a plan that is attached in the first moment of a forward
 
 
-def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], undo: contextlib.ExitStack) -> None:
     """The model's own forward has begun before it was watched: watch it to its end."""
     override = ForwardOverride.top_of(model)
     while isinstance(override, ForwardOverride) and not isinstance(override, _Watch):
         override = override._replaced
     if isinstance(override, _Watch) and _forwards.frame is None:
         _forwards.frame = _frame_of(args, kwargs)
-        _Leave(model, override.off)
+        undo.callback(_Leave(model, override.off).remove)
 
 
 class _Leave(OwnHook):
-    """A forward hook that ends what `enter` has begun, once."""
+    """A forward hook that ends what `enter` has begun, once. See NOTE [hooks of a failing forward]."""
 
     def __init__(self, model: nn.Module, off: tuple[Any, ...]) -> None:
+        self.remove = model.register_forward_hook(self, always_call=True).remove
         self._undo = contextlib.ExitStack()
-        self._undo.callback(model.register_forward_hook(self, always_call=True).remove)
         self._undo.callback(setattr, _forwards, "frame", None)
         self._undo.enter_context(switched_off(off))
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._undo.close()
+        if not is_failing(output):
+            self.remove()

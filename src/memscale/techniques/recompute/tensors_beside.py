@@ -114,7 +114,7 @@ class TensorsBeside:
     def _learn(self, kept: KeptTensors, silent: list[weakref.ref[torch.Tensor]]) -> None:
         (first, kept.first), (sums, kept.sums) = (kept.first, []), (kept.sums, [])
         with private.real_tensors():
-            changed = [(t, held) for t, version, held in first if version_of(t) == version and not torch.equal(t, held)]
+            changed = [(t, held) for t, version, held in first if version_of(t) == version and _differ(t, held)]
         kept.contents += changed
         now = _sums_of([tensor for tensor, _, _ in sums])
         lost = [
@@ -137,6 +137,10 @@ def _watch_closely(kept: KeptTensors, large: list[torch.Tensor], parameters: Ite
     summed += [each for each in parameters if type(each) is nn.Parameter and _has_plain_memory(each)]
     kept.first = [(tensor, version_of(tensor), held) for tensor, held in _contents_of(copied)]
     kept.sums = [(t, version_of(t), bits) for t, bits in zip(summed, _sums_of(summed), strict=True)]
+
+
+def _differ(tensor: torch.Tensor, held: torch.Tensor) -> bool:
+    return not torch.equal(tensor, held)
 
 
 def _sums_of(tensors: list[torch.Tensor]) -> list[int]:
