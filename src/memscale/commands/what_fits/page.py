@@ -128,10 +128,12 @@ def _caption(log: Log) -> str:
 
 
 def _legend() -> str:
+    cards = ", ".join(f"{size} GB {card}" for size, card in CARDS.items())
     return (
         f"Rule of thumb, without MemScale: {BYTES_A_PARAMETER['full']} B per parameter in full, "
         f"{BYTES_A_PARAMETER['lora']} with LoRA, in {1 - ACTIVATIONS_SHARE:.0%} of the card. "
-        '"or larger": the next model was not planned for yet. A version in brackets planned that cell.'
+        '"or larger": the next model was not planned for yet. A version in brackets planned that cell. '
+        f"A size stands for one card, and times are that card's: {cards}."
     )
 
 
@@ -161,7 +163,7 @@ def markdown(log: Log) -> str:
         parts += _markdown_table([_HEADER, *(_row(cell, log) for cell in cells(log, kind))])
         parts += [
             "",
-            f"### Commands: {_TITLES[kind].lower()}",
+            f"### Commands: {_TITLES[kind][0].lower()}{_TITLES[kind][1:]}",
             "",
             "Each gives the plan of its cell, with every choice; `memscale table` fills a cell that is not final.",
             "",
