@@ -42,19 +42,21 @@ def _checkpoint(training: Training, device: str) -> None:
     training.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _selective(training: Training, device: str) -> None:
-    """Results of matrix products and of attention stay, the rest is computed again: the example of PyTorch's page."""
+def _selective(training: Training, device: str, *, attention: bool = True) -> None:
+    """Results of matrix products and of attention stay, the rest is computed again: the example of PyTorch's page.
+
+    Without attention it is the same training as the plain one: what is kept draws no random numbers.
+    """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
-    kept = [
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    ]
+    kept = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+    if attention:
+        kept += [
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+        ]
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)
     arguments = {"use_reentrant": False, "context_fn": contexts}
     training.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
@@ -145,6 +147,12 @@ PEERS = (
     Peer("plain", "plain PyTorch", _plain, EXACT),
     Peer("checkpointing", "`gradient_checkpointing_enable()`", _checkpoint, EXACT),
     Peer("selective", "PyTorch's selective checkpointing", _selective, EXACT),
+    Peer(
+        "selective_exact",
+        "PyTorch's selective checkpointing, attention computed again",
+        functools.partial(_selective, attention=False),
+        EXACT,
+    ),
     Peer("save_on_cpu", "`torch.autograd.graph.save_on_cpu`, pinned", _save_on_cpu, EXACT),
     Peer("trl_offload", "TRL's activation offloading", _trl_offload, EXACT, ("trl",)),
     Peer("trl_loss", "TRL's chunked loss", _trl_loss, TILED, ("trl",)),

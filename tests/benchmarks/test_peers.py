@@ -30,7 +30,7 @@ def plain() -> Figures:
     return _figures("plain")
 
 
-@pytest.mark.parametrize("name", ["checkpointing", "selective"])
+@pytest.mark.parametrize("name", ["checkpointing", "selective", "selective_exact"])
 def test_a_peer_trains_as_plain_pytorch_in_less(name: str, plain: Figures) -> None:
     found = _figures(name)
     assert found.losses == plain.losses

@@ -161,6 +161,8 @@ def test_a_log_is_read_as_it_was_saved(tmp_path: pathlib.Path) -> None:
 def test_a_cell_says_what_is_not_known() -> None:
     log = Log().with_answer(answer(SMALL, fits=True))
     cell = page.cells(log, "full")[0]
+    for text in ("\n".join(page.lines(log)), page.markdown(log)):
+        assert all(f"{gb} GB {card}" in text for gb, card in CARDS.items()), "whose times these are"
     assert (cell.size, cell.family, cell.is_final) == (8, "GPT-2", False)
     assert "gpt2 or larger" in "\n".join(page.lines(log))
     log = log.with_answer(answer(LARGE, fits=False))

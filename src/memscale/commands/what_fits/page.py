@@ -132,7 +132,7 @@ def _caption(log: Log) -> str:
 
 
 def _legend() -> list[str]:
-    cards = ", ".join(f"{size} GB: {card}" for size, card in CARDS.items())
+    cards = ", ".join(f"{size} GB {card}" for size, card in CARDS.items())
     shares = BYTES_A_PARAMETER
     return [
         f"card: {cards}; they differ in speed as well as in memory",
