@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memscale import Config
 from memscale._decide import decide, find_candidates
-from memscale._decide.bound import least_ms
+from memscale._decide.bound import least_blocking_ms, least_ms
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
@@ -56,6 +56,18 @@ def test_what_does_not_fit_the_optimizers_step_crosses_the_link() -> None:
     assert least_ms(model, 20 * MB, host_step=True) == pytest.approx(excess / 4 * 1e3)
 
 
+def test_what_blocks_adds_up_on_the_slower_link() -> None:
+    """502 ms of compute; 147 MB do not fit, of which 90 are computed again for 100 ms. Of the block's 5 + 10 MB of
+    parameters and state 5 come and 5 leave, and all other state comes and leaves."""
+    profile = profile_of(ONE, variants=(CHECKPOINT, STREAM), optimizer=COST)
+    model = CostModel(profile, hardware_of(link_bytes_per_s=1e8, blocking_link_bytes_per_s=1e6))
+    excess = 25 + 1 + 50 + 101 - 30
+    crossing = 2 * (5 + (excess - 90 - 15))
+    bound = least_blocking_ms(model, 30 * MB, host_step=True)
+    assert bound == pytest.approx(402 + 100 + 100 + crossing * 1e3)
+    assert bound > least_ms(model, 30 * MB, host_step=True)
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 @given(found=models(max_size=6), link=st.sampled_from([1e7, 1e8, 1e10]), host=st.sampled_from([None, 1e8, 1e10]))
 def test_no_plan_of_the_search_beats_it(
@@ -85,6 +97,9 @@ def check(model: CostModel) -> None:
         for host_step in {True, on_host}:
             bound = least_ms(model, candidate.outcome.peak_bytes, host_step=host_step)
             assert candidate.outcome.step_ms >= bound * (1 - 1e-9), (candidate, host_step)
+            if not model.pace.overlaps:
+                bound = least_blocking_ms(model, candidate.outcome.peak_bytes, host_step=host_step)
+                assert candidate.outcome.step_ms >= bound * (1 - 1e-9), (candidate, host_step)
 
 
 @given(found=models(max_size=4), link=st.sampled_from([1e7, 1e8, 1e10]), overlaps=st.booleans())

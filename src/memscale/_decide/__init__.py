@@ -11,13 +11,23 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from memscale._decide.bound import least_blocking_ms
 from memscale._decide.budget import Budget, Held
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import Eligible
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
-from memscale._decide.pareto import by_peak, by_time, pareto_front, slowdown, time_key, unbeaten, undominated
+from memscale._decide.pareto import (
+    by_peak,
+    by_time,
+    pareto_front,
+    slowdown,
+    slowdown_of,
+    time_key,
+    unbeaten,
+    undominated,
+)
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
 from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
@@ -278,6 +288,11 @@ def may_be_faster_blocking(
     blocking = CostModel(model.profile, model.hardware)
     baseline, is_exact = blocking.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
     limit = plan.predicted_slowdown
+    most_bytes = eligible.budget.device_bytes - reserve_bytes + spare_bytes
+    # Most often no plan at all could be, which takes no search to know.
+    least_ms = least_blocking_ms(blocking, most_bytes, host_step=may_step_on_host(blocking, eligible))
+    if is_exact and slowdown_of(least_ms * (1 - 1e-9), baseline, is_exact=True) >= limit:
+        return False
 
     def could(candidate: Candidate) -> bool:
         outcome = candidate.outcome

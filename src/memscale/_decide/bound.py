@@ -1,6 +1,7 @@
 """The least time that any exact plan could take within a budget, from a profile alone. No torch.
 
     bound = least_ms(model, budget_bytes, host_step=False)      # of one step; no candidate of the search is below it
+    least_blocking_ms(model, budget_bytes, host_step=False)     # the same where transfers block
 
 It is a bound, not a plan: nothing need reach it. Three things work side by side at best, and the slowest of them is
 waited for: what computes, and each direction of the link. What computes takes at least every stretch of the step in the
@@ -26,7 +27,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from memscale._decide.choice import RunOptions
 from memscale._decide.cost_model import CostModel
@@ -39,10 +40,25 @@ _SHARES = (0.0, *(2.0**-k for k in range(20, 0, -1)), *(1 - 2.0**-k for k in ran
 def least_ms(model: CostModel, budget_bytes: int, *, host_step: bool) -> float:
     """The bound of a step that peaks at no more than the budget; `host_step`: the host may step what is streamed."""
     computes_ms = model.least_compute_ms + _least_optimizer_ms(model)
-    found = [computes_ms, _step_ms(model, budget_bytes), _forward_ms(model, budget_bytes, computes_ms)]
+    prices = _all_prices(model.hardware.link_directions)
+    found = [computes_ms, _step_ms(model, budget_bytes), _freeing_ms(model, budget_bytes, computes_ms, prices)]
     if not host_step and model.profile.optimizer.in_backward is None:
         found.append(model.least_compute_ms + _arriving_ms(model, budget_bytes))
     return max(found)
+
+
+def least_blocking_ms(model: CostModel, budget_bytes: int, *, host_step: bool) -> float:
+    """The same where transfers block: nothing is beside anything, so that all of it adds up, on a slower link."""
+    assert not model.pace.overlaps, "what overlaps may be faster"
+    slower = float(model.pace.link_ms(1)) / _byte_ms(model)
+    excess_bytes = max(0, _bytes_in_step(model) - budget_bytes)
+    crossing_ms = [
+        _byte_ms(model) * slower * excess_bytes * sum(_crossing_shares(model)),
+        _freeing_ms(model, budget_bytes, 0.0, [_Prices(1.0, slower, slower)]),
+    ]
+    if not host_step and model.profile.optimizer.in_backward is None:
+        crossing_ms.append(slower * _arriving_ms(model, budget_bytes))
+    return model.least_compute_ms + _least_optimizer_ms(model) + max(crossing_ms)
 
 
 def _byte_ms(model: CostModel) -> float:
@@ -136,7 +152,8 @@ class _Prices:
 
     NOTE [prices]: whatever prices there are, of which the sum is 1: the slowest of three is no less than their sum at
     these prices. And at given prices the cheapest way to free some bytes is known: what is cheapest by the byte goes
-    first. So every choice of prices gives a bound, and the highest of them is taken.
+    first. So every choice of prices gives a bound, and the highest of them is taken. Where nothing is beside anything,
+    the three add up, and each counts fully.
     """
 
     compute: float
@@ -149,7 +166,8 @@ class _Prices:
         return total / way.freed_bytes
 
 
-def _forward_ms(model: CostModel, budget_bytes: int, computes_ms: float) -> float:
+def _freeing_ms(model: CostModel, budget_bytes: int, computes_ms: float, every: Iterable[_Prices]) -> float:
+    """What computes, and what frees the bytes that do not fit, at the highest of these prices."""
     if model.whole_treatments:
         return 0.0  # their steps go another way, and their forward ends elsewhere
     ways, end_of_forward = model.exact_ways, model.first_backward
@@ -162,10 +180,7 @@ def _forward_ms(model: CostModel, budget_bytes: int, computes_ms: float) -> floa
     if excess_bytes <= 0:
         return 0.0
     holders = collections.Counter([*_blocks(model, ways), *_homes_and_state(model)])
-    return max(
-        prices.compute * computes_ms + _cheapest(holders, prices, excess_bytes)
-        for prices in _all_prices(model.hardware.link_directions)
-    )
+    return max(prices.compute * computes_ms + _cheapest(holders, prices, excess_bytes) for prices in every)
 
 
 def _all_prices(link_directions: int) -> Iterator[_Prices]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,17 @@ from memscale.techniques import TECHNIQUES, TREATED, technique_of
 from memscale.techniques.technique import Technique
 
 
+class _Found:
+    """What is found of run options once: candidates are many, share these, and are asked for it again and again."""
+
+    __slots__ = ("_hash", "_is_exact", "_techniques")
+    _hash: int
+    _is_exact: bool
+    _techniques: tuple[Technique, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(_Found):
     """How everything but the single blocks is run: a field for each `RunOption` of the technique table.
 
     A field's default stands for doing nothing about it.
@@ -46,11 +56,26 @@ class RunOptions:
     @property
     def techniques(self) -> tuple[Technique, ...]:
         """The techniques whose option is chosen, in the order of the fields."""
-        return _techniques_of(self)
+        try:
+            return self._techniques
+        except AttributeError:
+            object.__setattr__(self, "_techniques", _techniques_of(self))
+            return self._techniques
 
     @property
     def is_exact(self) -> bool:
-        return all(technique.is_exact for technique in self.techniques)
+        try:
+            return self._is_exact
+        except AttributeError:
+            object.__setattr__(self, "_is_exact", all(technique.is_exact for technique in self.techniques))
+            return self._is_exact
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash(_values_of(self)))
+            return self._hash
 
     @property
     def num_actions(self) -> int:
@@ -71,6 +96,7 @@ class RunOptions:
         return TraceKey(treatment, num_tiles=self.num_tiles, precision=self.precision)
 
 
+_values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(RunOptions)))
 OPTIONS: dict[str, Technique] = {t.option.field: t for t in TECHNIQUES if t.option is not None}
 """The technique that each field of `RunOptions` belongs to."""
 

@@ -100,9 +100,13 @@ def _point(candidate: Candidate, baseline: Outcome, profile: Profile, *, is_chos
 
 
 def slowdown(candidate: Candidate, baseline: Outcome) -> float:
+    return slowdown_of(candidate.outcome.step_ms, baseline, is_exact=candidate.choice.run.is_exact)
+
+
+def slowdown_of(step_ms: float, baseline: Outcome, *, is_exact: bool) -> float:
     """No exact plan is promised to be faster than the plain step, though tiles may be."""
-    ratio = round(candidate.outcome.step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0
-    return max(1.0, ratio) if candidate.choice.run.is_exact else ratio
+    ratio = round(step_ms / baseline.step_ms, 4) if baseline.step_ms else 1.0
+    return max(1.0, ratio) if is_exact else ratio
 
 
 def describe(choice: Choice, profile: Profile) -> str:

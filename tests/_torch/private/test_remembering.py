@@ -43,6 +43,11 @@ def _shown(result: Any, given: tuple[torch.Tensor, ...]) -> Any:
         lambda x, y: torch.conj(x.to(torch.complex64)),
         lambda x, y: torch._foreach_sqrt([x, y.t()]),
         lambda x, y: torch._foreach_add([x, y], 1.0),
+        lambda x, y: torch._foreach_add([x, y.t(), x], [y, x.t(), y]),
+        lambda x, y: torch._foreach_pow(2.0, [x, y.t()]),
+        lambda x, y: torch._foreach_div([x, y], [2.0, 3]),
+        lambda x, y: torch._foreach_norm([x, y.t()]),
+        lambda x, y: torch._foreach_clone([x, y.t()]),
         lambda x, y: (torch._foreach_add_([x, y], 1.0), x)[1],
         lambda x, y: torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *[x.expand(1, 2, 4, 6)] * 4,
@@ -147,6 +152,24 @@ def test_operators_of_every_block_are_remembered(arguments: Callable[..., Any]) 
         operator, given = arguments(torch.empty(4, 6))
         operator(*given)
         assert mode.recall(operator, given, {}) is not None
+
+
+def test_lists_of_known_elements_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket of an optimizer is another list, of the same few kinds of parameters."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    sqrt = torch.ops.aten._foreach_sqrt.default
+    with private.fake_tensor_mode() as mode:
+        one, other = torch.empty(5, 7), torch.empty(7)
+        sqrt([one, other])
+        with monkeypatch.context() as patched:
+            patched.delattr(FakeTensorMode, "dispatch")
+            given = [other, one, one, other, one]
+            shown = [_shown(result, (one, other)) for result in sqrt(given)]
+        assert mode.recall(sqrt, (given,), {}) is not None
+    with FakeTensorMode():
+        elements = [torch.empty(tensor.shape) for tensor in given]
+        assert shown == [_shown(result, ()) for result in sqrt(elements)]
 
 
 def test_what_is_computed_from_numbers_alone_or_written_to_is_not_remembered() -> None:

@@ -23,6 +23,7 @@ from memscale._planning.reserved.allocation_log import (
     AllocationLog,
     Emptied,
     Event,
+    Freed,
     Multiplied,
     Origin,
     Reached,
@@ -195,19 +196,23 @@ class Replay:
         self._releases = frozenset(use.releases)
 
     def play(self, events: list[Event]) -> None:
+        """Events are many, and nearly all of the first two kinds."""
+        blocks, allocate, free = self._blocks, self._allocate, self.memory.free
         for event in events:
             if isinstance(event, Allocated):
-                self._allocate(event)
+                allocate(event)
+            elif isinstance(event, Freed):
+                block = blocks.pop(event.serial, None)
+                if block is not None:  # else it was made before the step, and went when that was first played
+                    free(block)
             elif isinstance(event, Reached):
                 self._reach(event.point)
             elif isinstance(event, Multiplied):
                 self._multiply(event.thread)
             elif isinstance(event, Emptied):
                 self.memory.empty_cache()
-            elif isinstance(event, Resumed):
-                continue
-            elif event.serial in self._blocks:  # else it was made before the step, and went when that was first played
-                self.memory.free(self._blocks.pop(event.serial))
+            else:
+                assert isinstance(event, Resumed), "there are no others"
 
     def _allocate(self, event: Allocated) -> None:
         memory, old = self.memory, self._blocks.get(event.serial)

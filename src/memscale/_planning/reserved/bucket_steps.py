@@ -19,7 +19,6 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed
@@ -325,7 +324,7 @@ class _Bucket:
         self.invite()
         if self._cut is not None and self._cut.grad is not None:
             for parameter in parameters_of(self.optimizer):
-                parameter.grad = self._cut.grad.as_strided(parameter.shape, (1,))
+                parameter.grad = _part(self._cut.grad, parameter.shape)
         for parameter, gradient in zip(parameters_of(self.optimizer), self._gradients, strict=self._has_guests):
             parameter.grad = gradient
 
@@ -461,6 +460,14 @@ def _guests(
                 yield _Bucket(over_parameters(optimizer, places), own_ids, rules, guests=how)
 
 
-def _stretch(parameter: torch.Tensor, size: torch.Size) -> nn.Parameter:
+def _stretch(parameter: torch.Tensor, size: torch.Size) -> torch.Tensor:
     """In the parameter's own memory, which is not on the device."""
-    return nn.Parameter(parameter.detach().as_strided(size, (1,)))
+    stretch = _part(parameter, size)
+    stretch.requires_grad = True
+    return stretch
+
+
+def _part(tensor: torch.Tensor, size: torch.Size) -> torch.Tensor:
+    """The beginning of a tensor's memory. A view would show the same, by several operators: there are many of these."""
+    storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+    return private.tensor_over(storage, tensor.dtype, tensor.device, offset, tuple(size), (1,))

@@ -65,13 +65,42 @@ class _RememberingMode(fake_tensor.FakeTensorMode):
             if key is not None and _writes_lists(func):
                 self._made[key] = Remembered(None)
                 return None
-            result = super().dispatch(func, types, args, kwargs)
-            made = NotImplemented if key is None else _describe(args, kwargs, result)
-            if made is not NotImplemented and key is not None:
-                if len(self._made) >= _MAX_MADE:
-                    self._made.clear()
-                self._made[key] = Remembered(made)
-            return result
+            if key is not None and _maps_lists(func):
+                each = self._made_of_each(func, types, args, kwargs)
+                if each is not None:
+                    self._made[key] = known = Remembered(each)
+                    return known.again(self, args)
+            return self._run(key, func, types, args, kwargs)
+
+    def _run(self, key: tuple[Any, ...] | None, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What PyTorch's mode gives, which is remembered under the key, if there is one."""
+        result = super().dispatch(func, types, args, kwargs)
+        made = NotImplemented if key is None else _describe(args, kwargs, result)
+        if made is not NotImplemented and key is not None:
+            if len(self._made) >= _MAX_MADE:
+                self._made.clear()
+            self._made[key] = Remembered(made)
+        return result
+
+    def _made_of_each(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> list[_Made | None] | None:
+        """What an operator gives for each element of its lists, which are new in every bucket of an optimizer, while
+        their elements are not; None where an element's is not remembered."""
+        found: list[_Made | None] = []
+        lengths = {len(arg) for arg in args if type(arg) in (list, tuple)}
+        if len(lengths) != 1 or any(type(value) in (list, tuple) for value in kwargs.values()):
+            return None
+        for index in range(*lengths):
+            one = tuple([arg[index]] if type(arg) in (list, tuple) else arg for arg in args)
+            key = _key_of(self, func, one, kwargs)
+            if key is None:
+                return None
+            if key not in self._made:
+                self._run(key, func, types, one, kwargs)
+            made = self._made[key].made if key in self._made else None
+            if not isinstance(made, list) or len(made) != 1:
+                return None
+            found += made
+        return found
 
     def recall(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Remembered | None:
         """What is remembered of an operator with such arguments; None: nothing is, or not all of it."""
@@ -161,6 +190,15 @@ def _is_number(value: Any) -> bool:
 def _writes_lists(func: Any) -> bool:
     """Whether an operator of many tensors writes to them and gives nothing: on fake ones it does nothing."""
     return func._schema.name.startswith("aten::_foreach_") and func._schema.is_mutable and not func._schema.returns
+
+
+@functools.cache
+def _maps_lists(func: Any) -> bool:
+    """Whether an operator gives a list of new tensors, one for each element of its lists."""
+    schema = func._schema
+    if not schema.name.startswith("aten::_foreach_") or schema.is_mutable:
+        return False
+    return len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
 
 
 @functools.cache
