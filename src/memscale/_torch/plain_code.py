@@ -110,12 +110,16 @@ class PlainModel:
         self._registered = {id(tensor) for tensor in tensors}
         self._codes: dict[types.CodeType, str] = {}
         """Plain code, and what it is called."""
+        self._functions: set[int] = set()
+        """Functions that were seen: two of the same code may have other variables around them, and other defaults."""
         self._names: set[str] = set()
         self._holders: dict[int, tuple[Any, Mapping[str, Any], str]] = {}
-        """Objects of which code may read attributes; by id, with what they have by name."""
+        """Objects of which code may read attributes; by id, with what they have by name. The user may have put
+        something on a layer of `torch.nn`, or on a parameter."""
         self._alive: list[Any] = []
         for tensor in tensors:
             _refuse_tensor(tensor)
+            self._holders[id(tensor)] = tensor, vars(tensor), "a tensor of the model"
         for part in self._parts.values():
             self._enter(part)
         for _, hooks in private.global_module_hooks():
@@ -143,8 +147,8 @@ class PlainModel:
             elif name in _METHODS:
                 _refuse_override(kind, name, value)
         forward = getattr(kind, "forward", None)
+        self._hold(part, vars(part), kind)
         if own:
-            self._hold(part, vars(part), kind)
             self._verify_function(forward, f"{kind.__name__}.forward")
 
     def _hold(self, owner: Any, values: Mapping[str, Any], kind: type) -> None:
@@ -163,8 +167,10 @@ class PlainModel:
             function = function.__func__
         if not isinstance(function, types.FunctionType):
             _refuse(f"{name} is no plain function")
-        if function.__code__ in self._codes or is_shipped(function.__code__, function.__globals__):
+        if id(function) in self._functions or is_shipped(function.__code__, function.__globals__):
             return
+        self._functions.add(id(function))
+        self._alive.append(function)
         if function.__dict__:
             _refuse(f"{name} has attributes")
         self._verify_code(function.__code__, name)

@@ -1,4 +1,4 @@
-"""A training program that is run three ways: as it is, and with a failing forward or backward in its last step."""
+"""A training program that is run three ways: as it is, and with a failing forward or backward in one of its steps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ NUM_STEPS = 4
 CONFIG = memscale.Config(enable_logging=False, mode="conservative", recover_from_oom=None)
 """Models of plain code alone."""
 
+OBSERVED: Any = object()
+"""The sample of a model that does not run on fake tensors: it is planned from its first steps."""
+
 
 class Session:
-    """Hands a program its inputs, and lets one allocation of its last step fail."""
+    """Hands a program its inputs, and lets one allocation of one of its steps fail."""
 
-    def __init__(self, fails_in: str | None, number: int, config: memscale.Config = CONFIG) -> None:
-        self.fails_in, self.number, self.config = fails_in, number, config
+    def __init__(
+        self, fails_in: str | None, number: int, config: memscale.Config = CONFIG, failing_step: int = NUM_STEPS - 1
+    ) -> None:
+        self.fails_in, self.number, self.config, self.failing_step = fails_in, number, config, failing_step
         self.fired = False
         self.models: list[nn.Module] = []
         self.before: list[torch.Tensor] = []
-        """The weights before the last step."""
+        """The weights before the step that fails."""
         torch.manual_seed(1)
 
     def wrap(self, model: nn.Module, *, sample: Any = None) -> Any:
         model = model.to(DEVICE)
         self.models.append(model)
         if self.fails_in is not None:
-            memscale.wrap(model, self.config, self.x(0) if sample is None else sample)
+            given = self.x(0) if sample is None else sample
+            memscale.wrap(model, self.config, None if given is OBSERVED else given)
         return model
 
     def x(self, step: int) -> torch.Tensor:
@@ -44,7 +50,7 @@ class Session:
         return [value.detach().cpu().clone() for model in self.models for value in model.parameters()]
 
     def forward(self, step: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if step == NUM_STEPS - 1 and not self.before:
+        if step == self.failing_step and not self.before:
             self.before = self.weights()
         with self._failing("forward", step):
             return call(*args, **kwargs)
@@ -67,7 +73,7 @@ class Session:
 
     @contextlib.contextmanager
     def _failing(self, where: str, step: int) -> Iterator[None]:
-        if where != self.fails_in or step != NUM_STEPS - 1 or self.fired:
+        if where != self.fails_in or step != self.failing_step or self.fired:
             yield
             return
         fault = None
@@ -78,9 +84,15 @@ class Session:
             self.fired = fault is not None and fault.fired
 
 
-def ran(program: Callable[[Session], Any], fails_in: str | None, number: int, config: memscale.Config = CONFIG) -> Any:
+def ran(
+    program: Callable[[Session], Any],
+    fails_in: str | None,
+    number: int,
+    config: memscale.Config = CONFIG,
+    failing_step: int = NUM_STEPS - 1,
+) -> Any:
     """What came out: (values or None, weights, what was said if it was refused, whether anything failed)."""
-    session = Session(fails_in, number, config)
+    session = Session(fails_in, number, config, failing_step)
     try:
         seen = program(session)
     except torch.OutOfMemoryError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +26,8 @@ class PlanMaker:
     def __init__(self, plans: PlansInForce, observing: Observing) -> None:
         self.plans = plans
         self._observing = observing
+        self._budget_before: dict[str, Any] | None = None
+        """The budget before a step ran out of memory (`tighten`)."""
 
     def plan(
         self,
@@ -45,7 +48,7 @@ class PlanMaker:
         is_untouched = plans.now is None and not self._observing.is_needed
         slot = plan_cache.slot_for(job.of(model), inputs) if is_untouched else None
         try:
-            plan, profile = self._kept_or_made(model, inputs, slot)
+            plan, profile = self._within_budget(model, inputs, slot)
         except StaticProfileError as error:
             is_sample, is_evaluation = not inside and not is_guess, inside and not model.training
             may_observe = job.config.use_empirical_fallback and not is_evaluation  # which may have no backward
@@ -62,6 +65,19 @@ class PlanMaker:
         plans.note_batch(inputs)
         plans.begin_afresh()
         plans.announce(plan)
+
+    def _within_budget(
+        self, model: nn.Module, inputs: Inputs, slot: plan_cache.PlanSlot | None
+    ) -> tuple[Plan, Profile | None]:
+        """A plan. A batch that is larger than the one for which the budget was lowered may need the one before."""
+        try:
+            return self._kept_or_made(model, inputs, slot)
+        except DoesNotFitError:
+            if self._budget_before is None:
+                raise
+        job, before, self._budget_before = self.plans.job, self._budget_before, None
+        job.eligible = job.eligible.replace(**before)
+        return self._kept_or_made(model, inputs, slot)
 
     def _kept_or_made(
         self, model: nn.Module, inputs: Inputs, slot: plan_cache.PlanSlot | None
@@ -96,11 +112,14 @@ class PlanMaker:
     def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:
         """Plan for this batch, and for all that come, within a smaller budget. If nothing fits, all stays as it is."""
         plans, job = self.plans, self.plans.job
-        earlier = job.eligible, plans.known
+        earlier, before = (job.eligible, plans.known), self._budget_before
+        wishes = {name: getattr(job.eligible.config, name) for name in ("memory_budget_gb", "force_optimize")}
+        self._budget_before = None
         job.eligible = job.eligible.replace(memory_budget_gb=budget_bytes / 1e9, force_optimize=False)
         plans.forget()
         try:
             self.plan(model, inputs, inside=inside)
         except BaseException:
-            job.eligible, plans.known = earlier
+            (job.eligible, plans.known), self._budget_before = earlier, before
             raise
+        self._budget_before = before or wishes

@@ -112,6 +112,8 @@ class Recovery:
         self._raw: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """What the forward that begins was called with."""
         self._is_again = False
+        self._is_second = False
+        """The forward that begins, or runs, is the second one before a backward."""
         self._outputs_again: list[Any] | None = None
         self._lowest: Plan | None = None
         """A plan for which a tighter one was looked for in vain."""
@@ -152,6 +154,7 @@ class Recovery:
 
     def called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_again:
+            self._is_second = self._step is not None
             self._step = None
             self._raw = (args, kwargs) if self._repeats(model) else None
 
@@ -217,6 +220,7 @@ class Recovery:
             return output
         with in_words(failure, "forward", self._numbers), in_other_words(failure):
             refuse_other_containers(given, (args, kwargs))
+            self._refuse_shared_casts()
             self._prepare(module, step, Inputs(*given), failure, "forward")
         try:
             with in_words(failure, "forward", self._numbers), in_other_words(failure):
@@ -237,6 +241,12 @@ class Recovery:
             return output
         raise in_numbers(failure, "The batch was run again, and ran out of memory again", self._numbers())
 
+    def _refuse_shared_casts(self) -> None:
+        """Autocast has cast the weights once for two forwards, so that their gradients are added before the cast."""
+        kinds = {"cpu", *(device.type for device in self.devices())}
+        if self._is_second and torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds)):
+            raise NotRepeatable("it is the second forward before a backward, and may share casts of the weights")
+
     def _can_be_put_back(self, step: Step) -> bool:
         """Whether all that a repeated forward changed is known to change, so that it can run once more."""
         try:
@@ -247,6 +257,7 @@ class Recovery:
         return not step.has_changed
 
     def _put_back(self, step: Step) -> None:
+        torch.clear_autocast_cache()  # casts of the run before, which no recompute of this one would find
         self._state.restore(step.memory)
         self._beside.show_before(step.taken)
         step.moment.restore()
@@ -303,6 +314,8 @@ class Recovery:
             raise NotRepeatable(step.problem)
         if step.has_changed:
             raise NotRepeatable("an input or a parameter of the model was written to after its forward")
+        if step.trains_others:
+            raise NotRepeatable("which parameters of the model need gradients was changed after its forward began")
         if step.attributes is not None and step.attributes.are_other:
             raise NotRepeatable("an attribute of the model, or of one of its parts, was changed after its forward")
         if not torch.is_grad_enabled() or not step.memory.layout.has_the_parts_of(Layout(model)):
@@ -450,6 +463,8 @@ class Recovery:
         return True
 
     def _refuse_backward(self, call: BackwardCall) -> None:
+        if around := private.strange_contexts():
+            raise NotRepeatable(around)
         if not call.is_simple:
             raise NotRepeatable("its graph is kept, or only some gradients are asked for")
         if self._replanner.job.config.step_in_backward or self._executor.scales_gradients:

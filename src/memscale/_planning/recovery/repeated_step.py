@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from memscale._planning.recovery.not_repeatable import NotRepeatable
 from memscale._torch import private
 from memscale._torch.moment import Draws, Moment
-from memscale._torch.snapshots import versions_of
+from memscale._torch.snapshots import groups_sharing_memory, versions_of
 from memscale._torch.steps_beside import Taken
 from memscale.techniques.recompute.backward_errors import BackwardCall
 from memscale.techniques.recompute.module_state import Layout, Memory
@@ -85,10 +85,13 @@ class Step:
     """Those of the model and its parts when the forward was over."""
     problem: str | None = None
     """Why it cannot be repeated."""
+    trained: list[bool] = dataclasses.field(default_factory=list)
+    """Which parameters needed a gradient when the forward began."""
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: what its repetition would be given."""
         leaves = tree_leaves((args, kwargs))
+        self.trained = self._trained_now()
         if self.problem is not None:
             return
         if any(not isinstance(leaf, _PLAIN) for leaf in leaves):
@@ -122,6 +125,14 @@ class Step:
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
         self.versions = [(one, one._version) for one in tensors if not one.is_inference()]
+
+    def _trained_now(self) -> list[bool]:
+        return [p is not None and p.requires_grad for p in self.memory.values[self.memory.layout.parameters]]
+
+    @property
+    def trains_others(self) -> bool:
+        """Whether the forward, run again, would lead to the gradients of other parameters."""
+        return self._trained_now() != self.trained
 
     @property
     def has_changed(self) -> bool:
@@ -263,12 +274,22 @@ def without_gradient(model: nn.Module, step: Step) -> list[torch.Tensor] | None:
     """Parameters whose gradient has not come in the failed pass; None: all of them."""
     parameters: list[torch.Tensor] = [p for p in model.parameters() if id(p) in step.before]
     rest = [p for p in parameters if not _has_come(p, *step.before[id(p)])]
+    if len(rest) < len(parameters) and _share_memory(before for before, _ in step.before.values()):
+        raise NotRepeatable(
+            "gradients of several parameters lie in one tensor, so that it is not known which of them have come"
+        )
     step.before = {}
     return None if len(rest) == len(parameters) else rest
 
 
 def _has_come(parameter: torch.Tensor, before: torch.Tensor | None, version: int) -> bool:
     return parameter.grad is not before or (before is not None and before._version != version)
+
+
+def _share_memory(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Whether some of them are, or are parts of, one tensor: a write to one is a new version of all."""
+    found = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+    return len(groups_sharing_memory(found)) < len(found)
 
 
 def let_go(roots: tuple[torch.Tensor, ...], step: Step) -> None:

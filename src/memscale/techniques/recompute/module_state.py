@@ -325,10 +325,10 @@ class ModuleState:
         self.refuse_lost(memory)
         _show_others(memory, Shown())
         before = dict(zip(layout.slots, memory.values, strict=True))
-        with torch.no_grad():
-            for slot, copied in memory.copies.items():
-                if isinstance(copied, torch.Tensor) and not _is_as_copied(copied, before[slot]):
-                    before[slot].copy_(copied)
+        for slot, copied in memory.copies.items():
+            if isinstance(copied, torch.Tensor) and not _is_as_copied(copied, before[slot]):
+                # Without a new version, as batch norms write to it: the graph of an earlier forward may have saved it.
+                before[slot].data.copy_(copied)
         _put((layout.table(slot[0]), slot[1], before[slot]) for slot in memory.copies if slot in before)
         for slot, kept in memory.attributes.items():  # what objects and containers held is put back below
             value = kept.put_back() if isinstance(kept, KeptTensor) else before.get(slot, ABSENT)
