@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 def demand(length: int, reach: int | None = None) -> Demand:
     reaches = () if reach is None else (("0.mask", (reach,)),)
-    return Demand("cpu", (), (TensorSpec("x", (1, length), "float32"),), (), None, reaches=reaches)
+    return Demand("cpu", (), (TensorSpec("x", (1, length), "float32"),), (), (), reaches=reaches)
 
 
 def known(length: int, num_actions: int, reach: int | None = None) -> Known:

@@ -158,6 +158,22 @@ def test_another_switch_is_another_step() -> None:
     assert attached_plan(model) is not planned
 
 
+def test_another_attention_inside_a_module_without_a_config_is_planned_for() -> None:
+    """Attention that keeps its scores takes more: the step that begins with it must be within the budget already."""
+    seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=2, n_head=4, attn_pdrop=0.0, eos_token_id=0)
+    model, ids = nn.Sequential(GPT2LMHeadModel(config)), torch.zeros(2, 32, dtype=torch.long)
+    memscale.wrap(model, Config(enable_logging=False))
+    plans = []
+    for implementation in ("sdpa", "sdpa", "eager"):
+        model[0].set_attn_implementation(implementation)
+        model(ids).logits.square().mean().backward()
+        model.zero_grad()
+        plans.append(attached_plan(model))
+    assert plans[0] is plans[1]
+    assert plans[2].baseline_peak_bytes > plans[1].baseline_peak_bytes
+
+
 @pytest.mark.parametrize("first", ["eval", "train"])
 def test_a_training_in_evaluation_mode_keeps_the_budget(first: str) -> None:
     """With gradients a forward in that mode holds what one of training holds."""

@@ -33,8 +33,8 @@ class Demand:
     """Which of them are trained, in which type, and of how many elements."""
     inputs: tuple[TensorSpec, ...]
     options: tuple[Any, ...]
-    attention: str | None
-    """The implementation of attention that a `transformers` model uses."""
+    attention: tuple[str, ...]
+    """The implementations of attention that `transformers` models use: the model, or what it is made of."""
     autocast: torch.dtype | None = None
     """The type in which the user's own `torch.autocast` computes; None: there is none around the forward."""
     ranks: Ranks = ALONE
@@ -104,6 +104,13 @@ def _reach_of(tensor: torch.Tensor) -> Reach:
     return (*(int(number) for number in found), len(numbers.unique()))
 
 
+def _attention_of(model: nn.Module) -> tuple[str, ...]:
+    """By the configs of the modules in it: a class around a `transformers` model has none, and parts have their own."""
+    configs = [config for module in model.modules() if (config := vars(module).get("config")) is not None]
+    known = {id(config): getattr(config, "_attn_implementation", None) for config in configs}
+    return tuple(str(implementation) for implementation in known.values())
+
+
 def read_demand(
     model: nn.Module,
     inputs: Inputs,
@@ -119,7 +126,7 @@ def read_demand(
         parameters=tuple((p.requires_grad, p.dtype, p.numel()) for p in model.parameters()),
         inputs=inputs.specs(),
         options=tuple(leaf for leaf in leaves if isinstance(leaf, _OPTION_TYPES)),
-        attention=getattr(getattr(model, "config", None), "_attn_implementation", None),
+        attention=_attention_of(model),
         autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
         ranks=ranks,
         reaches=tuple((name, _reach_of(tensor)) for name, tensor in looked_at),
