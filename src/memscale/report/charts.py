@@ -27,7 +27,7 @@ _KEPT_COLOR, _BUDGET_COLOR, _CHOSEN_COLOR = "#4c78a8", "#e45756", "#e45756"
 _PHASE_COLORS = {"forward": "#4c78a8", "backward": "#f58518", "optimizer": "#b279a2"}
 _PREDICTED_COLOR, _MEASURED_COLOR = "#4c78a8", "#54a24b"
 _LINES = {
-    "live": ("total_bytes", "#2f3542", "solid", 1),
+    "live": ("total_bytes", "#17a2b8", "solid", 1),
     "allocated": ("allocated_bytes", "#888888", "dot", 1.5),
     "reserved": ("reserved_bytes", "#888888", "solid", 1.5),
 }
