@@ -105,7 +105,7 @@ def _reach_of(tensor: torch.Tensor) -> Reach:
 
 
 def _attention_of(model: nn.Module) -> tuple[str, ...]:
-    """By the configs of the modules in it: a class around a `transformers` model has none, and parts have their own."""
+    """The implementations that the configs of its modules name: a class around a `transformers` model has no config."""
     configs = [config for module in model.modules() if (config := vars(module).get("config")) is not None]
     known = {id(config): getattr(config, "_attn_implementation", None) for config in configs}
     return tuple(str(implementation) for implementation in known.values())
