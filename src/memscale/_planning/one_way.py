@@ -244,7 +244,7 @@ class OneWay(Trials):
 
     def _confirm_plain(self, plan: Plan, eligible: Eligible) -> Plan:
         """Its live bytes were confirmed by the profile, which was such a run."""
-        held = self.held((), eligible.config) if plan.fits else None
+        held = self.held((), eligible.config) if plan.predicted_peak_bytes <= eligible.budget.device_bytes else None
         if held is None:
             return dataclasses.replace(plan, rehearsed=True)
         return confirmed(plan, plan.predicted_peak_bytes, fits=eligible.has_room_for(held), held=held)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from memscale._decide.allocator.settings import AllocatorSettings
@@ -129,3 +131,27 @@ def test_segments_that_grow_need_no_release() -> None:
     use, found = growing(log, AllocatorSettings(), workspace_bytes=0)
     assert use == AllocatorUse(SMALL_PAGES)
     assert found.reserved_peak_bytes == reserved_bytes(log, use) < reserved_bytes(log, None)
+
+
+def test_a_single_release_is_found_where_several_are_a_better_start() -> None:
+    """Releases where what is held rises are the best start, and one more or fewer of them saves nothing."""
+    log = AllocationLog()
+    log.begin_step()
+    log.allocate(0, 30 * MIB)
+    log.allocate(1, 24 * MIB)
+    log.reach(EMBEDDING)
+    log.allocate(2, 64 * MIB)
+    log.free(2)
+    log.free(0)
+    log.reach(ReleasePoint("forward", "block"))
+    log.free(1)
+    log.reach(HEAD)
+    log.allocate(3, 100 * MIB)
+    log.free(3)
+    log.allocate(4, 64 * MIB)
+    log.reach(BACKWARD)
+    log.free(4)
+    use = least(log, may_switch=False)
+    points = [EMBEDDING, ReleasePoint("forward", "block"), HEAD, BACKWARD]
+    ways = [AllocatorUse("", chosen) for count in range(5) for chosen in itertools.combinations(points, count)]
+    assert reserved_bytes(log, use) == min(reserved_bytes(log, way) for way in ways)

@@ -17,6 +17,7 @@ from memscale._planning.job import Job
 from memscale._planning.planner import Planner
 from memscale._planning.saved.saved_plans import refuse_plan
 from memscale._profile.inputs import Inputs
+from memscale._units import show_bytes
 
 MB = 10**6
 CARD = dataclasses.replace(Hardware.from_name("RTX 3090"), host_available_bytes=10**11, host_total_bytes=10**11)
@@ -111,6 +112,27 @@ def test_what_does_not_fit_says_how_much_would_be_reserved() -> None:
     job = Job(stack(), config, CARD, "adamw")
     with pytest.raises(DoesNotFitError, match="raise the budget to"):
         make_plan(job, Inputs((torch.empty(64, 512, device="meta"),), {}))
+
+
+def test_a_plain_step_whose_live_bytes_fit_says_what_it_reserves_where_that_does_not() -> None:
+    """The error named its live bytes, which were within the budget, as what the budget had to be raised to."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    inputs = Inputs((torch.empty(4, 1024, device="meta"),), {})
+
+    def job(budget_gb: float) -> Job:
+        return Job(
+            model, Config(memory_budget_gb=budget_gb, max_cpu_offload_gb=0.02, enable_logging=False), CARD, "adamw"
+        )
+
+    plain = make_plan(job(1.0), inputs)
+    assert plain.actions == ()
+    assert plain.predicted_reserved_bytes is not None
+    between_gb = (plain.predicted_peak_bytes + plain.predicted_reserved_bytes) / 2e9
+    with pytest.raises(DoesNotFitError) as refusal:
+        make_plan(job(between_gb), inputs)
+    assert f"raise the budget to {show_bytes(plain.predicted_reserved_bytes)}" in str(refusal.value)
+    assert make_plan(job(plain.predicted_reserved_bytes / 1e9), inputs).fits
 
 
 # ---- less is reserved

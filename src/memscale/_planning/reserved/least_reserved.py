@@ -39,7 +39,7 @@ def least_reserved(
     as in `reserved_of`."""
     trials = _Trials(log, settings, workspace_bytes, start)
     texts = ("", SMALL_PAGES) if may_switch else ("",)
-    found = [trials.improved(trials.start(text)) for text in texts]
+    found = [trials.lowest(text) for text in texts]
     limit_bytes = int(min(map(trials.bytes_of, found)) * (1 + WORTH))
     fewest = [trials.with_fewer(use, limit_bytes) for use in found if trials.bytes_of(use) <= limit_bytes]
     use = min(fewest, key=lambda use: (len(use.releases), use.settings))
@@ -107,6 +107,16 @@ class _Trials:
 
     def bytes_of(self, use: AllocatorUse) -> int:
         return self.played(use).reserved_peak_bytes
+
+    def lowest(self, text: str) -> AllocatorUse:
+        """The lowest use that is found from the best start, or from no release at all: where releases at all moments
+        are the best start, a single one may be better, and it is far from there."""
+        start, none = self.start(text), AllocatorUse(text)
+        found = self.improved(start)
+        if start == none:
+            return found
+        other = self.improved(none)
+        return other if self.bytes_of(other) < (1 - WORTH) * self.bytes_of(found) else found
 
     def start(self, text: str) -> AllocatorUse:
         """The lowest of: no release, those where what is held rises, and all that there could be."""
