@@ -26,7 +26,6 @@ from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
-from memscale._profile.optimizer_twin import Twin
 from memscale._torch import private
 from memscale.techniques.offload.optimizer import in_buckets
 from memscale.techniques.offload.optimizer.adoption import adopt
@@ -477,45 +476,3 @@ def test_state_that_was_looked_at_does_not_come_to_the_device_with_another_plan(
     step_all(models, optimizers)
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
     executor.detach()
-
-
-def _tried(model: nn.Module, optimizer: str | torch.optim.Optimizer) -> int:
-    """How many steps are tried to know what the optimizer costs."""
-    num_before = len(TRIED)
-    OptimizerCosts(Job(model, Config(), Hardware.from_name("RTX 3090"), optimizer)).cost()
-    return len(TRIED) - num_before
-
-
-TRIED: list[object] = []
-
-
-def test_batches_of_all_shapes_share_what_an_optimizer_was_seen_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each batch has its planner, and costs of its own; the same model is stepped in the same way under all of them."""
-    try_it = Twin._try
-    monkeypatch.setattr(Twin, "_try", lambda *args: (TRIED.append(args), try_it(*args))[1])
-    model = Mlp(width=SMALL, depth=2)
-    assert _tried(model, "adamw") > 0 == _tried(model, "adamw")
-    assert _tried(model, "sgd") > 0
-    assert _tried(Mlp(width=SMALL, depth=2), "adamw") > 0
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert _tried(model, optimizer) > 0
-    optimizer.param_groups[0]["lr"] /= 2
-    assert _tried(model, optimizer) == 0
-    optimizer.param_groups[0]["amsgrad"] = True
-    assert _tried(model, optimizer) > 0
-    assert _tried(model, torch.optim.AdamW(model.parameters())) > 0
-    TRIED.clear()
-
-
-def test_an_optimizer_of_somebody_else_is_tried_each_time() -> None:
-    """Its attributes may decide how it steps."""
-
-    class Own(torch.optim.AdamW):
-        pass
-
-    model = Mlp(width=SMALL, depth=2)
-    jobs = [Job(model, Config(), Hardware.from_name("RTX 3090"), Own(model.parameters())) for _ in range(2)]
-    assert optimizer_trials._known_trials(jobs[0]) is not optimizer_trials._known_trials(jobs[0])
-    rated = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
-    job = Job(model, Config(), Hardware.from_name("RTX 3090"), rated)
-    assert optimizer_trials._known_trials(job) is not optimizer_trials._known_trials(job)

@@ -9,10 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import weakref
-from collections.abc import Hashable
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,7 +29,6 @@ from memscale._profile.optimizer_twin import (
     optimizer_over,
 )
 from memscale._profile.ranks import Ranks
-from memscale._profile.rehearsal import device_exists
 from memscale._progress import stage
 from memscale.techniques.offload.optimizer.backward_steps import refuse_inseparable
 from memscale.techniques.offload.optimizer.buckets import values_here
@@ -75,7 +71,7 @@ class OptimizerCosts:
         self._idle: frozenset[int] = frozenset()
         self._found: dict[tuple[bool, frozenset[int], bool, float | None], OptimizerCost] = {}
         self._beside: dict[Travel, OptimizerCosts] = {}
-        self._trials: dict[bool, Trials] = {False: _known_trials(job), True: {}}
+        self._trials: dict[bool, Trials] = {False: {}, True: {}}
         """Steps that were tried, of the optimizer and of what replaces it in 8 bits, however state travels."""
 
     @property
@@ -226,43 +222,6 @@ class OptimizerCosts:
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
             cuts=moves and self._device_type != "cpu",
         )
-
-
-_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Trials]] = weakref.WeakKeyDictionary()
-"""Steps that were tried of optimizers over one model, as long as that lives: batches of all shapes share them."""
-_PLAIN = (bool, int, float, str, type(None))
-_MAX_TRIALS = 256
-
-
-def _known_trials(job: Job) -> Trials:
-    """Trials of the job's optimizer, by the kinds of the parameters; of another's, its attributes may say more."""
-    optimizer, device_type = job.optimizer, job.hardware.device_type
-    options: Hashable = optimizer if isinstance(optimizer, str) else _options_of(optimizer)
-    if options is None:
-        return {}
-    key = options, device_type, device_exists(device_type), torch.get_default_dtype()
-    trials = _known.setdefault(job.model, {}).setdefault(key, {})
-    if len(trials) > _MAX_TRIALS:
-        trials.clear()
-    return trials
-
-
-def _options_of(optimizer: Optimizer) -> Hashable:
-    """The optimizer and what decides how it steps; None where that is more than plain values in its groups. The
-    learning rate says nothing, and changes all the time."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return None
-    found = []
-    for group in optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name != "params"}
-        if not all(_is_plain(value) for value in options.values()):
-            return None
-        found.append(tuple(sorted((name, str(value)) for name, value in options.items() if "lr" not in name)))
-    return weakref.ref(optimizer), tuple(found)
-
-
-def _is_plain(value: object) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, _PLAIN)
 
 
 def _is_separable(optimizer: str | Optimizer) -> bool:
