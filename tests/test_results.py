@@ -1,7 +1,7 @@
 """The files of docs/results: each says how it was made, and what follows from data there is what that data gives.
 
 Pages that a command writes from kept data are compared beside that command (`test_published.py`, `test_peers.py`,
-`test_growth.py`, `test_what_fits.py`, `test_make_cards.py`, `test_fit_page.py`, `test_docs.py`). Here are the outputs
+`test_growth.py`, `test_table.py`, `test_make_cards.py`, `test_fit_page.py`, `test_docs.py`). Here are the outputs
 of single runs, which have their data beside them.
 """
 
