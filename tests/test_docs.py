@@ -93,6 +93,13 @@ def test_the_table_is_that_of_the_measured_data() -> None:
     assert data["weights_identical"]
 
 
+def test_the_page_of_all_pages_has_all() -> None:
+    folder = ROOT / "docs"
+    listed = set(re.findall(r"\]\(([^):]+)\)", (folder / "README.md").read_text()))
+    pages = {str(path.relative_to(folder)) for path in (*folder.rglob("*.md"), *folder.glob("results/*.txt"))}
+    assert sorted(pages - listed) == ["README.md"]
+
+
 def test_every_field_of_the_config_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     for field in memscale.Config.__dataclass_fields__:
