@@ -34,6 +34,8 @@ class OptimizerStats:
     """The number of buckets whose state was requested before it was needed."""
     num_hits: int = 0
     """How many of the prefetched buckets were there in time."""
+    num_early: int = 0
+    """The number of buckets whose state was requested before the step began."""
     largest_bucket_bytes: int = 0
     """The state bytes of the largest bucket; the device holds at most twice as many."""
     waiting_bytes: int = 0
@@ -91,7 +93,7 @@ class Visits:
     def start(self, entries: Entries, bucket: Bucket) -> Arrival | None:
         """Start fetching the part of a bucket's state that waits."""
         self.recover(bucket)
-        if not _has_waiting(entries, bucket):
+        if not has_waiting(entries, bucket):
             return None
         assert bucket.ticket is not None
         self.stats.bytes_from_store += bucket.num_bytes
@@ -271,7 +273,7 @@ class Visits:
     def _restore_guests(self, entries: Entries, bucket: Bucket) -> None:
         """Move the state of guests straight to where they live, not by way of the device."""
         self.recover(bucket)
-        if _has_waiting(entries, bucket):
+        if has_waiting(entries, bucket):
             bucket.check_out()
         for index, parameter in enumerate(bucket.parameters):
             entry, names = entries.get(parameter), bucket.names_of(index)
@@ -294,7 +296,8 @@ class Visits:
         bucket.ticket = None  # the slots stay: they say which tensors belong on the device
 
 
-def _has_waiting(entries: Entries, bucket: Bucket) -> bool:
+def has_waiting(entries: Entries, bucket: Bucket) -> bool:
+    """Whether any of the bucket's state lies where it waits: nobody has looked at it since."""
     return bucket.ticket is not None and any(
         bucket.is_waiting(index, entries.get(p)) for index, p in enumerate(bucket.parameters)
     )
@@ -317,7 +320,7 @@ class StretchVisit:
         self._arrivals: list[Arrival] = []
         if stretch.start == 0:
             visits.recover(bucket)  # later, stretches of the step that is under way may have failed
-        if _has_waiting(entries, bucket):
+        if has_waiting(entries, bucket):
             self._lay_out()
             self._arrivals = [self._fetch(slot) for slot in bucket.slots]
 
