@@ -103,7 +103,8 @@ class OptimizerModel(OptimizerShares):
         """How much more arrives in the step than leaves, as far as it is state: so much of it is of use early."""
         works = self._works(run, streamed_bytes)
         coming, leaving = (sum(getattr(work.moved, name) for work in works) for name in ("in_bytes", "out_bytes"))
-        return max(0, round(min(coming - leaving, sum(self.bytes_away(run, streamed_bytes)))))
+        surplus: int = round(min(coming - leaving, sum(self.bytes_away(run, streamed_bytes))))
+        return max(0, surplus)
 
     def _works(self, run: RunOptions, streamed_bytes: Any) -> list[StepWork]:
         """What is stepped in buckets."""

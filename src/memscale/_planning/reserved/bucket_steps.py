@@ -94,7 +94,7 @@ class SteppedOptimizer:
         """What is asked for in backward: see `EarlyArrivals.fetch`."""
         early, left_bytes = [], 0 if self._rules is None else self._rules.early_bytes
         for bucket in self._buckets:
-            if bucket.comes_as_a_whole:
+            if bucket.waits_elsewhere:
                 left_bytes -= bucket.num_bytes
                 if left_bytes < 0:
                     break
@@ -267,11 +267,9 @@ class _Bucket:
         stays: bool = False,
         guests: Stepping | None = None,
         cut: torch.Tensor | None = None,
-        is_stretch: bool = False,
     ) -> None:
         """`cut` is the parameter on the device of which the optimizer's only parameter is a stretch."""
         self.optimizer = optimizer
-        self._is_stretch = is_stretch or cut is not None
         self._cut = cut
         self._how = rules.stepping if guests is None else guests
         self.moves = self._how.moves and not stays
@@ -321,9 +319,9 @@ class _Bucket:
         return sum(parameter.nbytes for parameter in parameters if are_stepped or parameter.grad is not None)
 
     @property
-    def comes_as_a_whole(self) -> bool:
-        """Whether state of all its parameters waits elsewhere, in one piece."""
-        return self.moves and not self._is_stretch and self.num_bytes > 0
+    def waits_elsewhere(self) -> bool:
+        """Whether state of it waits elsewhere."""
+        return self.moves and self.num_bytes > 0
 
     @property
     def num_bytes(self) -> int:
@@ -491,8 +489,7 @@ def _guests(
             places = {id(p): p if size is None else _stretch(p, size) for p, size in part.items()}
             own_ids = {id(place): ids[number] for number, place in places.items()}
             if places:
-                is_stretch = any(size is not None for size in part.values())
-                yield _Bucket(over_parameters(optimizer, places), own_ids, rules, guests=how, is_stretch=is_stretch)
+                yield _Bucket(over_parameters(optimizer, places), own_ids, rules, guests=how)
 
 
 def _stretch(parameter: torch.Tensor, size: torch.Size) -> torch.Tensor:

@@ -325,7 +325,7 @@ WIDE_BYTES = 724 * 724 * 4
 
 
 def test_the_step_is_shorter_and_the_peak_rises_by_no_more_than_was_asked_for():
-    """Of a guest four times its bytes come and three times leave: with half of the state there, as much leaves still."""
+    """Of a guest four times its bytes come, and three leave: with half of the state there, as much leaves still."""
     early = [FetchStateEarly(str(number), 4 * WIDE_BYTES) for number in (5, 3)]
     (late_ms, late_peak), (early_ms, early_peak) = _step_ms(), _step_ms(*early)
     assert early_ms < 0.85 * late_ms

@@ -37,11 +37,12 @@ from memscale.techniques.offload.optimizer.buckets import (
     Choose,
     Waiting,
     choose_resident,
+    lies_as,
     split_into_buckets,
     step_order,
     stretches_of,
 )
-from memscale.techniques.offload.optimizer.early_arrivals import EarlyArrivals
+from memscale.techniques.offload.optimizer.early_arrivals import Early, EarlyArrivals
 from memscale.techniques.offload.optimizer.guests import Guests, stand_in_part, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
@@ -273,7 +274,7 @@ class AdoptedOptimizer:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
         turns = _in_order([turn for bucket in stepped for turn in _turns(bucket, optimizer.state)])
-        turns.sort(key=lambda turn: not self.early.holds(turn.bucket))  # what is there makes room for what comes
+        turns.sort(key=lambda turn: not self.early.holds(*turn))  # what is there makes room for what comes
         progress, before = _Progress(len(turns)), set(optimizer.state)
         try:
             if not stepped:
@@ -481,16 +482,7 @@ def _can_be_cut(bucket: Bucket, entry: Any) -> bool:
     layouts = [(tuple(tensor.shape), tensor.stride()) for tensor in (gradient, *tensors)]
     if is_waiting:
         layouts += [(slot.shape, slot.stride) for slot in bucket.slots]
-    return all(_lies_as(parameter, *layout) for layout in layouts)
-
-
-def _lies_as(parameter: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether these are the parameter's shape and strides; the stride of a dimension of length 1 means nothing."""
-    if shape != tuple(parameter.shape):
-        return False
-    return all(
-        ours == theirs for length, ours, theirs in zip(shape, stride, parameter.stride(), strict=True) if length > 1
-    )
+    return all(lies_as(parameter, *layout) for layout in layouts)
 
 
 def _in_order(turns: list[_Turn]) -> list[_Turn]:
@@ -515,17 +507,21 @@ class _Coming:
         *,
         every: bool,
         ahead: bool,
-        early: Arrival | None = None,
+        early: Early | None = None,
     ) -> None:
         self.bucket, self._stretch = turn
         stretch = self._stretch
         self.guests: Guests | None = None
         self._visits, self._entries = visits, entries
         self._is_ahead = ahead
-        self._cut = StretchVisit(visits, entries, self.bucket, stretch) if stretch is not None else None
-        self._arrival = early
-        if self._cut is None and early is None:
-            self._arrival = visits.start(entries, self.bucket)
+        self._cut: StretchVisit | None = None
+        self._arrival: Arrival | None = None
+        if isinstance(early, StretchVisit):
+            self._cut = early
+        elif stretch is not None:
+            self._cut = StretchVisit(visits, entries, self.bucket, stretch)
+        else:
+            self._arrival = early if early is not None else visits.start(entries, self.bucket)
         if self.bucket.has_guests:
             guests = [p for p in self.bucket.parameters if every or p.grad is not None]
             self.guests = Guests(guests, stretch)
@@ -583,7 +579,7 @@ class _Travel:
         return coming if coming is not None else self._ask(turn, ahead=False)
 
     def _ask(self, turn: _Turn, *, ahead: bool) -> _Coming:
-        early = self._early.take(self._entries, turn.bucket)
+        early = self._early.take(self._entries, *turn)
         is_ahead = ahead or early is not None
         return _Coming(self._visits, self._entries, turn, every=self._every, ahead=is_ahead, early=early)
 

@@ -318,11 +318,28 @@ class StretchVisit:
         self._views: dict[Any, torch.Tensor] = {}
         self._parts: list[Ticket] = []
         self._arrivals: list[Arrival] = []
+        self._source = bucket.ticket
         if stretch.start == 0:
             visits.recover(bucket)  # later, stretches of the step that is under way may have failed
         if has_waiting(entries, bucket):
             self._lay_out()
             self._arrivals = [self._fetch(slot) for slot in bucket.slots]
+
+    @property
+    def source(self) -> Ticket | None:
+        """Where the state was fetched from."""
+        return self._source
+
+    @property
+    def stream(self) -> torch.Stream | None:
+        """The stream that has allocated the memory of what is coming."""
+        return self._arrivals[0].stream if self._arrivals else None
+
+    def give_up(self) -> None:
+        """Let go of what nobody will step."""
+        while self._arrivals:
+            self._arrivals.pop().give_up()
+        self._memory, self._views = None, {}
 
     def _lay_out(self) -> None:
         count, offset = self._stretch.stop - self._stretch.start, 0
@@ -360,9 +377,7 @@ class StretchVisit:
             while self._arrivals:
                 self._arrivals.pop(0).wait()
         except BaseException:  # the traceback keeps this visit alive
-            while self._arrivals:
-                self._arrivals.pop().give_up()
-            self._memory, self._views = None, {}
+            self.give_up()
             raise
 
     def _cut(self, value: Any) -> Any:

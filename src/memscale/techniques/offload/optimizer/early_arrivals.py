@@ -18,62 +18,76 @@ from collections.abc import Iterable
 
 import torch
 
-from memscale.techniques.offload.optimizer.bucket_transfers import Entries, Visits, has_waiting
-from memscale.techniques.offload.optimizer.buckets import Bucket
+from memscale.techniques.offload.optimizer.bucket_transfers import Entries, StretchVisit, Visits, has_waiting
+from memscale.techniques.offload.optimizer.buckets import Bucket, lies_as
+from memscale.techniques.offload.store.stores import Stretch
 from memscale.techniques.offload.transfer.transfers import Arrival
+
+Early = Arrival | StretchVisit
+"""The state of a bucket on its way, or of a stretch of its only parameter."""
 
 
 class EarlyArrivals:
-    """The buckets of one optimizer whose state was asked for before the step. See NOTE [early state]."""
+    """What of one optimizer's state was asked for before the step. See NOTE [early state]."""
 
     def __init__(self, visits: Visits) -> None:
         self._visits = visits
-        self._arrivals: dict[int, tuple[Bucket, Arrival]] = {}
+        self._held: dict[tuple[int, Stretch | None], tuple[Bucket, Early]] = {}
 
     @property
     def num_bytes(self) -> int:
         """What it takes on the device."""
-        return sum(bucket.num_bytes for bucket, _ in self._arrivals.values())
+        return sum(bucket.bytes_of(stretch) for (_, stretch), (bucket, _) in self._held.items())
 
     def fetch(self, entries: Entries, buckets: Iterable[Bucket], limit_bytes: int) -> None:
-        """Ask for the state of the first buckets that come as a whole, as far as the limit goes."""
-        if not self._visits.is_asynchronous:
-            return
+        """Ask for the state of the first buckets and stretches, as far as the limit goes."""
         left_bytes = limit_bytes - self.num_bytes
-        for bucket in buckets:
-            if id(bucket) in self._arrivals or not can_come_early(bucket) or not has_waiting(entries, bucket):
+        for bucket in buckets if self._visits.is_asynchronous else ():
+            if not bucket.moves or not has_waiting(entries, bucket):
                 continue
-            if bucket.num_bytes > left_bytes:
-                return
-            arrival = self._visits.start(entries, bucket)
-            if arrival is not None:
-                self._arrivals[id(bucket)] = bucket, arrival
-                left_bytes -= bucket.num_bytes
-                self._visits.stats.num_early += 1
+            for stretch in _pieces(bucket):
+                if (id(bucket), stretch) in self._held:
+                    continue
+                left_bytes -= bucket.bytes_of(stretch)
+                if left_bytes < 0:
+                    return
+                early = self._ask(entries, bucket, stretch)
+                if early is not None:
+                    self._held[id(bucket), stretch] = bucket, early
+                    self._visits.stats.num_early += 1
 
-    def holds(self, bucket: Bucket) -> bool:
-        """Whether the bucket's state was asked for."""
-        return id(bucket) in self._arrivals
+    def _ask(self, entries: Entries, bucket: Bucket, stretch: Stretch | None) -> Early | None:
+        if stretch is None:
+            return self._visits.start(entries, bucket)
+        return StretchVisit(self._visits, entries, bucket, stretch)
 
-    def take(self, entries: Entries, bucket: Bucket) -> Arrival | None:
-        """What was asked for of this bucket, if it can still be used."""
-        _, arrival = self._arrivals.pop(id(bucket), (bucket, None))
-        if arrival is None:
+    def holds(self, bucket: Bucket, stretch: Stretch | None) -> bool:
+        """Whether this was asked for."""
+        return (id(bucket), stretch) in self._held
+
+    def take(self, entries: Entries, bucket: Bucket, stretch: Stretch | None) -> Early | None:
+        """What was asked for, if it can still be used."""
+        _, early = self._held.pop((id(bucket), stretch), (bucket, None))
+        if early is None:
             return None
-        is_same = bucket.ticket is arrival.ticket and has_waiting(entries, bucket)
+        is_same = bucket.ticket is early.source and has_waiting(entries, bucket)
         # What another stream has allocated would be handed out again in that stream's order, not in this one's.
-        if not is_same or arrival.stream not in (None, torch.accelerator.current_stream(bucket.device)):
-            arrival.give_up()
+        if not is_same or early.stream not in (None, torch.accelerator.current_stream(bucket.device)):
+            early.give_up()
             return None
-        return arrival
+        return early
 
     def drop(self) -> None:
         """Free the memory of what was asked for and not used."""
-        while self._arrivals:
-            _, (_, arrival) = self._arrivals.popitem()
-            arrival.give_up()
+        while self._held:
+            _, (_, early) = self._held.popitem()
+            early.give_up()
 
 
-def can_come_early(bucket: Bucket) -> bool:
-    """Whether its state moves, and moves as a whole: stretches of a parameter come one after the other."""
-    return bucket.moves and not bucket.stretches
+def _pieces(bucket: Bucket) -> tuple[Stretch | None, ...]:
+    """What of a bucket comes at a time: all of it, or stretches; nothing where it may be one or the other."""
+    if not bucket.stretches:
+        return (None,)
+    parameter = bucket.parameters[0]
+    is_cut = bucket.is_cut and all(lies_as(parameter, slot.shape, slot.stride) for slot in bucket.slots)
+    return bucket.stretches if is_cut else ()
