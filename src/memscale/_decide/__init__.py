@@ -25,6 +25,7 @@ from memscale._decide.bound import least_blocking_ms
 from memscale._decide.budget import Budget, Held
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
+from memscale._decide.early_state import early_choices
 from memscale._decide.eligible import Eligible
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
@@ -334,7 +335,8 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     for is_exact in (True, False):
         alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
         found += _with_shares(model, alike, counts_waiting=counts_waiting)
-    return found + _spaced(model, eligible, found) or [Candidate(Choice(), baseline)]
+    found += _spaced(model, eligible, found)
+    return found + _early(model, eligible, found) or [Candidate(Choice(), baseline)]
 
 
 def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
@@ -411,6 +413,21 @@ def _spaced(model: CostModel, eligible: Eligible, found: list[Candidate]) -> lis
     spaced += _with_shares(model, spaced, counts_waiting=False)
     kept = {id(candidate) for candidate in undominated([*exact, *spaced])}
     return [candidate for candidate in spaced if id(candidate) in kept]
+
+
+def _early(model: CostModel, eligible: Eligible, found: list[Candidate]) -> list[Candidate]:
+    """Exact plans with state that comes back under backward; those that nothing beats.
+
+    See NOTE [under backward] in early_state.py.
+    """
+    if not eligible.has(OPTIONS["early_state"]):
+        return []
+    exact = [candidate for candidate in found if candidate.choice.run.is_exact]
+    bases = sorted(undominated(exact), key=by_peak)
+    choices = dict.fromkeys(early_choices(model, [candidate.choice for candidate in bases]))
+    early = [Candidate(choice, model.evaluate(choice)) for choice in choices]
+    kept = {id(candidate) for candidate in undominated([*exact, *early])}
+    return [candidate for candidate in early if id(candidate) in kept]
 
 
 def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:

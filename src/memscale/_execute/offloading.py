@@ -157,6 +157,8 @@ class Offloading:
         streamer = self.users.get("streaming")
         if streamer is not None:
             streamer.let_go()
+        if self.parked is not None:
+            self.parked.adoption.drop_early()
         parked = self.parked.transfers if self.parked is not None else None
         moving = [parked, *(getattr(user, "transfers", None) for user in self.users.values())]
         for transfers in {id(one): one for one in moving if one is not None}.values():

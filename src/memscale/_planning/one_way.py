@@ -382,6 +382,7 @@ class OneWay(Trials):
                 rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
                 points=points_of(beside) if actions else (),
                 learns=self._learns(actions),
+                early=planned_step(attached).early,
             ),
             # Passes know nothing of what waits between steps.
             shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, limit=limit, passes=self.stage.passes(key)),
@@ -481,7 +482,8 @@ class OneWay(Trials):
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
                 trace = self._rehearsed_short(actions, config, num_steps)
-                known[key] = trace or self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
+                trace = trace or self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
+                known[key] = trace.raised_by(planned_step(actions).early_bytes)
         return known[key]
 
     def _rehearsed_short(self, actions: tuple[Action, ...], config: Config, num_steps: int) -> StepTrace | None:

@@ -131,6 +131,13 @@ class StepTrace:
         segments[last] = dataclasses.replace(segments[last], net_bytes=segments[last].net_bytes - num_bytes)
         return dataclasses.replace(self, segments=tuple(segments))
 
+    def raised_by(self, num_bytes: int) -> StepTrace:
+        """The same step with so much more there from its beginning to its end."""
+        if not num_bytes:
+            return self
+        more = Segment("forward", "", num_bytes, num_bytes, 0, 0, 0)
+        return dataclasses.replace(self, segments=(more, *self.segments))
+
     def spans(self, other: StepTrace) -> bool:
         """Whether the other step goes the same way, and rises nowhere higher."""
         return len(self.segments) == len(other.segments) and all(

@@ -31,10 +31,12 @@ from memscale._plan import ReleasePoint
 from memscale._planning.reserved.allocation_log import (
     Allocated,
     AllocationLog,
+    Asked,
     Event,
     Freed,
     Origin,
     Place,
+    Resumed,
 )
 from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.reserved.event_recorder import EventRecorder, LogRecorder
@@ -68,6 +70,8 @@ class UnderPlan:
     """Moments of the step that the log is to have."""
     learns: bool = False
     """Whether the second step may differ from the first."""
+    early: Sequence[tuple[str, int]] = ()
+    """Layers before whose backward some of the optimizer's state is asked for, and how many bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +118,11 @@ def record_steps(
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
-        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo)
+        early_bytes = 0 if under.rules is None else under.rules.early_bytes
+        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, early_bytes)
         attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
         watch(rehearsal.model, under.points, log.reach, undo)
+        _watch_early(rehearsal, recorder, under.early, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, under.rules, shortcuts.known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
@@ -175,6 +181,19 @@ def _attached(
     return attached
 
 
+def _watch_early(
+    rehearsal: FakeRehearsal, recorder: EventRecorder, early: Sequence[tuple[str, int]], undo: contextlib.ExitStack
+) -> None:
+    """Let both logs say where state is asked for."""
+    sizes = dict(early)
+
+    def ask(point: ReleasePoint) -> None:
+        recorder.events.ask(sizes[point.module_fqn])
+        recorder.storages.ask(sizes[point.module_fqn])
+
+    watch(rehearsal.model, [ReleasePoint("backward", fqn) for fqn in sizes], ask, undo)
+
+
 class _Lesson:
     """Tells whether what is attached has learnt something since it was attached."""
 
@@ -191,9 +210,16 @@ class _Missing:
     """Blocks that are left out while forward and backward are recorded. The optimizer steps all of them."""
 
     def __init__(
-        self, rehearsal: FakeRehearsal, recorder: LogRecorder, cuts: Sequence[Cut], undo: contextlib.ExitStack
+        self,
+        rehearsal: FakeRehearsal,
+        recorder: LogRecorder,
+        cuts: Sequence[Cut],
+        undo: contextlib.ExitStack,
+        early_bytes: int = 0,
     ) -> None:
+        """`early_bytes`: the most state that is asked for early, however often."""
         self._recorder, self._cuts, self._mode = recorder, list(cuts), rehearsal.mode
+        self._early_bytes = early_bytes
         self.stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """Parameters that are left out, by id: each with that of the block that stands for its own."""
         model = rehearsal.model
@@ -238,7 +264,8 @@ class _Missing:
         """
         recorder = self._recorder
         passed, ended = self.put_in(recorder.storages, recorder.storage_marks, passed, ended)
-        return _levels([*passed, *ended[:num_ending]], recorder.storages.before, recorder.rounding_bytes)
+        events, before = [*passed, *ended[:num_ending]], recorder.storages.before
+        return _levels(events, before, recorder.rounding_bytes, self._early_bytes)
 
 
 def _leave_home(
@@ -291,6 +318,8 @@ class _Parts:
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
         self._missing, self._leaving, self._parameters = missing, leaving, parameters
         self._staying = [parameter for parameter in parameters if id(parameter) not in away]
+        self._num_early: list[int] = []
+        """How many allocations of each step's optimizer are made in backward already."""
 
     def record_all(
         self, num_steps: int, lesson: _Lesson | None, limit: Limit | None, passes: KnownPasses | None
@@ -375,7 +404,11 @@ class _Parts:
             return []
         log, recorder = self._recorder.events, self._recorder
         passed, *stepped, ended = self._missing.put_in(log, recorder.marks, passed, *stepped, ended)
-        return [[*passed, *events, *ended] for events in stepped]
+        counts, self._num_early = self._num_early, []
+        return [
+            [*with_early(passed, events[:count], log.new_serial), *events[count:], *ended]
+            for events, count in zip(stepped, counts, strict=True)
+        ]
 
     def _pass(self, held: list[Event]) -> tuple[list[torch.Tensor], torch.Tensor]:
         if self._leaving is not None:
@@ -398,10 +431,11 @@ class _Parts:
         stepped = []
         for _ in range(num_steps):
             stepped.append(self._recorder.events.begin_step())
+            self._num_early.append(0)
             if self._optimizer is not None:
                 alone = private.without_function_modes()
                 with self._recorder.optimizing(), self._rehearsal.values.unasked(), alone:
-                    self._optimizer.step()
+                    self._num_early[-1] = self._optimizer.step()
         return stepped
 
     def _least(self, held: list[Event], ending: list[torch.Tensor]) -> StepTrace:
@@ -433,6 +467,33 @@ def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
     in its end and takes them anew in its beginning, so that all steps are alike."""
     sizes = rehearsal.output_sizes if rehearsal.loop.into_next else ()
     return [torch.empty(size, dtype=torch.uint8, device=rehearsal.device_type) for size in sizes]
+
+
+# ---- state that comes early
+
+
+def with_early(passed: Sequence[Event], early: Sequence[Event], new_serial: Callable[[], int]) -> list[Event]:
+    """Forward and backward, with these allocations made as soon as there is room for each in what was asked for.
+
+    A later batch of the same step gives up what was fetched for the one before. See NOTE [early state] in
+    techniques/offload/optimizer/early_arrivals.py.
+    """
+    coming = [event for event in early if isinstance(event, Allocated)]
+    last = max((index for index, event in enumerate(passed) if isinstance(event, Resumed)), default=-1)
+    found, held, asked_bytes = list[Event](), list[Allocated](), 0
+    for index, event in enumerate(passed):
+        if isinstance(event, Resumed):
+            found += [Freed(one.serial) for one in held]
+            held, asked_bytes = [], 0
+        if not isinstance(event, Asked):
+            found.append(event)
+            continue
+        asked_bytes += event.num_bytes
+        while len(held) < len(coming) and sum(e.num_bytes for e in coming[: len(held) + 1]) <= asked_bytes:
+            one = coming[len(held)]
+            held.append(one if index > last else dataclasses.replace(one, serial=new_serial()))
+            found.append(held[-1])
+    return [*found, *coming[len(held) :]]
 
 
 # ---- live bytes alone
@@ -476,10 +537,15 @@ def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Miss
     return missing.levels(passed, ended, 0)
 
 
-def _levels(events: list[Event], before: list[Event], rounding_bytes: int) -> tuple[int, int]:
+def _levels(events: list[Event], before: list[Event], rounding_bytes: int, early_bytes: int) -> tuple[int, int]:
     sizes = {event.serial: event.num_bytes for event in before if isinstance(event, Allocated)}
     live = peak = 0
     for event in events:
+        if isinstance(event, Asked):
+            asked_bytes = min(event.num_bytes, early_bytes)
+            early_bytes -= asked_bytes
+            live += asked_bytes
+            peak = max(peak, live)
         if isinstance(event, Allocated):
             sizes[event.serial] = event.num_bytes
             live += round_up(event.num_bytes, rounding_bytes)
