@@ -1,4 +1,4 @@
-"""Blocks between streamed ones send their activations away, and optimizer state comes back under backward: on the card."""
+"""Blocks between streamed ones send activations away, and optimizer state comes back under backward: on the card."""
 
 import pytest
 import torch
