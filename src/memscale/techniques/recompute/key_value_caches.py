@@ -158,8 +158,8 @@ def watch(model: nn.Module, recomputed: set[str], undo: contextlib.ExitStack) ->
 
 
 def _cache_makers(model: nn.Module, recomputed: set[str]) -> list[tuple[nn.Module, Any]]:
-    """Modules around these blocks whose config turns caches on. An attention has the config, too, and makes none; inside
-    a compiled block it may not be watched. See NOTE [around compiled code]."""
+    """Modules around these blocks whose config turns caches on. An attention has the config, too, and makes none;
+    inside a compiled block it may not be watched. See NOTE [around compiled code]."""
     around: dict[int, nn.Module] = {}
     for module_fqn in recomputed:
         module = model
