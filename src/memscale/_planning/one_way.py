@@ -246,6 +246,8 @@ class OneWay(Trials):
         if held is not None and fits:
             held = self._asking(held, plan.actions, eligible)
             fits = eligible.has_room_for(held)
+        elif held is not None:
+            held = self._leaner(held, plan.actions, eligible.config, releases=False)
         return confirmed(plan, peak_bytes, fits=fits, held=held)
 
     def _confirm_plain(self, plan: Plan, eligible: Eligible) -> Plan:

@@ -109,6 +109,7 @@ def test_a_step_that_teaches_nothing_is_recorded_once(
     once = planner.steps(actions, planner.job.config)
     assert num_passes == [1]
     monkeypatch.setattr(recording._Lesson, "is_learnt", property(lambda lesson: True))
+    planner = in_order()  # the other knows forward and backward
     twice = planner.steps(actions, planner.job.config)
     assert num_passes == [3]
     assert max(once.levels) == max(twice.levels)
@@ -125,7 +126,7 @@ def test_a_step_that_teaches_an_order_is_recorded_again(num_passes: list[int]) -
     assert sizes_in(log.steps[0]) != sizes_in(log.steps[1])  # nothing could be fetched ahead in the first
 
 
-def test_a_plan_that_live_bytes_rule_out_says_what_it_holds_and_asks_for_nothing() -> None:
+def test_a_plan_that_live_bytes_rule_out_says_what_it_holds() -> None:
     planner = in_order()
     config = planner.job.config
     tight = config.replace(memory_budget_gb=0.02)
@@ -137,5 +138,5 @@ def test_a_plan_that_live_bytes_rule_out_says_what_it_holds_and_asks_for_nothing
     held = planner.held(actions, config)
     assert not shown.fits
     assert held is not None
-    assert shown.predicted_reserved_bytes == held.reserved_bytes > shown.predicted_peak_bytes > shown.budget_bytes
-    assert shown.allocator is None
+    assert shown.predicted_reserved_bytes is not None
+    assert held.reserved_bytes >= shown.predicted_reserved_bytes > shown.predicted_peak_bytes > shown.budget_bytes
