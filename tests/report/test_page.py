@@ -15,7 +15,7 @@ import torch
 
 import memscale
 from memscale import Config, Hardware, MemScaleError, Plan
-from memscale._plan import Checkpoint, OffloadOptimizer
+from memscale._plan import AllocatorUse, Checkpoint, OffloadOptimizer
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
@@ -25,6 +25,7 @@ from memscale._profile.inputs import Inputs
 from memscale._units import show_bytes
 from memscale.cli import main
 from memscale.report.page import Report
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import KINDS, Moment, StepMemory
 from tests.models import WIDTH, features, small
 
@@ -269,6 +270,8 @@ def test_a_run_shows_the_step_of_its_last_plan_and_holds_no_batch(tmp_path: path
     assert made.planned.peak_bytes == executor.plan.predicted_peak_bytes
     assert made.plain is not None
     assert made.plain.peak_bytes == executor.plan.baseline_peak_bytes
+    assert made.weighed is not None
+    assert made.weighed.num_candidates > len(made.weighed.front) > 1
 
 
 def test_a_run_whose_steps_cannot_be_shown_says_why(report: Report, tmp_path: pathlib.Path) -> None:
@@ -306,6 +309,30 @@ def test_the_bound_says_for_which_budget_it_holds(report: Report) -> None:
     plan = dataclasses.replace(report.plan, least_slowdown=1.0, budget_bytes=7_057_000_000)
     texts = [note["text"] for note in Page(Report(plan).html()).figures["front"]["layout"]["annotations"]]
     assert "within 7.057 GB<br>no exact plan is faster" in texts
+
+
+def test_all_that_was_weighed_is_drawn_around_the_front(report: Report) -> None:
+    point = report.plan.front[0]
+    lossy = dataclasses.replace(point, slowdown=1.5, is_exact=False, what="in 16 bits")
+    weighed = PeakAgainstTime(report.plan.front, (point, lossy), 1234)
+    page = Page(dataclasses.replace(report, weighed=weighed).html())
+    dots = {trace["name"]: trace["x"] for trace in page.figures["front"]["data"]}
+    assert dots["exact, weighed"] == [point.slowdown]
+    assert dots["not exact, weighed"] == [1.5]
+    assert any("all 1,234 plans that were weighed" in text for text in page.shown)
+    assert not any("weighed" in text for text in Page(report.html()).shown)
+
+
+def test_a_plan_that_promises_to_reserve_more_than_is_drawn_says_why(report: Report) -> None:
+    """A chart that ended at 1.575 GB stood below a card with 1.599, without a word."""
+    assert report.planned is not None
+    drawn = max(moment.reserved_bytes or 0 for moment in report.planned.moments)
+    for use, why in ((AllocatorUse(), "a margin"), (None, "what the training loop and other ranks hold")):
+        plan = dataclasses.replace(report.plan, predicted_reserved_bytes=drawn + 1_000_000, allocator=use)
+        shown = " ".join(Page(dataclasses.replace(report, plan=plan).html()).shown)
+        told = f"Reserved reaches {show_bytes(drawn)} here; the plan promises {show_bytes(drawn + 1_000_000)}: it adds"
+        assert f"{told} {why}" in shown
+    assert "Reserved reaches" not in " ".join(Page(report.html()).shown)
 
 
 @pytest.mark.parametrize(("share", "is_drawn"), [(0.5, True), (1.9, True), (3.0, False)])
