@@ -82,7 +82,7 @@ def profile(name: str, batch: int, length: int | None) -> dict[str, Any]:
         modes = {}
         for mode in OptimizationMode:
             strategy = choose_strategy(planner.job.eligible.replace(mode=mode))
-            front = planner.full_front(strategy, planner.plan(strategy))
+            front = planner.peak_against_time(strategy, planner.plan(strategy)).front
             modes[mode.value] = [[point.peak_bytes, point.slowdown, point.what, point.is_exact] for point in front]
     entry = {
         "model": name,
