@@ -45,8 +45,8 @@ FINDINGS = (
     "Why its step took 3.7 % more processor time in one run was not found out. With attention computed again on both "
     "sides, the two took the same (1185 ms and 1189 ms).",
     "- DeepSpeed's ZeRO-Offload trains on the CPU, where it has nowhere to send state to: device and host are the "
-    "same memory, so it takes more than plain PyTorch. Its own choice of a gradient bucket, 5e8 elements, is 2 GB, with "
-    "which this model took 2664.3 MB (de6ef71); the row has a bucket of 2^20 elements. Its losses are not the plain "
+    "same memory, so it takes more than plain PyTorch. Its own choice of a gradient bucket, 5e8 elements, is 2 GB; so "
+    "this model took 2664.3 MB (de6ef71); the row has a bucket of 2^20 elements. Its losses are not the plain "
     "ones from the second step on; why was not looked into.",
     "- Rows of the CPU are of several commits and loads, so times of different rows do not compare; 428799b and later "
     "were timed at a load of about 20 on two cores. Bytes do not depend on that.",
