@@ -136,11 +136,12 @@ def _write_run(folder: pathlib.Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
     optimizer = torch.optim.AdamW(model.parameters())
     config = memscale.Config(force_optimize=True, enable_logging=False, offload_dir=str(folder))
-    with memscale.optimize(model, optimizer, config) as executor, memscale.measure("cpu") as measured:
-        for _ in range(3):
-            model(torch.randn(512, 256)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    with memscale.optimize(model, optimizer, config) as executor:
+        with memscale.measure("cpu") as measured:
+            for _ in range(3):
+                model(torch.randn(512, 256)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
         executor.report(folder / "run.html", step_ms=12.5, live_peak_bytes=measured.peak_bytes)
 
 
@@ -155,6 +156,9 @@ def test_a_run_shows_what_was_measured_and_what_waits(browser: Any, tmp_path: pa
     for chart in ("measured", "elsewhere"):
         page.wait_for_selector(f"#{chart} .trace path", state="attached")
         assert {"predicted", "measured"} <= set(page.locator(f"#{chart} .legendtext").all_text_contents())
+        bars = page.locator(f"#{chart} .point path").all()
+        assert len(bars) >= 2
+        assert all(bar.bounding_box()["width"] > 5 and bar.bounding_box()["height"] > 5 for bar in bars)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert complaints == []
     context.close()

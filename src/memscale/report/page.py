@@ -138,14 +138,17 @@ class Report:
             yield _section("Memory over a step", "", f"Not shown: {self.without_steps or _NO_MODEL}.", "")
 
     def _promised(self, step: StepMemory) -> str:
-        """Why the plan promises to reserve more than is drawn; "": it promises just that."""
+        """Why the plan promises more than is drawn; "": it promises just that."""
+        first = ""
+        if step.earlier_peak_bytes > step.peak_bytes:
+            first = f" The first step, which makes the optimizer's state, takes {show_bytes(step.earlier_peak_bytes)}."
         promised, drawn = self.plan.predicted_reserved_bytes, max(moment.reserved_bytes or 0 for moment in step.moments)
         if promised is None or promised <= drawn or not drawn:
-            return ""
-        others = "what the training loop and other ranks hold beside the step"
-        margin = "a margin, as releases leave little unused and kernels may allocate in another order"
-        why = margin if self.plan.allocator is not None else others
-        return f" Reserved reaches {show_bytes(drawn)} here; the plan promises {show_bytes(promised)}: it adds {why}."
+            return first
+        why = "which covers its first steps and what the loop and other ranks hold, too"
+        if self.plan.allocator is not None and promised <= 1.02 * drawn:
+            why = "with a margin, as little is left unused and kernels may allocate in another order"
+        return f"{first} Reserved reaches {show_bytes(drawn)} here; the plan promises {show_bytes(promised)}, {why}."
 
     def _layers(self, figures: dict[str, Any]) -> Iterable[str]:
         rows = self.plan.rows
