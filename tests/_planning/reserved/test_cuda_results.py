@@ -23,9 +23,12 @@ from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale.report.explain import what_is_done
 
-ROWS: list[dict[str, Any]] = json.loads(
+RECORDED: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[3] / "docs" / "results" / "cuda.json").read_text()
 )["rows"]
+ROWS = [row for row in RECORDED if "does_not_fit" not in row]
+UNFIT = [row for row in RECORDED if "does_not_fit" in row]
+"""Rows in which nothing that the mode allows fits the card."""
 BATCHES = {
     "bert-base": (16, 128),
     "bert-large": (16, 128),
