@@ -64,8 +64,7 @@ def built(name: str) -> nn.Module:
 def batch(name: str) -> dict[str, torch.Tensor]:
     if name in IMAGES:
         return {"pixel_values": torch.zeros(IMAGES[name]), "labels": torch.zeros(IMAGES[name][0], dtype=torch.long)}
-    ids = torch.zeros(BATCHES[name], dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
+    return {key: torch.zeros(BATCHES[name], dtype=torch.long) for key in ("input_ids", "labels")}
 
 
 def check(row: dict[str, Any], kind: str, predicted_bytes: int, within: float) -> None:
