@@ -9,10 +9,9 @@ from memscale.commands.verify import Session, named_cases, words
 from memscale.commands.verify.record import Record
 from memscale.commands.verify.session import new_record
 
-
 SEGMENT_BYTES = 20 << 20
-"""What the allocator takes at once for tensors of 1 to 10 MiB. ResNet-18 has hardly ten of these, and of one plan one run
-in two was seen to need the last: threads free and allocate beside each other."""
+"""What the allocator takes at once for tensors of 1 to 10 MiB. ResNet-18 has hardly ten of these, and of two runs under
+one plan one was seen to need the last, and one was not."""
 
 
 @pytest.mark.parametrize("model", ["bert-tiny", "resnet-18"])
