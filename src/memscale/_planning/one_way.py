@@ -44,6 +44,7 @@ from memscale._planning.reserved.allocations import Start, allocator_settings, r
 from memscale._planning.reserved.found_memory import find_memory
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import (
+    Beginning,
     Shortcuts,
     UnderPlan,
     highest_of,
@@ -389,16 +390,16 @@ class OneWay(Trials):
             shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, passes=self.stage.passes(key)),
             hardware=self.hardware,
             names_modules=names_modules,
-            inputs_first=self._inputs_come_first,
+            beginning=self._beginning,
         )
 
     @property
-    def _inputs_come_first(self) -> bool:
-        """Whether the batch is on the device already and the model will be placed there later: which holes are left
-        between them depends on that order."""
+    def _beginning(self) -> Beginning:
+        """In which order model and batch come to the device; to a card that is elsewhere, the model comes first."""
         device_type = self.hardware.device_type
+        from_host = all(tensor.device.type != device_type for tensor in self.model.parameters())
         on_device = any(tensor.device.type == device_type for tensor in self.inputs.tensors())
-        return on_device and all(tensor.device.type != device_type for tensor in self.model.parameters())
+        return Beginning(inputs_first=on_device and from_host, from_host=self.hardware.present and from_host)
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
         """Whether the second step may differ from the first."""
