@@ -1,4 +1,4 @@
-"""Blocks between streamed ones send their activations away, and optimizer state comes back under backward: on the card."""
+"""On the card: blocks between streamed ones send their activations away, and state comes back under backward."""
 
 import pytest
 import torch
