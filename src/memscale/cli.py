@@ -302,7 +302,7 @@ def table(
     as_json: JsonOption = False,
 ) -> None:
     """Find the largest model of each family that trains on cards of 8 to 48 GB, in full and with LoRA. Predicted."""
-    from memscale.commands.what_fits import command
+    from memscale.commands.table import command
 
     parts = command.parts_of(cards, families, kind)
     command.run(log, parts, host_gb=host, page=page, show=show, as_json=as_json)

@@ -31,7 +31,7 @@ from memscale._decide.pareto import (
 )
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
-from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
+from memscale._decide.write_plan import Decision, asked_for, may_step_on_host, write_plan
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
 from memscale._profile import OFFLOAD, Profile, Treatment
 from memscale.techniques.technique import Technique
@@ -108,8 +108,8 @@ def decide_on(
         chosen, summary = _choose(candidates, baseline, budget, eligible, expected)
         fits = budget.admits(expected.of(chosen).outcome)
     front = pareto_front(_placeable(candidates, budget), baseline, chosen, model.profile)
-    shown_bytes = eligible.budget.device_bytes
-    plan = write_plan(model, eligible, decision_source, baseline, chosen, shown_bytes, fits, summary, front, note)
+    decision = Decision(decision_source, baseline, chosen, fits, summary, front, note)
+    plan = write_plan(model, eligible, decision)
     if chosen.choice == Choice(run=_as_asked(model, eligible)):
         plan = dataclasses.replace(plan, actions=(*plan.actions, *asked_for(model, eligible)))
     return plan
@@ -131,16 +131,9 @@ def plan_as_it_is(profile: Profile, eligible: Eligible, actions: tuple[Action, .
     choice, baseline = choice_of(actions, profile), model.evaluate(Choice())
     budget, outcome = eligible.budget, model.evaluate(choice)
     numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
-    return write_plan(
-        model,
-        eligible,
-        "user_config",
-        baseline,
-        Candidate(choice, outcome),
-        budget.device_bytes,
-        budget.admits(outcome),
-        Reason(rule, {**numbers}),
-    )
+    chosen, fits = Candidate(choice, outcome), budget.admits(outcome)
+    decision = Decision("user_config", baseline, chosen, fits, Reason(rule, {**numbers}))
+    return write_plan(model, eligible, decision)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

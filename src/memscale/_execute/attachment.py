@@ -30,7 +30,7 @@ Packer = Callable[[contextlib.ExitStack], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HeldState:
+class StateHandling:
     """What one technique does about optimizer state."""
 
     actions: tuple[Any, ...]
@@ -75,7 +75,7 @@ class Attachment:
         self.early: Sequence[FetchStateEarly] = ()
         """Layers before whose backward some of the optimizer's state is asked for."""
         self._waiting_bytes = waiting_bytes
-        self._held: list[HeldState] = []
+        self._held: list[StateHandling] = []
         self._is_settled = False
         self._tier: Transfers | None = None
 
@@ -101,7 +101,7 @@ class Attachment:
         guest_bytes: int | None = None,
     ) -> None:
         """Adopt the model's optimizer, with all that is said about its state: what waits packed is what travels."""
-        self._held.append(HeldState(tuple(actions), moves, packer, resident_share, guest_bytes))
+        self._held.append(StateHandling(tuple(actions), moves, packer, resident_share, guest_bytes))
 
     def open_tier(self) -> Transfers:
         """The one tier that all of the plan share; `StoreFullError` if it has no room for what is known to wait."""

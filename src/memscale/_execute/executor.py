@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from memscale._errors import MemScaleError, PlanError, is_system_name, shortened, shown
 from memscale._execute import early_moments, orderly_exit, reserving
 from memscale._execute.attachment import Attachment
+from memscale._execute.interrupts import undisturbed
 from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._execute.undisturbed import undisturbed
 from memscale._plan import Action, AllocatorUse, LayerAction, Plan
 from memscale._progress import stage
 from memscale._torch.device_memory import total_peak_bytes

@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from memscale._config import Config
 from memscale._decide import Kind, Traits, confirmed, decide_on, full_front, kind_of, suspects_of
-from memscale._decide.admission import Admission
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Budget, Held, needed_bytes
@@ -38,6 +37,7 @@ from memscale._plan import (
     Plan,
     Reason,
 )
+from memscale._planning.admission import Admission
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from memscale._decide.travel import Travel
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
+from memscale._planning.bucket_rules import InBuckets
 from memscale._planning.job import Job
 from memscale._planning.reserved.bucket_steps import BucketRules
-from memscale._planning.stepping import InBuckets
 from memscale._profile import GuestCost, OptimizerCost
 from memscale._profile.optimizer_twin import (
     Prepare,

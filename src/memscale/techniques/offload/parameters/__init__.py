@@ -40,18 +40,15 @@ def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
     from memscale.techniques.offload.parameters import streaming
 
     settings, to.at_home = to.settings, actions
-    streamer = to.users["streaming"] = streaming.attach(
-        actions,
-        to.model,
-        to.device,
-        to.undo,
+    how = streaming.Streaming(
         asynchronous=settings.asynchronous,
         prefetch_depth=settings.async_config.prefetch_depth,
         host_budget_bytes=settings.host_budget_bytes,
         gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
         verify=settings.verify,
-        previous=to.offloading.handed_over,
     )
+    previous = to.offloading.handed_over
+    streamer = to.users["streaming"] = streaming.attach(actions, to.model, to.device, to.undo, how, previous)
     to.lessons.append(streamer.known_order)
     to.offloading.handed_over = None
 
