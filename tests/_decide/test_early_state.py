@@ -105,6 +105,9 @@ def test_it_is_tried_where_it_can_be(change: dict[str, object]) -> None:
     assert list(early_candidates(model_of(), [STREAMED]))
     assert not list(early_candidates(model_of(**change), [STREAMED]))  # type: ignore[arg-type]
     assert not list(early_candidates(model_of(), [Choice()])), "nothing travels for the step"
+    compiled = model_of()
+    compiled.is_compiled = True
+    assert not list(early_candidates(compiled, [STREAMED]))
 
 
 def test_the_search_asks_for_state_early_and_says_why() -> None:

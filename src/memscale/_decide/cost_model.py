@@ -84,6 +84,8 @@ class CostModel:
         self._first_ms: dict[Precision, tuple[float, float]] = {}
         self._sent: dict[TraceKey, dict[str, Sent]] = {}
         self._extra: dict[tuple[str, Treatment], Extras] = {}
+        self.is_compiled = False
+        """Whether the compiler stands around blocks, where it would trace hooks on them."""
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
 

@@ -32,7 +32,8 @@ _LEAST_BYTES = 1 << 20
 def early_candidates(model: CostModel, bases: Sequence[Choice]) -> Iterator[Candidate]:
     """Some of these choices, with state that comes early."""
     order, hardware = model.nested_order(), model.hardware
-    if order is None or not model.pace.overlaps or hardware.link_directions < 2 or not hardware.has_caching_allocator:
+    can_travel = model.pace.overlaps and hardware.link_directions > 1 and hardware.has_caching_allocator
+    if order is None or not can_travel or model.is_compiled:
         return
     for base in thinned(bases, _MAX_BASES):
         useful_bytes = model.optimizer.arriving_surplus(base.run, model.streamed_bytes(base))
