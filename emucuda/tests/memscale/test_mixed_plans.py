@@ -1,4 +1,4 @@
-"""On the card: blocks between streamed ones send their activations away, and state comes back under backward."""
+"""Blocks between streamed ones send activations away, and optimizer state comes back under backward: on the card."""
 
 import pytest
 import torch

@@ -2,6 +2,16 @@
 
 A choice says for each block what is done to it, and for the run how large the tiles are and where the optimizer's
 state waits. `search` offers the choices that no other beats, whatever the budget is; the fastest that fits is taken.
+
+    eligible, policy/                                    what may be used: wishes that can be followed, and a policy's
+    choice, cost_model, budget                           what can be chosen, what it costs, and what there is to spend
+    timeline, step_time, link_clock, lanes               the model of time
+    optimizer_model, optimizer_shares, early_state       the optimizer under a plan
+    search, partial_choices, lowest_peak, spaced         what is worth considering
+    pareto, bound                                        peak against time, and the least time of any exact plan
+    travel                                               how tensors go to the next tier and come back
+    write_plan, chosen, misfit                           what was decided, as a plan or as an error
+    allocator/                                           PyTorch's caching allocator, as a model
 """
 
 from __future__ import annotations

@@ -3,6 +3,14 @@
 A step is cut into *segments*: the forward or backward of one layer, and what lies between layers. A segment knows
 how high live bytes rise above its start and where they end, so segments of differently treated layers can be put
 together into the timeline of any plan. How a profile is made: `memscale._profile.profiler`.
+
+    profiler, rehearsal, shallow, observation            a step that is tried on a stage, in part, or seen at work
+    inputs, layers, segments                             the batch, the model's layers, and the step cut by them
+    operator_costs, device_kernels, kernels_in_place     what operators cost, and which a device would run
+    values/, host_draws                                  values and random draws that decide sizes
+    optimizer_twin/                                      what an optimizer keeps, and what its step needs
+    ranks, sharding                                      several processes
+    read_elsewhere, untrained, leftovers                 what a rehearsal shows of odd parts, and may leave behind
 """
 
 from __future__ import annotations

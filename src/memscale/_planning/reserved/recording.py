@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,13 +51,6 @@ from memscale._torch import private
 from memscale._units import round_up
 
 
-class Limit(Protocol):
-    """What live bytes are held against."""
-
-    def admits(self, trace: StepTrace) -> bool:
-        """Whether it is worth going on, given the highest forward and backward as one segment."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnderPlan:
     """What a plan changes about the steps."""
@@ -82,9 +75,6 @@ class Shortcuts:
     """Blocks that forward and backward are recorded without, to which the log is then lengthened."""
     known: KnownSteps | None = None
     """Buckets that this optimizer was seen to step; more are added."""
-    limit: Limit | None = None
-    """Asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer does not
-    step, and the log has levels and no steps."""
     passes: KnownPasses | None = None
     """Those that a recording of the same plan but for the optimizer's step has filled; or none yet."""
 
@@ -128,7 +118,7 @@ def record_steps(
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if under.learns and attached is not None else None
         parts = _Parts(rehearsal, recorder, stepping, missing, leaving, list(stand_ins.values()), away)
-        log.steps = parts.record_all(num_steps, lesson, shortcuts.limit, shortcuts.passes)
+        log.steps = parts.record_all(num_steps, lesson, shortcuts.passes)
     return log
 
 
@@ -321,21 +311,15 @@ class _Parts:
         self._num_early: list[int] = []
         """How many allocations of each step's optimizer are made in backward already."""
 
-    def record_all(
-        self, num_steps: int, lesson: _Lesson | None, limit: Limit | None, passes: KnownPasses | None
-    ) -> list[list[Event]]:
+    def record_all(self, num_steps: int, lesson: _Lesson | None, passes: KnownPasses | None) -> list[list[Event]]:
         """So many steps, in the order in which they run: the first makes the optimizer's state."""
-        recorded = list(self.record(num_steps, lesson, limit, passes))
-        if recorded and len(recorded) < num_steps:
+        recorded = list(self.record(num_steps, lesson, passes))
+        if len(recorded) < num_steps:
             recorded += self.record(num_steps - len(recorded))
         return recorded if self._leaving is None else self._leaving.replacing_each_other(recorded)
 
     def record(
-        self,
-        num_steps: int,
-        lesson: _Lesson | None = None,
-        limit: Limit | None = None,
-        passes: KnownPasses | None = None,
+        self, num_steps: int, lesson: _Lesson | None = None, passes: KnownPasses | None = None
     ) -> list[list[Event]]:
         """Forward and backward once, unless they are known, steps of the optimizer on what they leave, and the end.
 
@@ -343,10 +327,9 @@ class _Parts:
         """
         self._recorder.recall = self._rehearsal.recall()
         if self._leaving is None and passes and passes[0].suits(self._recorder.events):
-            return self._record_again(num_steps, limit, passes[0])
+            return self._record_again(num_steps, passes[0])
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
-        stepped: list[list[Event]] = []
-        begun, least = (frozenset(log.before), log.state), None
+        begun = frozenset(log.before), log.state
         with recorder:
             passed, held = log.begin_step(), recorder.storages.begin_step()
             recorder.marks, recorder.storage_marks = [], []
@@ -355,9 +338,7 @@ class _Parts:
             is_learnt = lesson is not None and lesson.is_learnt
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                least = None if limit is None or is_learnt else self._least(held, [*kept, loss])
-                if limit is None or least is None or limit.admits(least):
-                    stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
+                stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
         ended, let_go = log.begin_step(), recorder.storages.begin_step()
         del loss
         num_ending = len(let_go)
@@ -366,15 +347,14 @@ class _Parts:
             self._clear_gradients()
         missing.clear_gradients()
         log.levels.append(missing.levels(held, let_go, num_ending))
-        if passes is not None and least is not None and gradients is not None:
+        if passes is not None and not is_learnt and gradients is not None:
             kept_marks, levels = tuple(recorder.marks), log.levels[-1]
-            passes[:] = [Passed(*begun, end, events, kept_marks, gradients, least, tuple(ended), levels)]
+            passes[:] = [Passed(*begun, end, events, kept_marks, gradients, tuple(ended), levels)]
         return self._whole(passed, stepped, ended)
 
-    def _record_again(self, num_steps: int, limit: Limit | None, known: Passed) -> list[list[Event]]:
+    def _record_again(self, num_steps: int, known: Passed) -> list[list[Event]]:
         """The same where forward and backward are known: the optimizer steps on gradients as they leave them."""
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
-        stepped: list[list[Event]] = []
         with recorder:
             passed = log.begin_step()
             passed += known.events
@@ -385,8 +365,7 @@ class _Parts:
             log.go_on_from(known.end)
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                if limit is None or limit.admits(known.least):
-                    stepped = self._step(num_steps)
+                stepped = self._step(num_steps)
         ended = log.begin_step()
         self._clear_gradients()
         missing.clear_gradients()
@@ -400,8 +379,6 @@ class _Parts:
 
     def _whole(self, passed: list[Event], stepped: list[list[Event]], ended: list[Event]) -> list[list[Event]]:
         """Whole steps, of their parts."""
-        if not stepped:
-            return []
         log, recorder = self._recorder.events, self._recorder
         passed, *stepped, ended = self._missing.put_in(log, recorder.marks, passed, *stepped, ended)
         counts, self._num_early = self._num_early, []
@@ -437,13 +414,6 @@ class _Parts:
                 with self._recorder.optimizing(), self._rehearsal.values.unasked(), alone:
                     self._num_early[-1] = self._optimizer.step()
         return stepped
-
-    def _least(self, held: list[Event], ending: list[torch.Tensor]) -> StepTrace:
-        """Forward and backward so far, without what goes at the end."""
-        peak_bytes, live_bytes = self._missing.levels(held, [], 0)
-        sizes = {private.storage_key(one.untyped_storage()): one.untyped_storage().nbytes() for one in ending}
-        ending_bytes = sum(round_up(size, self._recorder.rounding_bytes) for size in sizes.values())
-        return highest_of([(peak_bytes, live_bytes - ending_bytes)])
 
 
 def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:
