@@ -134,6 +134,17 @@ def test_the_search_asks_for_state_early_and_says_why() -> None:
     assert not any(c.choice.run.early_state for c in find_candidates(model, baseline, without))
 
 
+def test_what_is_to_go_as_low_as_it_can_leaves_the_room_empty() -> None:
+    model = model_of()
+    eligible = resolve(Config(force_optimize=True, enable_logging=False), model.hardware)
+    candidates = find_candidates(model, model.evaluate(Choice()), eligible)
+    lowest = min(candidate.outcome.peak_bytes for candidate in candidates)
+    plan = decide_on(model, eligible)
+    assert plan.predicted_peak_bytes == lowest
+    assert any(c.choice.run.early_state and c.outcome.peak_bytes == lowest for c in candidates), "it would be faster"
+    assert not any("early_bytes" in action.reason.numbers for action in plan.actions)
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(found=models(max_size=4), link=st.sampled_from([1e7, 1e8, 1e10]))
 def test_no_plan_with_it_is_below_the_bound(found: dict[str, Block], link: float) -> None:

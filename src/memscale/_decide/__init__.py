@@ -246,7 +246,8 @@ def _choose(
         return by_peak(expected.of(candidate))
 
     if eligible.config.force_optimize:
-        return min(placeable, key=lowest), Reason(FORCED, numbers)
+        # By the model state that comes early may raise no peak, and would by a little; its plans lower none.
+        return min((c for c in placeable if not c.choice.run.early_state), key=lowest), Reason(FORCED, numbers)
     fitting = [c for c in placeable if budget.admits(expected.of(c).outcome)]
     if not fitting:
         return min(placeable, key=lowest), Reason(LOWEST, numbers)
