@@ -8,8 +8,20 @@ time that any exact plan could take at this budget (`_decide/bound.py`); a bar b
 "optimizer" are the two parts of the step: forward and backward with all that is computed again or waited for, and the
 optimizer's step. "early": what the step would at most be shorter if more state came back under backward than the plan
 lets come, and as much left under the next forward, which no plan does: as much of it as there is room for beside
-parameters, gradients, temporaries and what comes early already when backward is over. Nothing is trained; a row takes
+parameters, gradients, temporaries and what comes early already when backward is over. "home": what forward and backward
+would at most be shorter if gradients waited on the host between backward and the step, which no plan does: see
+NOTE [gradients at home]. Nothing is trained; a row takes
 minutes of processor time. GB = 1e9 bytes.
+
+NOTE [gradients at home]: a parameter could have its home on the host, so that its gradient may lie there, and its
+weight on the device all the time. For the optimizer's step as much comes then as without: what is stepped on the
+device and is not there when backward is over comes behind it, whether it is state, a gradient or a weight (NOTE [one
+by one] in `_decide/bound.py`), and a byte of gradients away makes room for a byte of state, no more. Less leaves,
+which gains no more than state that leaves under the next forward: "early". In forward and backward it could gain: a
+streamed block is computed again and fetched twice, and would not be if its weight stayed. Its weight needs the room
+of the gradients that go, so no more weights can stay than other blocks have gradients; activations, which must stay
+then, need more. So of the streamed blocks those are counted that gain most by the byte, at what they take longer than
+in their fastest way.
 """
 
 from __future__ import annotations
@@ -28,6 +40,7 @@ from memscale._decide.policy import choose_strategy
 from memscale._plan import Plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
+from memscale._profile import KEEP, Treatment
 from memscale._profile.inputs import derive_inputs
 from memscale.report.explain import what_is_done
 from memscale.report.tables import table
@@ -62,7 +75,7 @@ BARS = (
 )
 HEADER = (
     *("model", "batch", "card", "budget", "reserved", "step", "of plain", "bar", "bound"),
-    *("passes", "optimizer", "early", "windows", "what is done"),
+    *("passes", "optimizer", "early", "home", "windows", "what is done"),
 )
 
 
@@ -76,6 +89,8 @@ class Row:
     optimizer_ms: float
     early_ms: float
     """Of these, what state that comes and leaves beside the passes could save."""
+    home_ms: float
+    """Of the other part, what gradients that wait on the host could save."""
 
     @property
     def step_ms(self) -> float:
@@ -93,7 +108,8 @@ def plan_bar(bar: Bar, mode: OptimizationMode) -> Row:
     way = planner.by(planner.job.eligible.travel_of(plan)).cost_model()
     choice = choice_of(plan.actions, way.profile)
     step_ms = float(way.optimizer.step_ms(choice.run, way.streamed_bytes(choice)))
-    return Row(bar, plan, way.evaluate(Choice()).step_ms, step_ms, early_ms(way, choice, plan, step_ms))
+    early, home = early_ms(way, choice, plan, step_ms), home_ms(way, choice)
+    return Row(bar, plan, way.evaluate(Choice()).step_ms, step_ms, early, home)
 
 
 def early_ms(model: CostModel, choice: Choice, plan: Plan, step_ms: float) -> float:
@@ -104,6 +120,28 @@ def early_ms(model: CostModel, choice: Choice, plan: Plan, step_ms: float) -> fl
     on_device_ms = float(model.optimizer.compute_ms(model.optimizer.cost(choice.run), 1.0))
     travels = choice.run.offloads_optimizer or choice.run.steps_on_device
     return min(float(model.pace.link_ms(room_bytes)), max(0.0, step_ms - on_device_ms)) if travels else 0.0
+
+
+def home_ms(model: CostModel, choice: Choice) -> float:
+    """See NOTE [gradients at home]. Where only a part of a block's weight can stay, so much of its time is counted."""
+    streamed = {fqn for fqn, treatment in choice.blocks if treatment.streams}
+    room_bytes = sum(layer.trainable_bytes for layer in model.profile.layers if layer.module_fqn not in streamed)
+    resident = [t for t in (KEEP, *model.treatments) if not t.streams and model.can_treat(choice.run, t)]
+    gains = []
+    for fqn, treatment in choice.blocks:
+        if fqn in streamed:
+            fastest_ms = min(_block_ms(model, choice, fqn, way) for way in resident)
+            longer_ms = max(0.0, _block_ms(model, choice, fqn, treatment) - fastest_ms)
+            gains.append((longer_ms / max(1, model.blocks[fqn].param_bytes), model.blocks[fqn].param_bytes))
+    total_ms = 0.0
+    for byte_ms, num_bytes in sorted(gains, reverse=True):
+        stays_bytes = min(num_bytes, room_bytes)
+        total_ms, room_bytes = total_ms + byte_ms * stays_bytes, room_bytes - stays_bytes
+    return total_ms
+
+
+def _block_ms(model: CostModel, choice: Choice, module_fqn: str, treatment: Treatment) -> float:
+    return sum(model.treated(choice.run, treatment)[place].ms for place in model.places(module_fqn))
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -123,6 +161,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.step_ms - row.optimizer_ms:.1f} ms",
         f"{row.optimizer_ms:.1f} ms",
         f"{row.early_ms:.1f} ms",
+        f"{row.home_ms:.1f} ms",
         "-" if plan.conditions is None else f"{plan.conditions.window_bytes / 2**20:.0f} MiB",
         what_is_done(plan),
     )
@@ -140,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.only or bar.name in options.only:
             rows.append(cells(plan_bar(bar, options.mode)))
             print(f"{bar.title}: {rows[-1][6]}", file=sys.stderr, flush=True)
-    print("\n".join(table([HEADER, *rows], left=(0, 1, 2, 13))))
+    print("\n".join(table([HEADER, *rows], left=(0, 1, 2, 14))))
     return 0
 
 

@@ -12,7 +12,7 @@ from memscale import Config
 from memscale._decide import decide_on, find_candidates
 from memscale._decide.choice import Choice, RunOptions, actions_of, choice_of
 from memscale._decide.cost_model import CostModel
-from memscale._decide.early_state import early_choices
+from memscale._decide.early_state import early_candidates, room_for_early
 from memscale._decide.eligible import resolve
 from memscale._profile import STREAM, GuestCost, Profile
 from tests._decide.test_bound import check
@@ -59,12 +59,16 @@ def test_the_step_is_shorter_by_what_comes_before_it() -> None:
 
 def test_it_is_there_from_the_block_that_asks_to_the_step() -> None:
     model = model_of()
-    late, heights, before = model.evaluate(STREAMED), list[int](), list[int]()
-    model._walked(STREAMED, before)
-    model._walked(early(30, 7), heights)
+    late, walk = model.evaluate(STREAMED), model.walk(STREAMED)
+    assert walk == model.walk(early(30, 7))
+    heights = [
+        height + sum(model.early_bytes_by_stretch(early(30, 7).run)[: place + 1])
+        for place, height in enumerate(walk.heights)
+    ]
     second, first = (model.places(f"blocks.{index}")[1] for index in (1, 0))
-    expected = [7 * MB * (place >= second) + 30 * MB * (place >= first) for place in range(len(before))]
-    assert [a - b for a, b in zip(heights, before, strict=True)] == expected
+    expected = [7 * MB * (place >= second) + 30 * MB * (place >= first) for place in range(len(heights))]
+    assert [a - b for a, b in zip(heights, walk.heights, strict=True)] == expected
+    assert model.evaluate(early(3000, 7)).peak_bytes >= max(late.peak_bytes, walk.heights[first] + 3007 * MB)
     assert model.bytes_in_step(early(30, 7)) - model.bytes_in_step(STREAMED) == 37 * MB
     assert late.peak_bytes <= model.evaluate(early(30, 7)).peak_bytes <= late.peak_bytes + 37 * MB
 
@@ -73,7 +77,8 @@ def test_it_is_there_from_the_block_that_asks_to_the_step() -> None:
 def test_what_there_is_room_for_does_not_raise_the_peak(num_blocks: int) -> None:
     model = model_of()
     blocks = [f"blocks.{index}" for index in reversed(range(num_blocks))]
-    peak_bytes, room_bytes = model.evaluate(STREAMED).peak_bytes, model.room_for_early(STREAMED, blocks)
+    peak_bytes = model.evaluate(STREAMED).peak_bytes
+    room_bytes = room_for_early(model, STREAMED, model.walk(STREAMED), blocks)
     assert room_bytes > num_blocks
     each = room_bytes // num_blocks
 
@@ -97,9 +102,12 @@ def test_backward_waits_where_the_link_has_no_time_for_it() -> None:
 
 @pytest.mark.parametrize("change", [{"link_directions": 1}, {"has_caching_allocator": False}, {"overlaps": False}])
 def test_it_is_tried_where_it_can_be(change: dict[str, object]) -> None:
-    assert list(early_choices(model_of(), [STREAMED]))
-    assert not list(early_choices(model_of(**change), [STREAMED]))  # type: ignore[arg-type]
-    assert not list(early_choices(model_of(), [Choice()])), "nothing travels for the step"
+    assert list(early_candidates(model_of(), [STREAMED]))
+    assert not list(early_candidates(model_of(**change), [STREAMED]))  # type: ignore[arg-type]
+    assert not list(early_candidates(model_of(), [Choice()])), "nothing travels for the step"
+    compiled = model_of()
+    compiled.is_compiled = True
+    assert not list(early_candidates(compiled, [STREAMED]))
 
 
 def test_the_search_asks_for_state_early_and_says_why() -> None:
@@ -110,6 +118,7 @@ def test_the_search_asks_for_state_early_and_says_why() -> None:
     found = [candidate for candidate in candidates if candidate.choice.run.early_state]
     assert found
     for candidate in found:
+        assert candidate.outcome == model.evaluate(candidate.choice)
         assert choice_of(actions_of(candidate.choice, model.profile), model.profile) == candidate.choice
     others = [candidate for candidate in candidates if not candidate.choice.run.early_state]
     best = min(found, key=lambda candidate: candidate.outcome.step_ms)
@@ -123,6 +132,17 @@ def test_the_search_asks_for_state_early_and_says_why() -> None:
     assert numbers["costs_ms"] < 0  # type: ignore[operator]
     without = resolve(Config(enable_offloading=False, enable_logging=False), model.hardware)
     assert not any(c.choice.run.early_state for c in find_candidates(model, baseline, without))
+
+
+def test_what_is_to_go_as_low_as_it_can_leaves_the_room_empty() -> None:
+    model = model_of()
+    eligible = resolve(Config(force_optimize=True, enable_logging=False), model.hardware)
+    candidates = find_candidates(model, model.evaluate(Choice()), eligible)
+    lowest = min(candidate.outcome.peak_bytes for candidate in candidates)
+    plan = decide_on(model, eligible)
+    assert plan.predicted_peak_bytes == lowest
+    assert any(c.choice.run.early_state and c.outcome.peak_bytes == lowest for c in candidates), "it would be faster"
+    assert not any("early_bytes" in action.reason.numbers for action in plan.actions)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

@@ -36,6 +36,25 @@ def test_a_step_whose_state_waits_elsewhere(overlaps: bool, sizes: tuple[int, ..
     assert model.evaluate(choice).step_ms == pytest.approx(402 + expected)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "num_launches", "smaller_ms", "larger_ms"),
+    [
+        ((30, 10, 10), 15, 70 * 30 / 50 + 300, 0),  # the last step and departure; what the host does is hidden
+        ((50,), 15, 70 + 500, 0),
+        # The host sets the pace: 2,000 launches, 6 copies and three times 0.4 ms; behind them the last bucket leaves.
+        ((30, 10, 10), 2000, 300, 2007.2 + 300 - (500 + 70 * 30 / 50 + 300)),
+    ],
+)
+def test_what_buckets_of_other_sizes_could_save(
+    sizes: tuple[int, ...], num_launches: int, smaller_ms: float, larger_ms: float
+) -> None:
+    cost = OptimizerCost("adamw", 50 * MB, 0, 70 * MB, 0, launched_bytes=70 * MB, bucket_launches=num_launches)
+    cost = dataclasses.replace(cost, bucket_bytes=tuple(size * MB for size in sizes))
+    model = CostModel(profile_of(ONE, optimizer=cost), hardware_of(launch_s=1e-3), overlaps=True)
+    found = model.optimizer.other_sizes_save_ms(RunOptions(offloads_optimizer=1.0), 0)
+    assert found == (pytest.approx(smaller_ms), pytest.approx(larger_ms, abs=1e-6))
+
+
 def split_model(split_step_bytes: int | None = 3 * MB) -> CostModel:
     """In parts, the block takes 80 launches and what is beside it 16."""
     whole = OptimizerCost("adamw", 50 * MB, 12 * MB, 70 * MB, num_launches=8, launched_bytes=70 * MB, split_launches=96)

@@ -25,7 +25,7 @@ from memscale._decide.bound import least_blocking_ms
 from memscale._decide.budget import Budget, Held
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
-from memscale._decide.early_state import early_choices
+from memscale._decide.early_state import early_candidates
 from memscale._decide.eligible import Eligible
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
@@ -248,7 +248,8 @@ def _choose(
         return by_peak(expected.of(candidate))
 
     if eligible.config.force_optimize:
-        return min(placeable, key=lowest), Reason(FORCED, numbers)
+        # By the model state that comes early may raise no peak, and would by a little; its plans lower none.
+        return min((c for c in placeable if not c.choice.run.early_state), key=lowest), Reason(FORCED, numbers)
     fitting = [c for c in placeable if budget.admits(expected.of(c).outcome)]
     if not fitting:
         return min(placeable, key=lowest), Reason(LOWEST, numbers)
@@ -428,8 +429,7 @@ def _early(model: CostModel, eligible: Eligible, found: list[Candidate]) -> list
         return []
     exact = [candidate for candidate in found if candidate.choice.run.is_exact]
     bases = sorted(undominated(exact), key=by_peak)
-    choices = dict.fromkeys(early_choices(model, [candidate.choice for candidate in bases]))
-    early = [Candidate(choice, model.evaluate(choice)) for choice in choices]
+    early = list(early_candidates(model, [candidate.choice for candidate in bases]))
     kept = {id(candidate) for candidate in undominated([*exact, *early])}
     return [candidate for candidate in early if id(candidate) in kept]
 

@@ -34,6 +34,16 @@ class Chosen:
             "costs_ms": round(after.step_ms - before.step_ms, 4),
         }
 
+    def bucket_size(self, num_bytes: int) -> dict[str, int | float | str]:
+        """The size of buckets that was chosen, and what others could save of the step at most: see
+        `OptimizerModel.other_sizes_save_ms`."""
+        smaller_ms, larger_ms = self.model.optimizer.other_sizes_save_ms(self.choice.run, self.streamed_bytes)
+        return {
+            "bucket_bytes": num_bytes,
+            "smaller_buckets_save_at_most_ms": round(smaller_ms, 4),
+            "larger_buckets_save_at_most_ms": round(larger_ms, 4),
+        }
+
     @property
     def streamed_bytes(self) -> int:
         """Trainable bytes of blocks that are streamed."""

@@ -39,6 +39,20 @@ from memscale.techniques import TREATMENTS
 from memscale.techniques.technique import Traced
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Walk:
+    """Forward and backward of a choice."""
+
+    extras: Extras
+    heights: tuple[int, ...]
+    """The peak of each stretch."""
+    times_ms: tuple[float, ...]
+    live_bytes: int
+    """What is live when backward is over."""
+    peak_bytes: int
+    total_ms: float
+
+
 class CostModel:
     """Evaluates choices on one profile and one hardware."""
 
@@ -70,6 +84,8 @@ class CostModel:
         self._first_ms: dict[Precision, tuple[float, float]] = {}
         self._sent: dict[TraceKey, dict[str, Sent]] = {}
         self._extra: dict[tuple[str, Treatment], Extras] = {}
+        self.is_compiled = False
+        """Whether the compiler stands around blocks, where it would trace hooks on them."""
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
 
@@ -236,23 +252,22 @@ class CostModel:
 
     def evaluate_runs(self, choice: Choice, runs: Sequence[RunOptions]) -> list[Outcome]:
         """A choice's blocks with each of these runs, which differ from its own by what the optimizer does alone."""
-        run, extras, live, peak, total_ms = self._walked(choice)
-        total_ms += float(self.first_fetch_ms(run, self.rest_extras(run).static_bytes - extras.static_bytes))
+        walk = self.walk(choice)
+        resident_bytes = self.optimizer.costs_of(choice.run, walk.extras.streamed_bytes).resident_bytes
+        live, peak, total_ms = self._early(walk, choice)
         outcomes = []
-        resident_bytes = self.optimizer.costs_of(run, extras.streamed_bytes).resident_bytes
         for other in runs:
-            costs = self.optimizer.costs_of(other, extras.streamed_bytes)
+            costs = self.optimizer.costs_of(other, walk.extras.streamed_bytes)
             in_step, more = live + costs.step_bytes, costs.resident_bytes - resident_bytes
-            outcomes.append(self._outcome(other, extras, max(peak, in_step) + more, total_ms))
+            outcomes.append(self._outcome(other, walk.extras, max(peak, in_step) + more, total_ms))
         return outcomes
 
-    def _walked(self, choice: Choice, heights: list[int] | None = None) -> tuple[RunOptions, Extras, int, int, float]:
-        """What is live after backward, the peak up to there, and how long that takes; `heights` gets the peak of each
-        stretch."""
+    def walk(self, choice: Choice) -> Walk:
+        """Forward and backward of this choice, stretch by stretch, without state that comes early."""
         run, extras = choice.run, self._extras(choice)
         stretches = self._stretches_under(choice)
         live = peak = self._static_bytes(run, extras)
-        times_ms = [stretch.ms for stretch in stretches]
+        times_ms, heights = [stretch.ms for stretch in stretches], list[int]()
         total_ms = extras.ms + sum(times_ms)
         known = self.sent_by_blocks(run) if self.window_bytes else {}
         sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
@@ -261,19 +276,32 @@ class CostModel:
             streamed = {fqn: self.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams}
             course = Course(self.owners, self.first_backward, times_ms)
             total_ms = min(total_ms, extras.ms + spaced_ms(course, sent, streamed, self.pace, self.window_bytes))
-        total_ms += self._early_wait_ms(choice, times_ms)
-        for stretch, held_here, early in zip(stretches, held, self._early_bytes(run), strict=True):
-            live += early
+        for stretch, held_here in zip(stretches, held, strict=True):
             highest = live + stretch.peak_bytes + held_here
-            if heights is not None:
-                heights.append(highest)
+            heights.append(highest)
             peak = highest if highest > peak else peak  # choices are many, and so are stretches
             live += stretch.net_bytes
-        return run, extras, live, peak, total_ms
+        total_ms += float(self.first_fetch_ms(run, self.rest_extras(run).static_bytes - extras.static_bytes))
+        return Walk(extras, tuple(heights), tuple(times_ms), live, peak, total_ms)
 
     # ---- state that comes back under backward: see NOTE [under backward] in early_state.py
 
-    def _early_bytes(self, run: RunOptions) -> list[int]:
+    def with_early(self, walk: Walk, choice: Choice) -> Outcome:
+        """What a choice comes to that differs from the one of this walk by the state that comes early."""
+        live, peak, total_ms = self._early(walk, choice)
+        in_step = live + self.optimizer.costs_of(choice.run, walk.extras.streamed_bytes).step_bytes
+        return self._outcome(choice.run, walk.extras, max(peak, in_step), total_ms)
+
+    def _early(self, walk: Walk, choice: Choice) -> tuple[int, int, float]:
+        """What is live after backward, the peak up to there, and how long that takes, with what comes early."""
+        early = choice.run.early_state
+        if not early:
+            return walk.live_bytes, walk.peak_bytes, walk.total_ms
+        asked = itertools.accumulate(self.early_bytes_by_stretch(choice.run))
+        peak = max(walk.peak_bytes, *(height + more for height, more in zip(walk.heights, asked, strict=True)))
+        return walk.live_bytes + choice.run.early_bytes, peak, walk.total_ms + self._early_wait_ms(walk, choice)
+
+    def early_bytes_by_stretch(self, run: RunOptions) -> list[int]:
         """How much of the optimizer's state is asked for when each stretch begins."""
         found = [0] * len(self.owners)
         for fqn, num_bytes in run.early_state:
@@ -282,32 +310,17 @@ class CostModel:
                 found[places[1]] += num_bytes
         return found
 
-    def _early_wait_ms(self, choice: Choice, times_ms: Sequence[float]) -> float:
+    def _early_wait_ms(self, walk: Walk, choice: Choice) -> float:
         """What backward takes longer: state that comes early shares the link with what the blocks there wait for."""
-        if not choice.run.early_state:
-            return 0.0
         asking = {fqn for fqn, _ in choice.run.early_state}
         begin = min((self._places[fqn][1] for fqn in asking if len(self._places.get(fqn, [])) == 2), default=0)
-        treated = dict(choice.blocks)
-        others = sum(self._comes_back_bytes(fqn, treated.get(fqn, KEEP)) for fqn in asking)
-        return max(0.0, float(self.pace.link_ms(others + choice.run.early_bytes)) - sum(times_ms[begin:]))
+        others = sum(self._comes_back_bytes(fqn, treatment) for fqn, treatment in choice.blocks if fqn in asking)
+        return max(0.0, float(self.pace.link_ms(others + choice.run.early_bytes)) - sum(walk.times_ms[begin:]))
 
     def _comes_back_bytes(self, module_fqn: str, treatment: Treatment) -> int:
         """What comes to the device for the backward of a block."""
         weights = self.blocks[module_fqn].param_bytes if treatment.streams else 0
-        return weights + (self._movable_bytes(module_fqn, treatment) if treatment.offloads else 0)
-
-    def room_for_early(self, choice: Choice, module_fqns: Sequence[str]) -> int:
-        """How much state can come early, as much before each of these blocks, without a higher peak."""
-        heights: list[int] = []
-        self._walked(choice, heights)
-        peak_bytes, count = self.evaluate(choice).peak_bytes, len(module_fqns)
-        room_bytes = peak_bytes - self.bytes_in_step(choice)
-        asked = self._early_bytes(dataclasses.replace(choice.run, early_state=tuple((fqn, 1) for fqn in module_fqns)))
-        for highest, num_asked in zip(heights, itertools.accumulate(asked), strict=True):
-            if num_asked:
-                room_bytes = min(room_bytes, (peak_bytes - highest) * count // num_asked)
-        return max(0, room_bytes)
+        return weights + self._movable_bytes(module_fqn, treatment)
 
     def _stretches_under(self, choice: Choice) -> list[Stretch]:
         """The step under this choice. Blocks are many, and share their treatments: each is looked up once."""
@@ -345,9 +358,9 @@ class CostModel:
 
     def bytes_in_step(self, choice: Choice) -> int:
         """What is live at the peak of the optimizer's step; before it backward has freed all activations."""
-        run, extras, live, _, _ = self._walked(choice)
-        step_bytes: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
-        return live + step_bytes
+        walk, run = self.walk(choice), choice.run
+        step_bytes: int = round(self.optimizer.step_bytes(run, walk.extras.streamed_bytes))
+        return walk.live_bytes + run.early_bytes + step_bytes
 
     def evaluate_whole(self, choice: Choice) -> Outcome:
         """Every block treated alike, by a trace that cannot be mixed with others."""

@@ -6,6 +6,7 @@ the host. They are stepped there, or visit the device for it (`RunOptions.steps_
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -105,6 +106,19 @@ class OptimizerModel(OptimizerShares):
         coming, leaving = (sum(getattr(work.moved, name) for work in works) for name in ("in_bytes", "out_bytes"))
         surplus: int = round(min(coming - leaving, sum(self.bytes_away(run, streamed_bytes))))
         return max(0, surplus)
+
+    def other_sizes_save_ms(self, run: RunOptions, streamed_bytes: int) -> tuple[float, float]:
+        """What buckets of any smaller size could save of the step at most, and of any larger size.
+
+        Smaller ones shorten the first arrival, and the last step and departure; larger ones are fewer, so that the host
+        has less to do for them. These are bounds: smaller ones are more, too, and larger ones take more room.
+        """
+        works = self._works(run, streamed_bytes)
+        now_ms = self.works_ms(works, run.early_bytes)
+        smaller = [dataclasses.replace(work, turn=Turn()) for work in works]
+        larger = [dataclasses.replace(work, host_ms=0.0, num_launches=0) for work in works]
+        smaller_ms, larger_ms = (float(now_ms - self.works_ms(one, run.early_bytes)) for one in (smaller, larger))
+        return max(0.0, smaller_ms), max(0.0, larger_ms)
 
     def _works(self, run: RunOptions, streamed_bytes: Any) -> list[StepWork]:
         """What is stepped in buckets."""

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 
 def watch(to: Attachment) -> None:
-    """Ask for state early as the plan says, until undone; nothing where no state waits."""
-    adoption = to.users.get("optimizer")
-    if not to.early or adoption is None:
+    """Ask for state early as the plan says, until undone; nothing where no state waits, or where the compiler would
+    trace our hooks. See NOTE [around compiled code] in overrides.py."""
+    adoption, layers = to.users.get("optimizer"), [*map(to.find_module, to.early)]
+    if not layers or adoption is None or any(map(private.is_compiled, (to.model, *layers))):
         return
     asked = _Asked(adoption, {action.module_fqn: action.num_bytes for action in to.early})
     adoption.expect_early(asked.num_bytes)
     to.undo.callback(adoption.expect_early, 0)
     reserving.watch(to.model, asked.points, asked.reach, to.undo)
-    for module in {id(one): one for one in (to.model, *map(to.find_module, to.early))}.values():
+    for module in {id(one): one for one in (to.model, *layers)}.values():
         to.undo.callback(module.register_forward_pre_hook(_GiveUp(adoption)).remove)
 
 

@@ -374,14 +374,15 @@ class OneWay(Trials):
         attached = actions if attached is None else attached
         of_passes = tuple(action for action in actions if not technique_of(action).only_steps)
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
-        key = (self.travel, self.key_of(of_passes), bool(actions), names_modules, tuple(cuts))
+        step = planned_step(actions)
+        key = (self.travel, self.key_of(of_passes), step.early, bool(actions), names_modules, tuple(cuts))
         return record_steps(
             self.rehearsal,
             self.model,
             self.job.optimizer,
             under=UnderPlan(
                 attach=self.attacher(attached, config) if actions else None,
-                rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
+                rules=self.costs.rules(step, window_bytes=self.travel.transfers.window_bytes),
                 points=points_of(beside) if actions else (),
                 learns=self._learns(actions),
                 early=planned_step(attached).early,

@@ -92,6 +92,7 @@ class Trials:
         if model is None or model.profile is not self.profile:
             window_bytes = min(self.travel.transfers.window_bytes, self.travel.transfers.prefetch_bytes)
             model = CostModel(self.profile, self.hardware, overlaps=self.travel.overlaps, window_bytes=window_bytes)
+            model.is_compiled = self.is_compiled
             self._known_cost_model = model
         return model
 

@@ -185,7 +185,7 @@ class Technique:
     step: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
     """The fields of `PlannedStep` that its actions set; None: they do not concern the optimizer's step."""
     only_steps: bool = False
-    """Whether forward and backward are as they are without it: it acts in the optimizer's step alone."""
+    """Whether forward and backward compute and free what they do without it: it is about the optimizer's step alone."""
 
     careful: Callable[[Unrehearsed], Iterable[Action]] | None = None
     """What it does in a careful plan beside its treatment of blocks; None: nothing."""

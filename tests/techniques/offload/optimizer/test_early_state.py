@@ -101,6 +101,16 @@ def test_state_that_waits_in_8_bits_comes_early_too():
     assert same(*results)
 
 
+def test_the_compiler_traces_no_hooks_of_it():
+    reference, training = (Training("simgpu", plain(O.AdamW)) for _ in range(2))
+    for one in (reference, training):
+        one.net.head.compile(backend="eager")
+    reference.run(3)
+    with wrapped(training.net, *PLANS["state"]) as executor:
+        assert same(training.run(3).result(), reference.result())
+        assert stats(executor).num_early == 0
+
+
 def test_blocking_transfers_ask_for_nothing_early():
     reference, training = Training("simgpu", plain(O.AdamW)).run(), Training("simgpu", plain(O.AdamW))
     with wrapped(training.net, *PLANS["guests and state"], asynchronous=False) as executor:

@@ -113,6 +113,7 @@ def _reason(chosen: Chosen) -> Reason:
     model, run = chosen.model, chosen.choice.run
     numbers: dict[str, int | float | str] = {
         "state_bytes": model.optimizer.cost(run).state_bytes,
+        **chosen.bucket_size(OPTIMIZER_BUCKET_BYTES),
         **chosen.part(offloads_optimizer=0.0),
     }
     if not resident_share(run):

@@ -78,8 +78,8 @@ class EarlyArrivals:
         return early
 
     def drop(self) -> None:
-        """Free the memory of what was asked for and not used."""
-        while self._held:
+        """Free the memory of what was asked for and not used; in a forked child it is the parent's."""
+        while self._held and self._visits.transfers.is_own_process:
             _, (_, early) = self._held.popitem()
             early.give_up()
 

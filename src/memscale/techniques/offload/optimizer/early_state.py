@@ -91,6 +91,7 @@ EARLY_STATE = Technique(
     hindrance=_hindrance,
     option=RunOption(field="early_state", values=_values, actions=_actions, value=_value),
     step=lambda actions: {"early": _pairs(actions)},
+    only_steps=True,
     attach=_attach,
     place=62,
     words=_words,

@@ -76,6 +76,7 @@ def _reason(chosen: Chosen) -> Reason:
     numbers: dict[str, int | float | str] = {
         "parameter_bytes": streamed,
         "visiting_bytes": 0 if guests is None else guests.step_bytes,
+        **chosen.bucket_size(OPTIMIZER_BUCKET_BYTES),
         "step_ms": round(float(optimizer.step_ms(run, streamed)), 4),
         "host_step_ms": round(float(optimizer.step_ms(on_host, streamed)), 4),
     }

@@ -320,6 +320,11 @@ class Transfers:
             self._threads.close()
             self.staging.close()
 
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is no forked child."""
+        return self._process.is_here()
+
     def require_own_process(self) -> None:
         """Raise in a forked child. See NOTE [fork] in stores.py."""
         self._process.require()
