@@ -34,9 +34,9 @@ from memscale._plan import Plan
 from memscale._planning.full_stack import StackReport
 from memscale._planning.job import Job, device_of, eligible_here
 from memscale._planning.loop.replanning import Replanner
+from memscale._planning.rank_meetings import withheld_from
 from memscale._planning.recovery.oom_recovery import Recovery
 from memscale._planning.saved.saved_plans import device_for, refuse_plan
-from memscale._planning.together import withheld_from
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable

@@ -21,7 +21,7 @@ from memscale._planning.advice import find_smaller
 from memscale._planning.garbage import few_collections
 from memscale._planning.job import Job, open_job
 from memscale._planning.planner import Planner
-from memscale._planning.together import withheld_from
+from memscale._planning.rank_meetings import withheld_from
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.optimizer_twin import OPTIMIZERS
