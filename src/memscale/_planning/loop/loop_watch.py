@@ -14,8 +14,8 @@ Two things are looked at, at instants that every loop has:
 - **state that nobody steps**: that of parameters that were trained and are frozen now stays with their optimizer. It
   goes on being counted when they are trained again.
 
-On a CPU, which has no such count, everything else is not seen. What MemScale itself may have on its way to the device is
-left out of the count, so that a plan whose tensors travel notices less.
+On a CPU, which has no such count, everything else is not seen. What MemScale itself may have on its way to the device
+is left out of the count, so that a plan whose tensors travel notices less.
 """
 
 from __future__ import annotations
