@@ -1,6 +1,7 @@
 """Regional compilation: graphs and bytes of a model whose blocks are compiled, plain and under plans.
 
     python -m benchmarks.compiled
+    python -m benchmarks.compiled transformers      # a GPT-2, with the cache that its config asks for and without it
 
 On the simulated device, whose allocator counts what is really held, with the backend that runs graphs as they were
 traced (AOTAutograd's forward and backward, operator by operator). Bytes are measured. Times are none of its business.
@@ -8,6 +9,7 @@ traced (AOTAutograd's forward and backward, operator by operator). Bytes are mea
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -99,7 +101,7 @@ def run(actions: Sequence[Action], *, compiled: bool) -> tuple[list[torch.Tensor
     return losses, peak_bytes, backend
 
 
-def plan_of(actions: Sequence[Action]) -> Plan:
+def plan_of(actions: Sequence[Action], device_type: str = DEVICE.type) -> Plan:
     return Plan(
         actions=tuple(actions),
         baseline_peak_bytes=0,
@@ -109,8 +111,8 @@ def plan_of(actions: Sequence[Action]) -> Plan:
         fits=True,
         decision_source="user_config",
         mode="balanced",
-        device_type=DEVICE.type,
-        device_name="simgpu",
+        device_type=device_type,
+        device_name=device_type,
         optimizer_name="sgd",
         profile_source="static",
         model_class="Model",
@@ -120,10 +122,52 @@ def plan_of(actions: Sequence[Action]) -> Plan:
     )
 
 
+def run_gpt2(*, num_blocks: int, use_cache: bool, is_wrapped: bool) -> tuple[list[torch.Tensor], Counting]:
+    """Losses of a tiny GPT-2 on the CPU, and what was compiled."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    sizes = {"n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+    model, backend = GPT2LMHeadModel(GPT2Config(**sizes, n_layer=num_blocks, use_cache=use_cache)), Counting()
+    for block in model.transformer.h:
+        block.compile(backend=backend)
+    actions = tuple(Checkpoint(f"transformer.h.{index}") for index in range(num_blocks if is_wrapped else 0))
+    executor = execute(model, plan_of(actions, "cpu"), ExecutionSettings())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
+    for step in range(NUM_STEPS):
+        tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    executor.detach()
+    return losses, backend
+
+
+def compare_caches() -> None:
+    print(
+        f"{'GPT-2':<10} {'use_cache':>9} {'graphs':>7} {'wrapped':>8} {'runs a step':>12} {'wrapped':>8}  same losses"
+    )
+    for num_blocks in (6, 12):
+        for use_cache in (True, False):
+            plain, before = run_gpt2(num_blocks=num_blocks, use_cache=use_cache, is_wrapped=False)
+            ours, after = run_gpt2(num_blocks=num_blocks, use_cache=use_cache, is_wrapped=True)
+            print(
+                f"{num_blocks:>3} blocks {use_cache!s:>9} {before.num_graphs:>7} {after.num_graphs:>8} "
+                f"{before.num_runs / NUM_STEPS:>12.1f} {after.num_runs / NUM_STEPS:>8.1f}  "
+                f"{'yes' if all(map(torch.equal, ours, plain)) else 'NO'}"
+            )
+
+
 def main() -> None:
     torch.set_num_threads(1)
     # The compiler looks at `.grad` of what a block is given.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    if "transformers" in sys.argv[1:]:
+        compare_caches()
+        return
     reference, _, _ = run((), compiled=True)
     print(f"{'blocks':<22} {'peak MB':>8} {'compiled':>9} {'graphs':>7} {'runs a step':>12}  same losses")
     for name, actions in treatments().items():

@@ -255,3 +255,49 @@ def test_workspaces_of_matrix_products_are_not_the_loops() -> None:
     on_card, workspace_bytes = dataclasses.replace(plan, device_type="cuda"), 32 * 1024 * 1024
     assert tolerated(on_card, workspace_bytes) > 2 * workspace_bytes + 1024 * 1024
     assert tolerated(on_card, workspace_bytes) - tolerated(on_card, 0) == 2 * workspace_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu:0"])
+def test_state_of_layers_that_are_frozen_later_is_planned_for(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It stays with the optimizer, which steps it no more."""
+    seed(0)
+    loop = Loop(memscale.wrap(Words().to(device), QUIET.replace(memory_budget_gb=1)), device)
+    loop.run(2)
+    for parameter in loop.model.blocks.parameters():
+        parameter.requires_grad_(False)
+    state = [loop.optimizer.state[parameter] for parameter in loop.model.blocks.parameters()]
+    idle_bytes = sum(value.nbytes for each in state for value in each.values() if value.device.type in device)
+    with caplog.at_level(logging.INFO, "memscale"):
+        loop.run(2)
+    assert "peaked" not in caplog.text, "the first such step has a plan that counts it"
+    plan = attached_plan(loop.model)
+    assert plan.predicted_peak_bytes == pytest.approx(loop.peaks[2], rel=0.01)
+    assert idle_bytes > 0.03 * plan.predicted_peak_bytes, "more than what may be missed"
+    memscale.detach(loop.model)
+
+
+def test_layers_that_are_frozen_later_keep_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    """A budget that a step leaves room for, but not with the state of what is not trained any more."""
+
+    def run(model: nn.Module) -> tuple[list[float], int]:
+        loop = Loop(model, "simgpu")
+        seed(1)
+        loop.run(10)
+        for parameter in model.blocks.parameters():
+            parameter.requires_grad_(False)
+        loop.run(3)
+        return loop.losses, max(loop.peaks[10:])
+
+    seed(0)
+    model = Words().to("simgpu")
+    losses, peak_bytes = run(copy.deepcopy(model))
+    gc.collect()
+    budget_bytes = int(0.98 * peak_bytes)
+    memscale.wrap(model, QUIET.replace(memory_budget_gb=budget_bytes / 1e9))
+    with caplog.at_level(logging.INFO, "memscale"):
+        wrapped_losses, wrapped_bytes = run(model)
+    assert "peaked" not in caplog.text
+    assert wrapped_losses == losses
+    assert wrapped_bytes <= budget_bytes
+    assert attached_plan(model).predicted_peak_bytes == pytest.approx(wrapped_bytes, rel=0.01)
+    memscale.detach(model)

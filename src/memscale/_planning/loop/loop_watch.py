@@ -10,10 +10,12 @@ Two things are looked at, at instants that every loop has:
   the model's output are still alive when the optimizer steps, and when the next forward begins. Seen on every device;
 - **everything else on a device that counts its bytes** (a moving average of the weights, tensors in a list): what is
   allocated when a forward begins, without what the model, its gradients, its optimizer's state and the batch take.
-  With a budget in GB only what has come since the first step counts: what was there before, the user knew of.
+  With a budget in GB only what has come since the first step counts: what was there before, the user knew of;
+- **state that nobody steps**: that of parameters that were trained and are frozen now stays with their optimizer. It
+  goes on being counted when they are trained again.
 
-On a CPU, which has no such count, the second is not seen. What MemScale itself may have on its way to the device is
-left out of the count, so that a plan whose tensors travel notices less.
+On a CPU, which has no such count, everything else is not seen. What MemScale itself may have on its way to the device
+is left out of the count, so that a plan whose tensors travel notices less.
 """
 
 from __future__ import annotations
@@ -81,6 +83,10 @@ class LoopWatch(StepWatcher):
         self._highest_bytes = -1
         """The most that was allocated when a step began, as far as it was looked into."""
         self._is_hooked = False
+        self._trained: frozenset[int] = frozenset()
+        """The parameters that were trained when a forward last began."""
+        self._idle_bytes = 0
+        """The state of those that are not."""
 
     # ---- instants
 
@@ -127,6 +133,8 @@ class LoopWatch(StepWatcher):
 
     def after_step(self, optimizer: Optimizer) -> None:
         others = [known for known in self._optimizers if known() not in (None, optimizer)]
+        if len(others) == len(self._optimizers):
+            self._trained = frozenset()  # a new one: look at its state
         self._optimizers = [*others, weakref.ref(optimizer)]
 
     def _alive_bytes(self, place: int, own: set[int]) -> int:
@@ -179,14 +187,16 @@ class LoopWatch(StepWatcher):
     def _other_bytes(
         self, tolerated_bytes: int, inputs: Inputs, device: torch.device, known: LoopHolds, *, counts_all: bool
     ) -> Found | None:
-        allocated_bytes = _allocated_on(device)
-        if allocated_bytes is None or self._num_answers >= _MAX_ANSWERS:
+        allocated_bytes, has_changed = _allocated_on(device), self._look_at_trained(device)
+        if self._num_answers >= _MAX_ANSWERS:
             return None
-        if self._num_steps >= _NUM_STEPS and allocated_bytes <= self._highest_bytes:
+        if allocated_bytes is None:
+            return self._answer(self._idle_bytes - known.other_bytes, tolerated_bytes, known)
+        if self._num_steps >= _NUM_STEPS and allocated_bytes <= self._highest_bytes and not has_changed:
             return None
         # So that small rises are not looked into.
         self._highest_bytes = max(self._highest_bytes, allocated_bytes + tolerated_bytes // 2)
-        others_bytes = max(0, allocated_bytes - self._our_bytes(inputs, device))
+        others_bytes = max(0, allocated_bytes - self._our_bytes(inputs, device)) + self._idle_bytes
         if self._first_bytes is None:
             self._first_bytes = others_bytes
         known_bytes = known.other_bytes + (0 if counts_all else self._first_bytes)
@@ -194,11 +204,28 @@ class LoopWatch(StepWatcher):
             return None
         gc.collect()  # what nobody holds any more may only not have been swept up yet
         others_bytes -= allocated_bytes - (_allocated_on(device) or 0)
-        new_bytes = others_bytes - known_bytes
+        return self._answer(others_bytes - known_bytes, tolerated_bytes, known)
+
+    def _answer(self, new_bytes: int, tolerated_bytes: int, known: LoopHolds) -> Found | None:
         if new_bytes <= tolerated_bytes:
             return None
         self._num_answers += 1
         return Found(dataclasses.replace(known, other_bytes=known.other_bytes + new_bytes), new_bytes)
+
+    def _look_at_trained(self, device: torch.device) -> bool:
+        """Whether other parameters are trained than in the forward before. Only then is the state of those that are
+        not looked at, which may have to come from where it waits."""
+        model = self._model()
+        parameters = [] if model is None else list(model.parameters())
+        trained = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
+        if trained == self._trained:
+            return False
+        self._trained = trained
+        frozen = [parameter for parameter in parameters if id(parameter) not in trained]
+        states = [known.state for reference in self._optimizers if frozen and (known := reference()) is not None]
+        idle = [state[parameter] for state in states for parameter in frozen if parameter in state]
+        self._idle_bytes = bytes_on(tree_leaves([list(each.values()) for each in idle]), device.type)
+        return True
 
     def _our_bytes(self, inputs: Inputs, device: torch.device) -> int:
         model = self._model()
@@ -242,7 +269,7 @@ def _allocated_on(device: torch.device) -> int | None:
 def tolerated(plan: Plan, workspace_bytes: int) -> int:
     """What may be there without a word: rounding, workspaces, and tensors of ours that are on their way."""
     num_bytes = max(int(TOLERATED_SHARE * plan.predicted_peak_bytes), TOLERATED_BYTES)
-    if plan.device_type != "simgpu":
+    if plan.device_type not in ("simgpu", "cpu"):
         num_bytes += _TOLERATED_BYTES_OF_CARD + _NUM_THREADS * workspace_bytes
     travels = any(technique_of(action).travels for action in plan.actions)
     if travels and plan.conditions is not None:
