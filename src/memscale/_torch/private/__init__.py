@@ -24,6 +24,7 @@ from memscale._torch.private.compiling import (
     without_compiler,
 )
 from memscale._torch.private.dispatch import (
+    CastProbe,
     active_modes,
     can_take_outermost_mode,
     flop_formula,
@@ -103,6 +104,7 @@ __all__ = [
     "COMPILED_CALL",
     "NUM_HOLDERS_IN_DISPATCH",
     "AutogradEngine",
+    "CastProbe",
     "CommunicatesError",
     "Remembered",
     "SeenThrough",
