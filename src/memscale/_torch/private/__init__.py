@@ -11,6 +11,7 @@ from memscale._torch.private.checkpoints import (
     outside_checkpoints,
     saves_are_hooked,
     see_through_checkpoints,
+    selective_contexts,
     strange_contexts,
 )
 from memscale._torch.private.compiling import (
@@ -171,6 +172,7 @@ __all__ = [
     "saves_are_hooked",
     "scale_replicator",
     "see_through_checkpoints",
+    "selective_contexts",
     "sequence_number",
     "set_allocator_settings",
     "share_version_counter",
