@@ -9,6 +9,7 @@ from memscale._torch.private.allocator import allocator_bytes, set_allocator_set
 from memscale._torch.private.checkpoints import (
     SeenThrough,
     outside_checkpoints,
+    saved_tensors_hooks_in_use,
     saves_are_hooked,
     see_through_checkpoints,
     selective_contexts,
@@ -169,6 +170,7 @@ __all__ = [
     "replace_engine",
     "run_first",
     "run_opened",
+    "saved_tensors_hooks_in_use",
     "saves_are_hooked",
     "scale_replicator",
     "see_through_checkpoints",

@@ -113,6 +113,12 @@ def saves_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def saved_tensors_hooks_in_use() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """What packs and unpacks a tensor that is saved for backward now; None: it is kept as it is."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def strange_contexts() -> str | None:
     """What the user has put around all operators of this thread: a mode that sees them, or what they save."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
@@ -132,4 +138,4 @@ _OURS = ("memscale", "simgpu")
 
 
 def _is_of_checkpoint(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"
+    return getattr(hook, "__module__", "") in ("torch.utils.checkpoint", "memscale.techniques.recompute.saved_writes")
