@@ -77,7 +77,7 @@ def selective_contexts(policy: Any, may_keep: Callable[[Any], bool]) -> tuple[An
     class Keeping(checkpoint._CachingTorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if may_keep(func):
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             output = func(*args, **(kwargs or {}))
             if func not in checkpoint.SAC_IGNORED_OPS:
                 context = checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=output)
@@ -87,7 +87,7 @@ def selective_contexts(policy: Any, may_keep: Callable[[Any], bool]) -> tuple[An
     class Reading(checkpoint._CachedTorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if may_keep(func):
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
 
     storage: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
@@ -115,7 +115,7 @@ def saves_are_hooked() -> bool:
 
 def saved_tensors_hooks_in_use() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """What packs and unpacks a tensor that is saved for backward now; None: it is kept as it is."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from memscale._errors import VerificationError
 from memscale._torch import private
 from memscale._torch.host_rng import Fingerprint, HostRng
-from memscale._torch.overrides import ForwardOverride
+from memscale._torch.overrides import ForwardOverride, transforms_refused
 from memscale.techniques.recompute import key_value_caches
 from memscale.techniques.recompute.backward_errors import wait_on_errors
 from memscale.techniques.recompute.module_state import RUN_AGAIN, Flags, Memory, ModuleState
@@ -102,7 +102,8 @@ class RecomputedForward(ForwardOverride):
             leaves, region.spec = _flatten(*_with_each(caches, region.caches, args, kwargs))
         if self.anchor is not None:
             leaves, region.num_anchors = [self.anchor, *leaves], 1
-        output = self._run(region, leaves)
+        with transforms_refused(self.module_fqn):
+            output = self._run(region, leaves)
         for cache in region.caches:
             cache.forget()
         return output

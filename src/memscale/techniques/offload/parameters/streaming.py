@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from memscale._errors import OffloadError, PlanError
 from memscale._plan import StreamParameters
@@ -152,11 +153,25 @@ class StreamedForward(RecomputedForward):
             if notes is not None and any(lender.is_used for lender in lent):
                 notes.kept = None  # lenders bring the weights where they are used
             return output
-        except BaseException:
+        except BaseException as error:
             self.streamer.drop_ahead()
             if notes is not None:
                 notes.kept = None  # a traceback may hold the graph, and with it the copies
+            if isinstance(error, RuntimeError) and (reason := self._reason(error, args, kwargs)) is not None:
+                raise OffloadError(f"{self.module_fqn} {reason}; leave it out of parameter streaming") from error
             raise
+
+    def _reason(self, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What about streaming makes a forward fail; None if it is nothing that is known."""
+        if "change requires_grad flags of leaf variables" in str(error):
+            return "freezes or unfreezes its parameters in its forward, where copies stand in their place"
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.device.type == "cpu" != self.streamer.device.type and tensor.dim() > 0 for tensor in tensors):
+            return (
+                f"computes on {self.streamer.device} and is given tensors on the CPU: the model may send them to where "
+                "this layer's parameters are, which is the host while they are streamed"
+            )
+        return None
 
     def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
         notes: Expectation = region.notes
