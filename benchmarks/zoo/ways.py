@@ -36,7 +36,14 @@ from memscale.techniques.tiling import find
 TIGHTNESS = 0.3
 """Where between the lowest peak and the plain one a tight budget lies: some blocks are treated, and others are not."""
 ROUNDING = 2e-4
-"""How far sums in another order may be away, by the largest entry of a gradient, in single precision."""
+"""How far sums in another order may be away, by the largest entry of a gradient, in single precision.
+
+That holds where the terms of a sum do not cancel. Where they do, a gradient is rounding alone, AdamW makes a whole step
+of it, and a right answer may be anywhere. What misses this bound is therefore asked again in double precision."""
+ROUNDING_IN_DOUBLE = 2e-6
+"""The same in double precision, whatever cancels: a sum of n terms is off by n u of their size at most (u = 1.1e-16, n
+up to 1e5 here), and a step of AdamW moves a weight by at most lr / eps = 1e5 times what its gradient is off by. A row
+that a tile forgets or takes twice is off by far more."""
 BUCKET_BYTES = 20_000
 FEW_ROWS, NUM_TILES = 5, 3
 """Rows of a tile, and tiles of an MLP: neither divides what is tiled."""
