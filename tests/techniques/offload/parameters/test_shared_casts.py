@@ -147,6 +147,14 @@ def one_is_thrown_away(model: nn.Module, dtype: torch.dtype) -> None:
     under_one(model, dtype)
 
 
+def the_last_is_thrown_away(model: nn.Module, dtype: torch.dtype) -> None:
+    with autocast(dtype):
+        first = model(batch(6)).float().square().mean()
+        model(batch(5))
+        loss = first + model(batch(0)).float().square().mean()
+    loss.backward()
+
+
 def nothing_is_remembered(model: nn.Module, dtype: torch.dtype) -> None:
     for step in range(2):
         with autocast(dtype, cache_enabled=False):
@@ -169,6 +177,7 @@ LOOPS = (
     two_backwards,
     the_same_backward_twice,
     one_is_thrown_away,
+    the_last_is_thrown_away,
     nothing_is_remembered,
     the_cache_is_emptied,
 )

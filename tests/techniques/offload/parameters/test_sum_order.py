@@ -139,7 +139,19 @@ def the_same_backward_twice(model: nn.Module) -> None:
     model(batch(1)).square().mean().backward()
 
 
-LOOPS = (one_pass, one_backward_of_two_forwards, two_backwards_of_two_forwards, the_same_backward_twice)
+def the_last_is_thrown_away(model: nn.Module) -> None:
+    first = model(batch(0)).square().mean()
+    model(batch(1))
+    (first + model(batch(2)).square().mean()).backward()
+
+
+LOOPS = (
+    one_pass,
+    one_backward_of_two_forwards,
+    two_backwards_of_two_forwards,
+    the_same_backward_twice,
+    the_last_is_thrown_away,
+)
 
 
 @MODES

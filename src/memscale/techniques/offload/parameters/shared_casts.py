@@ -22,12 +22,12 @@ Known limits: a head whose logits are lazy uses its weight later, and is not joi
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any, Protocol
 
 import torch
 
 from memscale._torch import private
+from memscale.techniques.offload.parameters.holders import Holders
 from memscale.techniques.offload.parameters.uses import Use
 
 
@@ -92,7 +92,7 @@ class SharedCasts:
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
         self._probe: private.CastProbe | None = None
-        self._holders: weakref.WeakValueDictionary[tuple[int, Any], Holder] = weakref.WeakValueDictionary()
+        self._holders: Holders[Holder] = Holders()
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -109,7 +109,7 @@ class SharedCasts:
         """Return a joint for the call that begins; None if its cast of this parameter is shared with no other."""
         if lifetime is None or not _can_be_shared(parameter):
             return None
-        holder = self._holders.get((id(parameter), lifetime))  # a joint keeps its parameter alive, and with it the id
+        holder = self._holders.last((id(parameter), lifetime))  # a joint keeps its parameter alive, and with it the id
         before = None if holder is None else holder.joints[id(parameter)]
         return Joint(lifetime, Rounding(torch.get_autocast_dtype(self._device_type)), before)
 
@@ -124,7 +124,7 @@ class SharedCasts:
         elif use.casts > 1 or (before is not None and not joint.may_follow(before, use)):
             raise CannotBeJoined
         holder.joints[id(parameter)] = joint
-        self._holders[id(parameter), joint.lifetime] = holder
+        self._holders.add((id(parameter), joint.lifetime), holder)
         return joint.is_placed and use.count == use.casts
 
 

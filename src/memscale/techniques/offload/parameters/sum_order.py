@@ -19,12 +19,12 @@ last bit.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Protocol
 
 import torch
 
 from memscale._torch import private
+from memscale.techniques.offload.parameters.holders import Holders
 
 HOLLOW_BYTES = 16
 """One element of the largest dtype."""
@@ -61,7 +61,7 @@ class Tails:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
+        self._holders: Holders[Holder] = Holders()
         self._memory: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -73,12 +73,12 @@ class Tails:
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the tail that a new copy of this parameter follows; None if its gradient goes home on its own."""
-        holder = self._holders.get(id(parameter))  # a tail keeps its parameter alive, and with it the id
+        holder = self._holders.last(id(parameter))  # a tail keeps its parameter alive, and with it the id
         return None if holder is None else holder.tails[id(parameter)]
 
     def leave(self, parameter: torch.Tensor, linked: torch.Tensor, holder: Holder) -> None:
         holder.tails[id(parameter)] = self.tail_of(linked)
-        self._holders[id(parameter)] = holder
+        self._holders.add(id(parameter), holder)
 
     def tail_of(self, linked: torch.Tensor) -> torch.Tensor:
         """Return a tensor whose gradient is added to this one's before that of its own uses."""
